@@ -16,7 +16,7 @@ from ..swap.block_lists import block_lists
 from .compiling import _options_of_inductor
 
 MARK = "_memkern_compiled"
-"""Attribute of a block whose forward method is compiled, beneath a checkpoint too."""
+"""Attribute of a block whose forward method is compiled, beneath a checkpoint too: the function that was compiled."""
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -61,7 +61,7 @@ def compile_blocks(model: nn.Module, techniques: Techniques) -> None:
                 block.forward = MethodType(_without_empty_cache(forward.__func__, compiler), block)
             else:
                 block.forward = _without_empty_cache(forward, compiler)
-            setattr(block, MARK, True)
+            setattr(block, MARK, getattr(forward, "__func__", forward))
 
 
 def _without_empty_cache(forward: Callable[..., Any], compiler: Callable[[Callable[..., Any]], Any]) -> Any:

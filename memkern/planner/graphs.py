@@ -15,6 +15,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
+from ..compiled.blocks import MARK
 from ..swap.block_lists import block_lists
 from . import fake_cuda
 from .fake_cuda import inductor
@@ -97,12 +98,13 @@ def without_kernels(mode: FakeMode, model: nn.Module) -> Iterator[None]:
     is_fake = torch.cuda.is_available() and not fake_cuda.torch_has_gpus()
     with session(), inductor.answers() if is_fake else contextlib.nullcontext():
         before, _Session.mode = _Session.mode, mode
+        # What torch.compile compiles in place of a forward method of torch's own, as nn.Sequential's.
+        _Session.codes.add(torch._dynamo.external_utils.wrap_inline(_nothing).__code__)
         for blocks in block_lists(model):
             for block in blocks:
-                compiled: Any = getattr(block.forward, "_torchdynamo_orig_callable", None)
-                function = getattr(compiled, "__func__", compiled)
-                if hasattr(function, "__code__"):
-                    _Session.codes.add(function.__code__)
+                code = getattr(getattr(block, MARK, None), "__code__", None)
+                if code is not None:
+                    _Session.codes.add(code)
         try:
             yield
         finally:
