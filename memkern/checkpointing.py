@@ -105,6 +105,10 @@ class _Group:
         for index, block in enumerate(blocks):
             block.forward = functools.partial(self.forward, index)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what a forward pass that was interrupted has left, which a copy cannot have."""
+        return self.__dict__ | {"calls": [], "given": [], "start": 0}
+
     def forward(self, index: int, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """That of the block at an index."""
         if index == 0:
@@ -113,16 +117,15 @@ class _Group:
         is_first_call = index == 0 and not self.returned
         if index < len(self.blocks) - 1 and not is_first_call:
             return _as_returned(x, *self.returned)
-        recorded = [*self.calls]
+        recorded, run = [*self.calls], functools.partial(self._run, self.start)
         self.calls.clear()
         self.given.clear()
-        first = self.start
-        if not is_first_call or len(self.blocks) == 1:
-            return _checkpoint(functools.partial(self._run, first), x, recorded, self.bits)
-        self.start = 1
-        out = _checkpoint(functools.partial(self._run, 0), x, recorded, self.bits)
-        self.returned.append(_structure_of(out))
-        return out
+        if is_first_call and len(self.blocks) > 1:
+            self.start = 1
+            out = _checkpoint(run, x, recorded, self.bits)
+            self.returned.append(_structure_of(out))
+            return out
+        return _checkpoint(run, x, recorded, self.bits)
 
     def _record(self, index: int, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if index == self.start:  # also after a forward pass that was interrupted

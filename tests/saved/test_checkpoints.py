@@ -273,6 +273,8 @@ def test_a_copy_runs_its_own_blocks(duplicate: Callable[[nn.Module], nn.Module],
         model(X)
     before, copied = model(X), duplicate(model)
     assert torch.equal(copied(X), before)
+    model.blocks[0](X.clone().requires_grad_() * 1.0)  # a forward pass that ends after one block
+    assert torch.equal(duplicate(model)(X), before)
     with torch.no_grad():
         for p in copied.parameters():
             p.zero_()
