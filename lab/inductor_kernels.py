@@ -18,40 +18,21 @@ from unittest import mock
 
 import torch
 
-_H100 = {
-    "major": 9,
-    "minor": 0,
-    "multi_processor_count": 132,
-    "regs_per_multiprocessor": 65536,
-    "max_threads_per_multi_processor": 2048,
-    "max_threads_per_block": 1024,
-    "warp_size": 32,
-}
+from memkern.planner.fake_cuda import inductor
+
+H100 = SimpleNamespace(**vars(inductor.A100) | {"major": 9, "multi_processor_count": 132})
 
 
 def source(function: Callable[..., Any], inputs: list[tuple[tuple[int, ...], torch.dtype]]) -> str:
     """The program that Inductor makes of a function of CUDA tensors of these shapes and dtypes."""
-    import torch._inductor.scheduler as scheduler
     from torch._guards import TracingContext, tracing
     from torch._inductor.graph import GraphLowering
-    from torch._inductor.runtime.hints import DeviceProperties
     from torch._inductor.virtualized import V
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from memkern.compiled.torch_internals import make_fx, select_decomp_table
 
-    # AssertionError and calls of a driver, wherever Inductor asks for a GPU
-    patches = [
-        mock.patch.object(DeviceProperties, "create", lambda device: _properties() if device.type == "cuda" else None),
-        mock.patch.object(scheduler, "has_triton", return_value=True),
-        mock.patch("torch.utils._triton.triton_hash_with_backend", return_value=""),
-        mock.patch.object(torch.cuda, "is_available", return_value=False),
-        mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
-        mock.patch.object(torch.cuda, "get_device_properties", return_value=SimpleNamespace(**_H100)),
-    ]
-    with contextlib.ExitStack() as stack:
-        for patch in patches:
-            stack.enter_context(patch)
+    with inductor.answers(H100), contextlib.ExitStack() as stack:
         fake = FakeTensorMode()
         with fake:
             given = [torch.empty(shape, dtype=dtype, device="cuda") for shape, dtype in inputs]
@@ -66,13 +47,6 @@ def source(function: Callable[..., Any], inputs: list[tuple[tuple[int, ...], tor
         graph.run(*given)
         code = graph.codegen()[0]
     return str(getattr(code, "value", code))
-
-
-def _properties() -> Any:
-    from torch._inductor.runtime.hints import DeviceProperties
-
-    given = {name: size for name, size in _H100.items() if name != "minor"}
-    return DeviceProperties(type="cuda", index=0, cc=90, **given)
 
 
 def sources(functions: dict[str, tuple[Any, ...]]) -> dict[str, str]:

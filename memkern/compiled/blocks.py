@@ -56,12 +56,13 @@ def compile_blocks(model: nn.Module, techniques: Techniques) -> None:
     compiler = _compiler(techniques)
     for blocks in block_lists(model):
         for block in blocks:
-            forward: Any = block.forward
-            if getattr(forward, "__self__", None) is block:  # a copy of the model gets a method of its own blocks
-                block.forward = MethodType(_without_empty_cache(forward.__func__, compiler), block)
-            else:
-                block.forward = _without_empty_cache(forward, compiler)
-            setattr(block, MARK, getattr(forward, "__func__", forward))
+            function: Any = block.forward
+            is_method = getattr(function, "__self__", None) is block
+            if is_method:
+                function = function.__func__
+            run = _without_empty_cache(function, compiler)
+            block.forward = MethodType(run, block) if is_method else run  # a copy gets a method of its own blocks
+            setattr(block, MARK, function)
 
 
 def _without_empty_cache(forward: Callable[..., Any], compiler: Callable[[Callable[..., Any]], Any]) -> Any:
