@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._C._profiler import _EventType
 
 WARMUP = 2  # the first call allocates the state and may compile; the second gives the time of a call
 MIN_ROUNDS = 5
@@ -198,7 +197,7 @@ def _allocations(events: Iterable[Any]) -> Iterator[tuple[int, Any]]:
     while left:
         event = left.pop()
         left += event.children
-        if event.tag == _EventType.Allocation:
+        if event.name == "[memory]":
             yield event.start_time_ns, event.extra_fields
 
 

@@ -29,6 +29,10 @@ class Case(NamedTuple):
     replicas: int = 1
     tensor_parallel: int = 1
 
+    @property
+    def processes(self) -> int:
+        return self.devices * self.replicas * self.tensor_parallel
+
 
 SIZES: dict[str, dict[str, Any]] = {
     "gpt2": {"n_layer": 12, "n_embd": 256, "n_head": 4, "vocab_size": 4000},
@@ -111,9 +115,8 @@ def step(rank: int, case: Case, folder: str) -> None:
     from memkern.swap.block_lists import block_lists
 
     torch.set_num_threads(1)
-    world = case.devices * case.replicas * case.tensor_parallel
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
-    shape = (case.replicas, case.devices) if case.replicas > 1 else (world,)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=case.processes)
+    shape = (case.replicas, case.devices) if case.replicas > 1 else (case.processes,)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     techniques, source = Techniques(**case.techniques), source_of(case)
     torch.manual_seed(0)
@@ -121,7 +124,7 @@ def step(rank: int, case: Case, folder: str) -> None:
     blocks = [block for each in block_lists(model) for block in each]
     applying.apply(model, techniques)
     if case.tensor_parallel > 1:
-        parallelize(model, init_device_mesh("cpu", (world,)))
+        parallelize(model, mesh)
     else:
         for block in (*blocks, model):
             fully_shard(block, mesh=mesh)
@@ -150,9 +153,7 @@ def measured(case: Case) -> int:
     import torch.multiprocessing as mp
 
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(
-            step, (case, folder), nprocs=case.devices * case.replicas * case.tensor_parallel, start_method="fork"
-        )
+        mp.start_processes(step, (case, folder), nprocs=case.processes, start_method="fork")
         return int(Path(folder, "bytes").read_text())
 
 
