@@ -102,6 +102,7 @@ def _same(found: Tensor, expected: Tensor) -> bool:
     return torch.equal(found.isnan(), nan) and torch.equal(found[~nan].view(number), expected[~nan].view(number))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("architecture", [80, 90])
 @pytest.mark.parametrize("signed", [True, False])
 @pytest.mark.parametrize("dtype", FLOATS)

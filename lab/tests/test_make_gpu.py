@@ -39,7 +39,7 @@ from lab.gpu.gpu import Gpu
 from lab.gpu.parts import forecast, parts, turns
 from lab.gpu.runner import ROOT, Part, Results, run
 from memkern import _ops, backend
-from tests.support.helpers import needs_cpp
+from tests.support.helpers import first_full, needs_cpp
 
 PYTHON = sys.executable
 
@@ -179,7 +179,7 @@ def test_smoke_covers_every_op_and_dtype() -> None:
 @pytest.mark.full
 @needs_cpp
 @pytest.mark.parametrize(
-    "group", ["large AdamW8bit torch.bfloat16", "large codes torch.float32", "large Muon torch.bfloat16"]
+    "group", first_full(["large AdamW8bit torch.bfloat16", "large codes torch.float32", "large Muon torch.bfloat16"])
 )
 def test_smoke_of_large_tensors(
     group: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -56,7 +56,7 @@ def test_the_driver_is_asked(tmp_path: Path) -> None:
     assert gpu.of_driver("/nowhere/libcuda.so.1") is None
 
 
-@pytest.mark.full
+@pytest.mark.long  # before a lease
 def test_without_a_gpu_it_is_no_success(tmp_path: Path) -> None:
     """The plan alone is not what was asked for: a GPU that is there but not seen would look like a success."""
     if gpu.find_gpu():
@@ -72,7 +72,7 @@ def test_without_a_gpu_it_is_no_success(tmp_path: Path) -> None:
     assert "profile" in runs[1].stdout
 
 
-@pytest.mark.full
+@pytest.mark.long  # before a lease
 def test_what_ncu_said_is_there_when_the_time_is_up(tmp_path: Path) -> None:
     """Rows are written as ncu's processes end, one for each group of kernels."""
     fake = tmp_path / "ncu"
@@ -190,7 +190,7 @@ def test_smoke_goes_on_after_a_sticky_error(capfd: pytest.CaptureFixture[str]) -
     assert (rows[-1]["failed"], rows[-1]["equal"] > 3) == (0, True)
 
 
-@pytest.mark.full
+@pytest.mark.long  # before a lease
 @needs_cpp
 def test_headline_goes_on_without_the_contender_that_died(capfd: pytest.CaptureFixture[str]) -> None:
     assert supervised.supervise([PYTHON, "-c", HEADLINE]) == 1

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import memkern
 from memkern.compiled.partitioner import Partitioner
 from memkern.compiled.torch_internals import functorch_config
+from tests.support.helpers import first_quick
 from tests.support.partitioned import backend, peak
 
 WIDTH, HEAD, TOKENS = 64, 16, 128
@@ -66,7 +67,7 @@ def as_torch() -> tuple[int, Tensor]:
     return _cut(None, None)
 
 
-@pytest.mark.parametrize("bits", ["exact", 8])
+@pytest.mark.parametrize("bits", first_quick([8, "exact"]))
 def test_a_budget_is_kept(as_torch: tuple[int, Tensor], bits: Any) -> None:
     """With dropout's masks: torch's own budget draws them anew in the backward pass."""
     whole, expected = as_torch

@@ -15,6 +15,7 @@ import memkern
 from memkern.compiled.operations import name_of
 from memkern.compiled.partitioner import Partitioner
 from tests.saved.programs import gradients
+from tests.support.helpers import first_full
 from tests.support.partitioned import backend
 
 from .programs import CompiledProgram, of_compiled, of_traced, outcome
@@ -170,7 +171,7 @@ def test_random_programs(programs: range) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("seed", range(100, 103))
+@pytest.mark.parametrize("seed", first_full(range(100, 103)))
 def test_random_programs_through_dynamo(seed: int) -> None:
     """Dynamo's graph is cut as the one that is traced without it."""
     program = CompiledProgram(seed)

@@ -32,6 +32,7 @@ def graphs() -> dict[str, dict[str, Any]]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_attention_is_coded_and_runs_again(graphs: dict[str, dict[str, Any]], kernel: str) -> None:
     plain, exact, coded = (graphs[f"{kernel}, {bits}"] for bits in (None, "exact", 8))
@@ -44,6 +45,7 @@ def test_attention_is_coded_and_runs_again(graphs: dict[str, dict[str, Any]], ke
     assert sum(coded["saved"].values()) < 0.2 * sum(plain["saved"].values())
 
 
+@pytest.mark.full
 def test_attention_with_dropout_stays_exact(graphs: dict[str, dict[str, Any]]) -> None:
     found = graphs["flash, dropout"]
     assert found["again"] == 0

@@ -143,10 +143,16 @@ def gradients(make: Callable[[], nn.Module], step: Backward, bits: Any) -> Tenso
 FULL = {"LoRA", "checkpoints", "two forward passes first", "autocast", "retain_graph", "compiled autograd"}
 
 
+def _tier(name: str, way: str) -> Any:
+    if not ({name, way} & FULL or name == "tied"):
+        return ()
+    return pytest.mark.long if way == "two forward passes first" and name != "tied" else pytest.mark.full
+
+
 @pytest.mark.parametrize(
     ("name", "way"),
     [
-        pytest.param(name, way, marks=pytest.mark.full if {name, way} & FULL or name == "tied" else ())
+        pytest.param(name, way, marks=_tier(name, way))
         for name in MODELS
         for way in (STEPS if name == "dropout" else ("once", "two forward passes first"))
     ],

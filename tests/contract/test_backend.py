@@ -1,11 +1,11 @@
 """memkern.backend: what runs where, what is requested, and what is said where it cannot be."""
 
 import json
-import logging
 import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import TestCase
 
 import pytest
 import torch
@@ -124,17 +124,15 @@ def test_a_backend_for_other_tensors_says_what_helps() -> None:
         backend.select("cuda")
 
 
-def test_without_the_library_the_reference_runs(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_the_library_the_reference_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         backend, "_missing", lambda name, index=None: None if name == "reference" else f"no {name} today"
     )
     monkeypatch.setattr(backend, "_chosen", {})
-    with caplog.at_level(logging.INFO, logger="memkern"):
+    with TestCase().assertLogs("memkern") as logged:
         assert backend.select("cpu") == "reference"
         assert backend.select("cpu") == "reference"
-    assert [r.message for r in caplog.records] == ["backend 'cpu' is not available for cpu tensors: no cpu today"]
+    assert [r.message for r in logged.records] == ["backend 'cpu' is not available for cpu tensors: no cpu today"]
     assert backend.available()["cpu"] == "no cpu today"
     with pytest.raises(RuntimeError, match="no cpu today"), memkern.use_backend("cpu"):
         pass
@@ -164,15 +162,15 @@ def without_cuda() -> str:
     return "triton" if backend.available()["triton"] is None else "reference"
 
 
-def test_cuda_is_there_where_a_call_worked(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_cuda_is_there_where_a_call_worked(monkeypatch: pytest.MonkeyPatch) -> None:
     other, cuda = without_cuda(), FakeCuda(monkeypatch)
-    with caplog.at_level(logging.WARNING, logger="memkern"):
+    with TestCase().assertLogs("memkern", "WARNING") as logged:
         for _ in range(3):
             assert backend.select(torch.device("cuda", 0)) == "cuda"
             assert backend.select(torch.device("cuda", 1)) == other
             assert backend.select("cuda") == "cuda"
     assert cuda.calls == ["cuda:0", "cuda:1"]  # once a device
-    assert len(caplog.records) == 1
+    assert len(logged.records) == 1
     reason = str(backend._missing("cuda", 1))
     assert "cuda:1, GPU 1: quantize_blockwise: no kernel image is available; reinstall" in reason
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)

@@ -47,13 +47,15 @@ def _why_not(backend: str) -> str | None:
     return None if runs == backend else f"this processor has no {backend}: {runs} would run"
 
 
-def _param(backend: str, *values: Any, slow: bool = False) -> Any:
+def _param(backend: str, *values: Any, slow: bool = False, long: bool = False) -> Any:
     reason = _why_not(backend)
     marks = [pytest.mark.skipif(reason is not None, reason=str(reason))]
     if _device_of(backend) == "cuda":
         marks.append(pytest.mark.gpu)
     if slow:
         marks.append(pytest.mark.full)
+    if long:
+        marks.append(pytest.mark.long)
     return pytest.param(backend, *values, marks=marks, id="-".join((backend, *values)))
 
 
@@ -62,12 +64,17 @@ def _param(backend: str, *values: Any, slow: bool = False) -> Any:
 HASHES = json.loads(make_hashes.FILE.read_text())
 QUICK = ("AdamW", "activations", "blockwise", "affine", "linear")
 SLOW = ("reference", "generic")  # half a minute each for all groups
+LONG = ("Adam8bit", "LAMB8bit", "SGD8bit")  # 15 s each on the reference, whose moments are AdamW8bit's and Lion8bit's
 
 
 @pytest.mark.parametrize(
     ("backend", "group"),
     [
-        _param(backend, group, slow=backend in SLOW and group not in QUICK)
+        _param(
+            *(backend, group),
+            slow=backend in SLOW and group not in QUICK,
+            long=backend == "reference" and group in LONG,
+        )
         for group in make_hashes.GROUPS
         for backend in ("reference", *ISAS, "cuda", "triton")
         if group not in ("affine", "linear") or backend in ("reference", "cuda")  # these groups have no kernels

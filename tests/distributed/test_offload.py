@@ -115,7 +115,7 @@ def test_a_few_steps(ranks: Ranks) -> None:
 
 @pytest.mark.feature("torch", "`HostOffload` under `fully_shard` on 2 and 3 processes: bits of one process")
 @pytest.mark.full
-@pytest.mark.parametrize("sizes", [(2,), (3,), (2, 2)], ids=str)
+@pytest.mark.parametrize("sizes", [(3,), (2, 2), pytest.param((2,), marks=pytest.mark.long)], ids=str)
 @pytest.mark.parametrize(
     ("build", "options"),
     [

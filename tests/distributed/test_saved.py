@@ -14,6 +14,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import memkern
 from tests.saved.helpers import ERRORS, PostNorm, error, network
+from tests.support.helpers import first_full
 from tests.support.ranks import Ranks
 
 ROOT = Path(__file__).parents[2]
@@ -132,7 +133,7 @@ def documented_error(name: str, bits: Any) -> float:
     "transformers", "`compress(saved_bits=...)` of BERT, BART, Llama, Qwen3, Mixtral under `fully_shard`"
 )
 @pytest.mark.full
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", first_full([2, 1]))
 @pytest.mark.parametrize("how", FULLY_SHARD)
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_of_sharded_models_of_transformers(ranks: Ranks, name: str, how: str, world: int) -> None:

@@ -68,6 +68,7 @@ def test_codes_are_what_the_table_says(table: Levels) -> None:
         assert code == expected, value
 
 
+@pytest.mark.pairwise
 @over_fast
 @over_tables
 @over_dtypes
@@ -130,6 +131,7 @@ def test_backward_is_the_same_everywhere(backend: str, layout: str, dtype: torch
         assert_same(actual, expected)
 
 
+@pytest.mark.pairwise
 @over_fast
 @over_layouts
 @pytest.mark.parametrize("name", TWO_BRANCHES)
@@ -174,6 +176,7 @@ def test_forward_of_large_tensors_is_torchs(name: str) -> None:
     assert_same(activation(x), activation.torch(x))
 
 
+@pytest.mark.pairwise
 @interpreted(layout=("odd", "channels_last", "a slice", "a transposed slice"))
 @over_all
 @over_activations

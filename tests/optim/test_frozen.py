@@ -61,6 +61,7 @@ def test_a_frozen_parameter_of_any_kind(build: type, kind: str) -> None:
     assert_same([*other.state.values()], [*plain.state.values()])
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("kind", FROZEN)
 @pytest.mark.parametrize("mode", [*MODES, "StepInBackward"])
 @pytest.mark.parametrize("build", [optim.AdamW8bit, optim.Muon8bit, torch.optim.AdamW])

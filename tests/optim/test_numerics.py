@@ -46,6 +46,7 @@ def trained_on_every_layout(
     return trained(backend, spec.cls, options | STATES[states], params, lambda p, seed: like(p, seed, g_dtype))
 
 
+@pytest.mark.pairwise
 @over_fast
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("states", STATES)
@@ -73,6 +74,7 @@ def trained_by_name(backend: str, spec: OptimizerSpec, states: str, name: str) -
     return trained(backend, spec.cls, options, params, gradient, steps=4)
 
 
+@pytest.mark.pairwise
 @over_fast
 @over_specs
 @pytest.mark.parametrize("states", [pytest.param(s, marks=pytest.mark.full if s != "power" else ()) for s in STATES])
@@ -165,6 +167,7 @@ def run(build: Callable[..., Any], dtype: torch.dtype, options: dict[str, Any], 
     return optimizer, p.detach().double()
 
 
+@pytest.mark.pairwise
 @over_cpu
 @pytest.mark.parametrize("name", PARITY)
 @pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
@@ -194,6 +197,7 @@ def test_32_bit_is_no_further_from_the_truth_than_torch(backend: str, name: str,
             assert mine["step"] == other["step"] == 20
 
 
+@pytest.mark.pairwise
 @over_cpu
 @pytest.mark.parametrize("name", PARITY)
 @pytest.mark.parametrize("codec", ["power", "dynamic"])

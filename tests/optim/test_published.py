@@ -77,6 +77,7 @@ def test_timm_moves_parameters_alike(name: str) -> None:
         assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
 
 
+@pytest.mark.pairwise
 @pytest.mark.full
 @over_cpu
 @pytest.mark.parametrize("codec", ["power", "dynamic"])

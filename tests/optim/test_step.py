@@ -119,6 +119,7 @@ GRADIENT_LAYOUTS = {
 }
 
 
+@pytest.mark.pairwise
 @over_optimizers
 @over_cpu
 @pytest.mark.parametrize("norm", [None, 1.0], ids=["", "clipped"])

@@ -27,6 +27,7 @@ KINDS: dict[str, Callable[..., Any]] = {
 # ---- one memory
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("overlap", ["whole", "rows"])
 @over_optimizers

@@ -84,6 +84,7 @@ def test_a_mark_for_what_codes_cannot_hold(
 # ---- backends agree
 
 
+@pytest.mark.pairwise
 @interpreted()
 @over_fast
 @over_codecs
@@ -103,6 +104,7 @@ def test_backends_give_the_same_bits(backend: str, codec: str, signed: bool, dty
     assert (back.dtype, back.shape, back.stride()) == (dtype, x.shape, x.stride())
 
 
+@pytest.mark.pairwise
 @interpreted(layout=("odd", "long rows", "short rows", "1-D"))
 @over_fast
 @over_codecs

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import memkern
+from tests.support.helpers import first_full
 from tests.support.recorded_graphs import recorded
 
 WIDTH, BATCH = 64, 32
@@ -276,7 +277,7 @@ def test_only_on_cuda() -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("bits", ["exact", 8])
-@pytest.mark.parametrize("name", ["GPT-2", "Llama", "BERT", "ViT"])
+@pytest.mark.parametrize("name", first_full(["GPT-2", "ViT", "Llama", "BERT"], 2))
 def test_models_of_transformers(on_cpu: Any, name: str, bits: Any) -> None:
     pytest.importorskip("transformers")
     from tests.support import zoo

@@ -13,6 +13,7 @@ from torch import Tensor
 import memkern
 from memkern.saved import offload
 from tests.support import timm_nets, zoo
+from tests.support.helpers import first_full
 from tests.support.streams import Streams, WatchedLink
 
 TOKENS = 512
@@ -54,8 +55,10 @@ def check(name: str, precision: str, bits: Any, checkpoints: bool, monkeypatch: 
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("bits", ["exact", 8])
-@pytest.mark.parametrize("name", zoo.MODELS)
+@pytest.mark.parametrize(
+    ("name", "bits"),
+    [each for i, n in enumerate(zoo.MODELS) for each in first_full([(n, "exact"), (n, 8)][:: 1 if i % 2 else -1])],
+)
 def test_models(name: str, bits: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     precision = "bf16 autocast" if bits == 8 else "fp32"
     check(name, precision, bits, False, monkeypatch)

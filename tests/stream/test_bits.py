@@ -21,6 +21,7 @@ from tests.stream.runs import (
     train,
     weights,
 )
+from tests.support.helpers import first_full
 from tests.support.ranks import Ranks
 
 BF16: dict[str, Any] = {"precision": "bf16", "state_bits": 8, "master_weights": "bf16+8"}
@@ -151,10 +152,13 @@ def of_ranks(techniques: Techniques, world: int, **options: Any) -> tuple[list[f
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "way"),
-    [
-        *(("adamw", "plain"), ("adamw", "step in backward"), ("lion", "clipping"), ("lamb", "checkpoints")),
-        *(("lamb", "step in backward"), ("muon", "saved once"), ("muon", "step in backward")),
-    ],
+    first_full(
+        [
+            *(("adamw", "step in backward"), ("lion", "clipping"), ("lamb", "checkpoints"), ("muon", "saved once")),
+            *(("adamw", "plain"), ("lamb", "step in backward"), ("muon", "step in backward")),
+        ],
+        4,
+    ),
 )
 def test_two_processes_have_the_bits_of_fully_shard(ranks: Ranks, name: str, way: str) -> None:
     options = {"max_grad_norm": 0.05} if way == "clipping" else {}

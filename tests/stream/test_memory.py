@@ -18,12 +18,13 @@ from memkern.__main__ import main
 from memkern.train import checkpoint as checkpoints
 from tests.stream.runs import STREAMED as TECHNIQUES
 from tests.stream.runs import Model, model_for, optimizer_for, train
+from tests.support.helpers import first_full
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("name", "bytes_per_parameter"), [("adamw", 5.0625), ("muon", 4.03125)])
+@pytest.mark.parametrize(("name", "bytes_per_parameter"), first_full([("adamw", 5.0625), ("muon", 4.03125)]))
 def test_bytes_of_the_host(name: str, bytes_per_parameter: float) -> None:
     """The resident set: weight 2, error 1, moments with their scales; at the peak a few blocks' weights and gradients,
     which are the device's and under way. 3 % for what malloc and Python have beside them."""

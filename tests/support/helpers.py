@@ -55,8 +55,17 @@ def _environment(name: str, value: str) -> Iterator[None]:
 
 def first_quick(values: Iterable[Any], quick: int = 1) -> list[Any]:
     """Values for ``parametrize``, of which `make test` runs the first few and `make test-all` the others too."""
+    return _from(quick, pytest.mark.full, values)
+
+
+def first_full(values: Iterable[Any], full: int = 1) -> list[Any]:
+    """Values for ``parametrize`` of a full test, of which `make test-long` runs all but the first few."""
+    return _from(full, pytest.mark.long, values)
+
+
+def _from(first: int, mark: pytest.MarkDecorator, values: Iterable[Any]) -> list[Any]:
     return [
-        value if i < quick else pytest.param(*(value if type(value) is tuple else (value,)), marks=pytest.mark.full)
+        value if i < first else pytest.param(*(value if type(value) is tuple else (value,)), marks=mark)
         for i, value in enumerate(values)
     ]
 

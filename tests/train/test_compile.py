@@ -51,8 +51,11 @@ RUNS: dict[str, tuple[dict[str, Any], float]] = {
 }
 
 
+LONG = ("exact", "fp16", "bf16", "part of the tokens")  # 15 s each: what they compile, another run compiles too
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.long if n in LONG else ()) for n in RUNS])
 def test_losses_are_those_of_uncompiled_blocks(corpus: Corpus, name: str) -> None:
     options, tolerance = RUNS[name]
     plain, compiled = trained(corpus, **options), trained(corpus, **options, compile=True)

@@ -14,6 +14,7 @@ from memkern.train import checkpoint as checkpoints
 from memkern.train.build import resolved, warmup_cosine
 from memkern.train.data import IGNORED
 from memkern.train.distributed import Processes, own_batches
+from tests.support.helpers import first_full
 from tests.support.ranks import TORCHRUN_TWO
 from tests.support.train_helpers import SMALL, small_run, train_by_two
 
@@ -36,7 +37,7 @@ def assert_runs_agree(a: Path, b: Path) -> dict[str, Any]:
 
 @pytest.mark.feature("torch", "`memkern train` on 1 and 2 processes at equal global batch, DDP and `fully_shard`")
 @pytest.mark.full
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("parallel", first_full(["fsdp", "ddp"]))
 def test_one_and_two_processes_agree_at_equal_global_batch(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], parallel: str
 ) -> None:

@@ -166,6 +166,7 @@ def test_after_the_scaler_the_optimizer_steps_plainly() -> None:
 # ---- without a scaler
 
 
+@pytest.mark.pairwise
 @over_cpu
 @over_optimizers
 @pytest.mark.parametrize("codec", ["power", "dynamic"])

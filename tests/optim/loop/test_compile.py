@@ -1,5 +1,6 @@
 """torch.compile(fullgraph=True) around a step: eager's bits, and no recompile a step."""
 
+import itertools
 import shutil
 from collections.abc import Callable
 from typing import Any
@@ -49,11 +50,8 @@ RATES = {
 }
 
 
-over_builds = pytest.mark.parametrize(
-    "build",
-    [pytest.param(build, marks=() if build is optim.AdamW8bit else pytest.mark.full) for build in OPTIMIZERS],
-    ids=name_of,
-)
+OTHERS = [build for build in OPTIMIZERS if build is not optim.AdamW8bit]
+over_builds = pytest.mark.parametrize("build", first_quick([optim.AdamW8bit, *OTHERS]), ids=name_of)
 
 
 def run(build: type, rates: str, through: Callable[[Any], Callable[..., Any]], **options: Any) -> Any:
@@ -72,8 +70,15 @@ def run(build: type, rates: str, through: Callable[[Any], Callable[..., Any]], *
     return snapshot(optimizer)
 
 
-@over_builds
-@pytest.mark.parametrize("rates", first_quick(RATES, 2))
+@pytest.mark.parametrize(
+    ("build", "rates"),
+    [
+        *first_quick(((optim.AdamW8bit, rates) for rates in RATES), 2),
+        *(pytest.param(build, "changing float", marks=pytest.mark.full) for build in OTHERS),
+        *(pytest.param(*each, marks=pytest.mark.long) for each in itertools.product(OTHERS, [*RATES][1:])),
+    ],
+    ids=name_of,
+)
 def test_graphs_and_bits(build: type, rates: str) -> None:
     expected = run(build, rates, lambda o: o.step)
     actual = run(build, rates, compiled)

@@ -14,7 +14,7 @@ resumed_so = pytest.mark.filterwarnings("ignore:the state_dict is of an optimize
 @pytest.mark.full
 @resumed_so
 def test_loops_are_those_of_a_plain_optimizer() -> None:
-    run(ExportedLoop, 0, LOOPS)
+    run(ExportedLoop, 0, LOOPS // 2)
 
 
 @pytest.mark.long

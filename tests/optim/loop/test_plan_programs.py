@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from memkern import optim
 from memkern.optim.state import State
-from tests.support.helpers import assert_same
+from tests.support.helpers import assert_same, first_full
 from tests.support.random_options import OPTIONS, set_option
 
 BUILDS = [
@@ -143,7 +143,7 @@ class Program:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("part", range(8))
+@pytest.mark.parametrize("part", first_full(range(8), 3))
 @pytest.mark.parametrize("build", BUILDS)
 def test_random_programs(build: type, part: int) -> None:
     for seed in range(part, 40, 8):

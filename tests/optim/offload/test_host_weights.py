@@ -57,6 +57,7 @@ HOST_EDITS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
+@pytest.mark.pairwise
 @over_modes
 @over_transfers
 @pytest.mark.parametrize("edit", HOST_EDITS)

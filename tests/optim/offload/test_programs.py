@@ -124,6 +124,7 @@ class Program:
         return [*self.model], snapshot(self.optimizer)["states"], self.saved
 
 
+@pytest.mark.pairwise
 @pytest.mark.full
 @pytest.mark.parametrize("wrapper", [HostOffload, LateHostOffload], ids=["cpu", "late"])
 @pytest.mark.parametrize("mode", ["default", "offload_gradients", "step_in_backward"])

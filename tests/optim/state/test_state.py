@@ -44,6 +44,7 @@ WAYS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.pairwise
 @over_optimizers
 @pytest.mark.parametrize("options", CODECS, ids=lambda o: o["codec"])
 @pytest.mark.parametrize("dtype", FLOATS, ids=name_of)

@@ -1,0 +1,59 @@
+"""A pytest plugin: of a test's product of parameters, cases with every pair of values run; `make test-long` runs all.
+
+``@pytest.mark.pairwise`` on a test with three parameters or more. What fails with one combination of values mostly
+fails with two of them already (Cohen et al., The AETG System: An Approach to Testing Based on Combinatorial Design,
+1997). Quick cases are taken first, then those of the full tier for the pairs that are left; the others are marked
+``long``.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from itertools import combinations
+from typing import Any
+
+import pytest
+
+Pair = tuple[tuple[str, int], ...]
+
+
+def chosen(cases: list[set[Pair]], covered: set[Pair]) -> list[int]:
+    """Cases of which each adds as many pairs as any could, until none is left; ``covered`` gets those of them all."""
+    left = {*range(len(cases))}
+    found = []
+    while left:
+        best = max(sorted(left), key=lambda i: len(cases[i] - covered))
+        if not cases[best] - covered:
+            break
+        left.remove(best)
+        found.append(best)
+        covered |= cases[best]
+    return found
+
+
+def _runs(item: pytest.Item) -> bool:
+    """Not on a GPU, not by hand, and not skipped for a value of its parameters."""
+    marks = [*item.iter_markers()]
+    return not any(m.name in ("long", "gpu", "emulated") or (m.name == "skipif" and m.args[0] is True) for m in marks)
+
+
+def _pairs(item: Any) -> set[Pair]:
+    # Cases share their values, of which some cannot be compared.
+    return {*combinations(sorted((name, id(value)) for name, value in item.callspec.params.items()), 2)}
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what -m does
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    tests = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("pairwise") and _runs(item):
+            tests[item.nodeid.partition("[")[0]].append(item)
+    for cases in tests.values():
+        covered: set[Pair] = set()
+        kept: set[str] = set()
+        for is_full in (False, True):
+            tier = [item for item in cases if (item.get_closest_marker("full") is not None) == is_full]
+            kept |= {tier[i].nodeid for i in chosen([_pairs(item) for item in tier], covered)}
+        for item in cases:
+            if item.nodeid not in kept:
+                item.add_marker("long")
