@@ -16,6 +16,7 @@ from memkern.planner import fake_cuda, fake_step, graphs
 from memkern.planner.models import resolve
 from memkern.planner.planning import plan
 from tests.planner import compiled_on_cuda
+from tests.support.helpers import first_full
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -51,7 +52,7 @@ def trace(**techniques: Any) -> Any:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("techniques", CASES, ids=str)
+@pytest.mark.parametrize("techniques", first_full(CASES, 4), ids=str)
 def test_a_trace_has_the_bytes_of_a_compiled_model_and_leaves_nothing(techniques: dict[str, Any]) -> None:
     found = trace(**techniques)
     real, plain = model(), model()

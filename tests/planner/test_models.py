@@ -80,9 +80,10 @@ def test_inputs_are_what_a_real_step_takes(case: str) -> None:
     assert any(p.grad is not None for p in model.parameters())
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=pytest.mark.full if i % 4 else ()) for i, c in enumerate(CASES)]
-)
+TIERS: list[Any] = [(), pytest.mark.long, pytest.mark.full, pytest.mark.long]
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=TIERS[i % 4]) for i, c in enumerate(CASES)])
 def test_a_step_is_traced(case: str) -> None:
     source: Any = resolve(CASES[case](), 32, None, None, None)
     one, two = (trace(source, Techniques(micro_batch=size), "cpu") for size in (1, 2))

@@ -1,0 +1,344 @@
+"""bf16 weights that are changed or saved between two steps, with what is kept of them."""
+
+import copy
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.utils import prune as torch_prune
+
+from memkern import optim
+from tests.support.bf16_weights import BF16, KEPT, bf16_params, fp32_weights, over_kept, train
+from tests.support.generic_optimizers import saved
+from tests.support.helpers import assert_same, hard, like, name_of, on, over_cpu, over_fast, over_optimizers, snapshot
+from tests.support.hostile_weights import hostile
+from tests.support.interpreted import interpreted
+
+# ---- changes from outside
+
+
+@over_kept
+def test_no_state_makes_another_number_of_a_weight(kept: str) -> None:
+    p, state = hostile(kept)
+    key = "master_weight" if kept == "fp32" else "weight_error"
+    x, bits = optim.weights.fp32_weight(p, {key: state}), lambda x: x.float().view(torch.int32).long()
+    assert_same(x.isnan(), p.isnan())
+    number = ~p.isnan()
+    assert ((bits(x) - bits(p)).abs() <= 2**15)[number].all()  # half a unit of p: no sign changes, nothing overflows
+    if kept == "fp32":
+        kept_copy = (x.view(torch.int32) == state.view(torch.int32)) & number
+        assert_same(kept_copy, (state.to(BF16).view(torch.int16) == p.view(torch.int16)) & number)
+    else:
+        error = state.long() << (8 if kept == "bf16+8" else 0)
+        made_by_no_step = (p == 0) & (error < 0) | p.isinf() & (error > 0)
+        assert_same(bits(x)[number], (bits(p) + error * ~made_by_no_step)[number])
+    assert x.isfinite()[p.isfinite()].all()
+
+
+@pytest.mark.pairwise
+@interpreted(build=(optim.AdamW, optim.Lion))
+@over_fast
+@over_kept
+@pytest.mark.parametrize("build", [optim.AdamW, optim.Lion, optim.SGD], ids=name_of)
+@pytest.mark.parametrize("state_bits", [8, 32])
+def test_a_step_of_nothing_leaves_every_weight(backend: str, kept: str, build: type, state_bits: int) -> None:
+    """Whatever is kept beside it; and the backends mend what is kept alike."""
+    runs = []
+    for each in (backend, "reference"):
+        p, state = hostile(kept)
+        w = torch.nn.Parameter(p.clone())
+        optimizer = build([w], lr=0.0, weight_decay=0.0, state_bits=state_bits, min_8bit_size=0, **KEPT[kept])
+        w.grad = torch.zeros_like(w)
+        optimizer.state[w] = optimizer._init_state(w, optimizer.param_groups[0])
+        optimizer.state[w]["master_weight" if kept == "fp32" else "weight_error"].copy_(state)
+        with on(each):
+            optimizer.step()
+        assert_same(w.detach(), p)
+        runs.append(snapshot(optimizer))
+    assert_same(*runs)
+
+
+@over_fast
+@over_kept
+@pytest.mark.parametrize("build", [optim.LAMB8bit, optim.LARS8bit], ids=name_of)
+def test_a_zeroed_layer_starts_again(backend: str, kept: str, build: type) -> None:
+    """The errors that its state keeps beside the zeros are no norm to make a trust ratio of."""
+    moved = []
+    for options in (KEPT[kept], {}):
+        torch.manual_seed(0)
+        w = torch.nn.Parameter(torch.randn(64, 128).to(BF16))
+        optimizer = build([w], lr=1e-2, **options)
+        for step in range(6):
+            w.grad = torch.randn(w.shape).to(BF16)
+            with on(backend), torch.no_grad():
+                if step == 3:
+                    w.zero_()
+                optimizer.step()
+        moved.append(w.detach().abs().float().mean().item())
+    assert moved[0] == pytest.approx(moved[1], rel=0.05)
+
+
+def zero_some(model: torch.nn.Linear) -> None:
+    with torch.no_grad():
+        for p in model.parameters():
+            p.data[torch.rand(p.shape, generator=torch.Generator().manual_seed(5)) < 0.4] = 0
+
+
+def prune(model: torch.nn.Linear) -> None:
+    torch_prune.l1_unstructured(model, "weight", 0.5)
+    torch_prune.remove(model, "weight")
+
+
+def load(model: torch.nn.Linear) -> None:
+    model.load_state_dict(torch.nn.Linear(128, 64).to(BF16).state_dict())
+
+
+def from_vector(model: torch.nn.Linear) -> None:
+    x = torch.nn.utils.parameters_to_vector(model.parameters())
+    torch.nn.utils.vector_to_parameters(0.5 * x, model.parameters())
+
+
+def in_place(edit: Callable[[Tensor], Any]) -> Callable[[torch.nn.Linear], None]:
+    def apply(model: torch.nn.Linear) -> None:
+        with torch.no_grad():
+            for p in model.parameters():
+                edit(p)
+
+    return apply
+
+
+EDITS: dict[str, Callable[[torch.nn.Linear], None]] = {
+    "prune": prune,
+    "zeros_": in_place(torch.nn.init.zeros_),
+    "zeros in .data": zero_some,
+    "load_state_dict": load,
+    "vector_to_parameters": from_vector,
+    "lerp_": in_place(lambda p: p.lerp_(torch.zeros_like(p), 0.25)),
+    "clamp_": in_place(lambda p: p.clamp_(-0.01, 0.01)),
+    "negated": in_place(lambda p: p.data.neg_()),
+    "permuted": in_place(lambda p: p.data.copy_(p.flip(0))),
+    "tiny": in_place(lambda p: p.fill_(1e-40)),
+    "largest": in_place(lambda p: p.fill_(3.3895e38)),
+}
+
+
+OVER_EDITS = [
+    pytest.param(edit, marks=[] if edit in ("prune", "zeros_", "load_state_dict") else [pytest.mark.full])
+    for edit in EDITS
+]
+
+
+def moved(model: torch.nn.Linear, before: list[Tensor]) -> float:
+    """By how much more than a unit in the last place weights have moved."""
+    return max(
+        ((p.float() - x.float()).abs() - x.float().abs() * 2**-7).max().item()
+        for p, x in zip(model.parameters(), before, strict=True)
+    )
+
+
+@pytest.mark.pairwise
+@over_cpu
+@over_kept
+@pytest.mark.parametrize("build", [optim.AdamW8bit, optim.LAMB8bit, optim.SGD], ids=name_of)
+@pytest.mark.parametrize(
+    "edit",
+    [pytest.param(e, marks=[] if e in ("prune", "zeros_", "load_state_dict") else [pytest.mark.full]) for e in EDITS],
+)
+def test_a_step_goes_on_from_edited_weights(backend: str, kept: str, build: type, edit: str) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(128, 64).to(BF16)
+    optimizer = build(model.parameters(), lr=1e-2, **KEPT[kept])
+    with on(backend):
+        train(optimizer, 3)
+        EDITS[edit](model)
+        before = [p.detach().clone() for p in model.parameters()]
+        optimizer.param_groups[0].update(lr=1e-6, weight_decay=0.0)
+        train(optimizer, 1, first=3)
+    assert all(p.isfinite().all() for p in model.parameters())
+    assert moved(model, before) <= (1e-4 if edit != "largest" or build != optim.LAMB8bit else 1e33)
+
+
+@over_kept
+@pytest.mark.parametrize("edit", ["zeros in .data", "load_state_dict", "lerp_"])
+@pytest.mark.parametrize("copied", ["state_dict", "deepcopy"])
+def test_a_copy_of_an_edited_run_goes_on_from_its_weights(kept: str, edit: str, copied: str) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(128, 64).to(BF16)
+    optimizer = optim.AdamW8bit(model.parameters(), lr=1e-2, **KEPT[kept])
+    train(optimizer, 3)
+    EDITS[edit](model)
+    before = [p.detach().clone() for p in model.parameters()]
+    for x, p in zip(optim.to_fp32_state_dict(model, optimizer).values(), before, strict=True):
+        assert ((x - p.float()).abs() <= p.float().abs() * 2**-8 + 5e-41).all()
+    if copied == "deepcopy":
+        model, optimizer = copy.deepcopy((model, optimizer))
+    else:
+        files = saved(model.state_dict()), saved(optimizer.state_dict())
+        model = torch.nn.Linear(128, 64).to(BF16)
+        optimizer = optim.AdamW8bit(model.parameters(), **KEPT[kept])
+        model.load_state_dict(files[0])
+        optimizer.load_state_dict(files[1])
+    optimizer.param_groups[0]["lr"] = 1e-6
+    train(optimizer, 1, first=3)
+    assert moved(model, before) <= 1e-4
+
+
+@over_kept
+@pytest.mark.parametrize("edit", ["average swapped in and out", "clamp_", "restored through .data"])
+def test_edits_that_keep_the_values_lose_nothing(kept: str, edit: str) -> None:
+    """200 steps of 1e-4, each a hundredth of a unit in the last place."""
+    p = torch.nn.Parameter(torch.full((64, 128), 1.5, dtype=BF16))
+    optimizer = optim.AdamW8bit([p], lr=1e-4, weight_decay=0.0, **KEPT[kept])
+    average = torch.full_like(p, 1.25)
+    for step in range(200):
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+        with torch.no_grad():
+            if edit == "clamp_":
+                p.clamp_(-10, 10)
+            elif step % 10 == 0 and edit == "average swapped in and out":
+                own = p.clone()
+                p.copy_(average)
+                p.copy_(own)
+            elif edit == "restored through .data":  # as sharpness-aware minimization does
+                own = p.data.clone()
+                p.add_(0.1)
+                p.data = own
+    assert abs(1.5 - fp32_weights(optimizer)[0].double().mean().item() - 0.02) < 0.002
+
+
+@pytest.mark.parametrize("kept", ["bf16+8", *(pytest.param(k, marks=pytest.mark.full) for k in ("fp32", "bf16+16"))])
+def test_a_compiled_step_goes_on_from_edited_weights(kept: str) -> None:
+    runs = []
+    for compiled in (False, True):
+        params = bf16_params()
+        optimizer = optim.AdamW8bit(params, lr=1e-2, **KEPT[kept])
+        train(optimizer, 1)
+        step = torch.compile(optimizer.step, fullgraph=True, backend="aot_eager")
+        for seed in range(1, 4):
+            for i, p in enumerate(params):
+                p.grad = like(p, 1000 * seed + i)
+                if seed == 2:
+                    with torch.no_grad():
+                        p.mul_(hard(p.shape, i) > 0)
+            step() if compiled else optimizer.step()
+        runs.append(train(optimizer, 2, first=4))
+        assert all(p.isfinite().all() for p in params)
+    assert_same(*runs)
+
+
+# ---- state dicts
+
+
+@over_optimizers
+@over_kept
+def test_a_resumed_run_equals_one_that_went_on(build: type, kept: str) -> None:
+    params = bf16_params()
+    optimizer = build(params, lr=1e-2, **KEPT[kept])
+    train(optimizer, 3)
+    fresh = [torch.nn.Parameter(torch.zeros_like(p)) for p in params]
+    resumed = build(fresh, **KEPT[kept])
+    resumed.load_state_dict(saved(optimizer.state_dict()))
+    with torch.no_grad():  # the model after the optimizer: in either order
+        for p, q in zip(fresh, params, strict=True):
+            p.copy_(q)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_same(train(resumed, 3, first=3), train(optimizer, 3, first=3))
+    twin = copy.deepcopy(optimizer)
+    assert_same(train(twin, 2, first=6), train(optimizer, 2, first=6))
+
+
+def test_the_optimizers_own_option_wins_over_a_states() -> None:
+    params = bf16_params()
+    for own in (None, *KEPT):
+        for given in (None, *KEPT):
+            source = optim.AdamW8bit(params, lr=1e-2, master_weights=given)
+            train(source, 2)
+            target = optim.AdamW8bit(params, master_weights=own)
+            if own == given:
+                target.load_state_dict(source.state_dict())
+            else:
+                with pytest.warns(UserWarning, match=re.escape(f"master_weights {given} -> {own}")):
+                    target.load_state_dict(source.state_dict())
+            assert target.param_groups[0]["master_weights"] == own
+            if None not in (own, given):
+                for x, y in zip(fp32_weights(target), fp32_weights(source), strict=True):
+                    assert ((x - y).abs() <= 2**-15 * y.abs() + 1e-38).all()
+            train(target, 1)
+
+
+@over_kept
+def test_a_state_that_does_not_fit(kept: str) -> None:
+    optimizer = optim.AdamW8bit(bf16_params(), **KEPT[kept])
+    train(optimizer, 1)
+    key = "master_weight" if kept == "fp32" else "weight_error"
+    for value, message in (
+        (torch.zeros(64, 128, dtype=torch.int32), f"{key} must be torch"),
+        (torch.zeros(3), f"{key} must be torch"),
+        (None, "expected"),
+    ):
+        state_dict = copy.deepcopy(optimizer.state_dict())
+        if value is None:
+            del state_dict["state"][0][key]
+        else:
+            state_dict["state"][0][key] = value
+        with pytest.raises(ValueError, match=message):
+            optim.AdamW8bit(bf16_params(), **KEPT[kept]).load_state_dict(state_dict)
+
+
+@over_kept
+def test_fp32_state_dicts(kept: str) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(128, 64), torch.nn.BatchNorm1d(64)).to(BF16)
+    optimizer = optim.AdamW8bit(model.parameters(), lr=1e-2, **KEPT[kept])
+    train(optimizer, 3)
+    state_dict = optim.to_fp32_state_dict(model, optimizer)
+    assert {*state_dict} == {*model.state_dict()}
+    weights = fp32_weights(optimizer)
+    for (name, _), x in zip(model.named_parameters(), weights, strict=True):
+        assert_same(state_dict[name], x)
+    assert any((x != x.to(BF16).float()).any() for x in weights)
+    assert state_dict["1.running_mean"].dtype == BF16
+    other = torch.nn.Sequential(torch.nn.Linear(128, 64), torch.nn.BatchNorm1d(64)).to(BF16)
+    loaded = optim.AdamW8bit(other.parameters(), lr=1e-2, **KEPT[kept])
+    optim.load_fp32_state_dict(other, loaded, state_dict)
+    assert_same(optim.to_fp32_state_dict(other, loaded), state_dict)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(loaded, 1)
+    with torch.no_grad():
+        model[0].weight.zero_()
+    # A step reads up to 4.6e-41 there: half a unit of 0, which is what is kept beside one.
+    assert any((x.abs() > 0).any() for x in fp32_weights(optimizer)[:1]) == (kept != "fp32")
+    assert (optim.to_fp32_state_dict(model, optimizer)["0.weight"] == 0).all()
+    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got dict"):
+        optim.to_fp32_state_dict({}, optimizer)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"optimizer must be one of memkern.optim's, got torch.optim"):
+        optim.load_fp32_state_dict(model, torch.optim.SGD(model.parameters()), state_dict)  # type: ignore[arg-type]
+
+
+@over_kept
+def test_gaps_and_channels_last(kept: str) -> None:
+    x = hard((8, 16, 4, 4), 0, scale=0.1).to(BF16)
+    dense = torch.nn.Parameter(x.clone())
+    strided = torch.nn.Parameter(torch.stack([x, x], -1)[..., 0])
+    runs = []
+    for p in (dense, strided):
+        optimizer = optim.AdamW8bit([p], min_8bit_size=0, lr=1e-2, **KEPT[kept])
+        for step in range(3):
+            p.grad = hard(p.shape, step).to(BF16).as_strided(p.shape, x.stride())
+            optimizer.step()
+        runs.append([p.detach().contiguous(), fp32_weights(optimizer)[0].contiguous()])
+    assert_same(*runs)
+    weight = fp32_weights(optimizer)[0]
+    dense.data = dense.data.contiguous(memory_format=torch.channels_last)
+    optimizer = optim.AdamW8bit([dense], min_8bit_size=0, **KEPT[kept])
+    dense.grad = hard(dense.shape, 9).to(BF16)
+    optimizer.step()
+    assert weight.shape == dense.shape
+    assert fp32_weights(optimizer)[0].stride() == dense.stride()

@@ -1,0 +1,213 @@
+"""Traces of a step: they have the bytes of the real one."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+import memkern
+from memkern import applying, memory
+from memkern.options import Techniques
+from memkern.planner import fake_step
+from memkern.planner.hardware import DEFAULTS
+from memkern.planner.models import resolve
+from memkern.planner.prediction import Predictor
+from memkern.planner.trace import Trace, aligned, peaks
+from memkern.saved.copies import FakeCopies
+from memkern.saved.link import Link
+from tests.support.planned_models import WIDTH, Block, Stack, predictor_of
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"activation_bits": 3},
+        {"saved_bits": 8},
+        {"checkpointing": "blocks"},
+        {"checkpointing": "sqrt"},
+        {"precision": "bf16"},
+        {"linear_share": 0.2},
+    ],
+    ids=str,
+)
+def test_a_trace_has_the_bytes_of_the_real_step(changes: dict[str, Any]) -> None:
+    techniques = Techniques(micro_batch=1000, **changes)
+    model = Stack()
+    traces, more = predictor_of(model, torch.zeros(2, WIDTH)).traces(techniques)
+    found = peaks(traces, more, free_gradients=False, unit=1)
+    model.to(applying.weight_dtype(techniques))
+    memkern.apply(model, techniques)
+    x = torch.randn(1000, WIDTH, dtype=next(model.parameters()).dtype)
+    real = memory.peak_bytes(lambda: model(x).backward(), model, x) - memory.tensor_bytes([*model.parameters(), x])
+    assert max(sum(phase.values()) for phase in found.values()) == real
+
+
+class CopiesOfADevice(FakeCopies):
+    """Real copies, whose ends are known as late as those of fake tensors."""
+
+    def slab(self, size: int) -> torch.Tensor:
+        return torch.from_numpy(numpy.empty(size, numpy.uint8))  # which no operator returns, so that it is not counted
+
+    def down(self, pairs: Any, after: Any) -> Any:
+        self._copy(pairs)
+        return super().down(pairs, after)
+
+    def up(self, pairs: Any, after: Any) -> Any:
+        self._copy(pairs)
+        return super().up(pairs, after)
+
+
+@pytest.mark.parametrize("changes", [{}, {"checkpointing": "blocks"}, {"saved_bits": "exact"}], ids=str)
+def test_what_leaves_has_the_bytes_of_the_real_step(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]) -> None:
+    """With the CPU's memory as if it were a device's, and not counting the host's."""
+    monkeypatch.setattr("memkern.saved.link.LEAST_BYTES", 4096)
+    link = Link(torch.device("cpu"), CopiesOfADevice())
+    monkeypatch.setattr("memkern.saved.offload._links", {torch.device("cpu"): link})
+    techniques = Techniques(micro_batch=1000, **{"saved_bits": 8, "offload_saved": True, **changes})
+
+    def stack() -> nn.Module:
+        model = Stack()
+        model.blocks = nn.ModuleList(Block() for _ in range(12))
+        return model
+
+    source = resolve(stack(), None, torch.zeros(2, WIDTH), None, None)
+    trace = fake_step.trace(source, techniques, "cpu")
+    found = peaks([trace], 0, free_gradients=False, unit=1)
+    predicted = max(sum(phase.values()) for phase in found.values())
+    here = fake_step.trace(source, techniques.replace(offload_saved=False), "cpu")
+    without = peaks([here], 0, free_gradients=False, unit=1)
+    if "checkpointing" not in changes:  # where gradients are the most of it
+        assert predicted < 0.8 * max(sum(phase.values()) for phase in without.values())
+
+    model = stack()
+    memkern.apply(model, techniques)
+    x = torch.randn(1000, WIDTH)
+    for _ in range(2):  # in the second step it is known how much a forward pass stores, as the fake run's end knows
+        model.zero_grad()
+        real = memory.peak_bytes(lambda: model(x).backward(), model, x)
+        real -= memory.tensor_bytes([*model.parameters(), x])
+    assert real == pytest.approx(predicted, rel=0.02)
+    assert link.pool.most == pytest.approx(trace.left, rel=0.02)
+
+
+class Tied(nn.Module):
+    """A language model without blocks: what it needs most of is for the embedding's gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(3000, WIDTH)
+
+    def forward(self, tokens: torch.Tensor, chunked: bool) -> torch.Tensor:
+        x, weight = self.embedding(tokens), self.embedding.weight
+        if chunked:
+            return memkern.functional.linear_cross_entropy(x[:-1], weight, tokens[1:], chunk_size=500)
+        return nn.functional.cross_entropy(nn.functional.linear(x[:-1], weight).float(), tokens[1:])
+
+
+@pytest.mark.parametrize(
+    ("precision", "chunked", "gradients"), [("fp32", False, 3), ("bf16-mixed", False, 2), ("fp32", True, 2)]
+)
+def test_the_sum_of_a_tied_weights_gradients_is_made_as_autograd_makes_it(
+    precision: str, chunked: bool, gradients: int
+) -> None:
+    """In a buffer of its own where the first gradient is a view, as a linear layer's is; else over the first."""
+    loss = lambda model, batch: model(batch[0], chunked)  # noqa: E731
+    tokens = torch.arange(8)
+    source = resolve(Tied(), None, (tokens,), loss, None)
+    techniques = Techniques(precision=precision, micro_batch=8)
+    found = peaks(*Predictor(source, "cpu", "cpu", DEFAULTS["cpu"]).traces(techniques), free_gradients=False, unit=1)
+    model = Tied()
+
+    def step() -> None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
+            value = loss(model, (tokens,))
+        value.backward()
+
+    real = allocated(step)
+    weight = model.embedding.weight.nbytes
+    assert gradients * weight <= real < (gradients + 1) * weight
+    assert abs(sum(found["backward"].values()) - real) < 0.1 * weight
+
+
+def allocated(call: Callable[[], None]) -> int:
+    """The peak of torch's CPU allocator above what was there."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        call()
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    return max(itertools.accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())))
+
+
+class Headed(Stack):
+    """A head that takes more operators than the blocks."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        for _ in range(100):
+            x = x.sin()
+        return x.mean()
+
+
+@pytest.mark.parametrize("changes", [{}, {"checkpointing": "blocks"}], ids=str)
+def test_traces_are_aligned_where_the_blocks_are_not_in_the_middle(changes: dict[str, Any]) -> None:
+    def traced(depth: int) -> Trace:
+        model = Headed()
+        model.blocks = nn.ModuleList(Block() for _ in range(depth))
+        source = resolve(model, None, torch.zeros(2, WIDTH), None, None)
+        return fake_step.trace(source, Techniques(micro_batch=100, **changes), "cpu")
+
+    for options in ({"free_gradients": False, "unit": 1}, {"free_gradients": True, "unit": 64}):
+        found = peaks([traced(3), traced(4)], 5, **options)
+        assert found == peaks([traced(8)], 0, **options)
+        assert all(size >= 0 for phase in found.values() for size in phase.values())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("GPT2", {"saved_bits": 8}),
+        ("GPT2", {"checkpointing": "blocks", "saved_bits": "exact"}),
+        ("Llama", {"precision": "bf16", "checkpointing": "blocks", "saved_bits": 8, "loss_chunk": 128}),
+    ],
+    ids=str,
+)
+def test_a_deep_model_from_two_that_are_not(family: str, changes: dict[str, Any]) -> None:
+    """Where what a block has computed is freed in the next one, the first block is unlike the others."""
+    import transformers
+
+    sizes = {"vocab_size": 500, "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 7}
+    config = getattr(transformers, f"{family}Config")(**sizes, architectures=[f"{family}LMHeadModel"])
+    if family == "Llama":
+        config.architectures, config.intermediate_size = ["LlamaForCausalLM"], 176
+    source: Any = resolve(config, 64, None, None, None)
+    techniques = Techniques(micro_batch=4, **changes)
+    fake_step.trace(source.with_depth(2), techniques, "cpu")  # what is cached on first use
+    made, more = fake_step.traces(source, techniques, "cpu")
+    assert (len(made), more) == (2, 4 if techniques.checkpointing else 3)
+    for options in ({"free_gradients": False, "unit": 1}, {"free_gradients": True, "unit": 64}):
+        whole = peaks([fake_step.trace(source, techniques, "cpu")], 0, **options)
+        found = peaks(made, more, **options)
+        assert {phase: sum(x.values()) for phase, x in found.items()} == {
+            phase: sum(x.values()) for phase, x in whole.items()
+        }
+
+
+def test_traces_of_blocks_that_differ_are_not_aligned() -> None:
+    x = torch.zeros(2, WIDTH)
+    other = nn.Sequential(Block(), nn.Linear(WIDTH, WIDTH), Block())
+    few, many = (fake_step.trace(resolve(m, None, x, None, None), Techniques(), "cpu") for m in (Stack(), other))
+    assert aligned(few, many) is None
+
+
+def test_what_is_on_no_device_has_no_bytes() -> None:
+    with memory.LiveBytes() as live:
+        torch.empty(1000, device="meta")
+        torch.empty(10)
+    assert [(s.size, s.born, s.died) for s in live.storages] == [(40, 1, 2)]
+    assert (live.live, live.peak) == (0, 40)

@@ -1,0 +1,36 @@
+"""Small models for the tests of memkern.planner."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from memkern.planner.hardware import DEFAULTS
+from memkern.planner.models import resolve
+from memkern.planner.prediction import Predictor
+
+WIDTH, DEPTH = 64, 4
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.act(self.up(x)))
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(DEPTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def predictor_of(model: nn.Module, inputs: Any) -> Predictor:
+    return Predictor(resolve(model, None, inputs, None, None), "cpu", "cpu", DEFAULTS["cpu"])
