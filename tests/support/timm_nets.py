@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -34,11 +36,23 @@ def _timm() -> Any:
     try:
         importlib.import_module("torchvision")
     except (ImportError, RuntimeError):  # none, or one of another torch
-        for name, classes in _NOT_USED.items():
-            sys.modules[name] = module = ModuleType(name)
-            vars(module).update({cls: type(cls, (nn.Module,), {}) for cls in classes})
-        _without_data_sets()
+        with _instead_of_torchvision():
+            return importlib.import_module("timm")
     return importlib.import_module("timm")
+
+
+@contextlib.contextmanager
+def _instead_of_torchvision() -> Iterator[None]:
+    """While timm is imported alone: others ask whether torchvision is there, and it is not."""
+    for name, classes in _NOT_USED.items():
+        sys.modules[name] = module = ModuleType(name)
+        vars(module).update({cls: type(cls, (nn.Module,), {}) for cls in classes})
+    _without_data_sets()
+    try:
+        yield
+    finally:
+        for name in _NOT_USED:
+            del sys.modules[name]
 
 
 def _without_data_sets() -> None:
