@@ -116,7 +116,7 @@ def _task_row(one: Compared) -> str:
     cells = [
         one.contender.name,
         one.lr + (" at the edge" if one.at_edge else ""),
-        f"{one.loss:.4f} ± {one.loss_error:.4f}",
+        f"{one.loss:.4f} ± {one.loss_error:.4f}" if math.isfinite(one.loss) else one.verdict,
         difference,
         one.verdict,
         seen,
