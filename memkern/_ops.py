@@ -173,18 +173,18 @@ def muon_momentum_(args: StepArgs, updates: Sequence[Tensor], by_reference: bool
     """Updates the momentum and writes what is to be orthogonalized, bfloat16; the sums of squares of its matrices."""
     device = args.params[0].device
     sums = [torch.empty(u.shape[:-2], dtype=torch.float64, device=device) for u in updates]
-    _muon_op("muon_momentum_", device, by_reference)(updates, sums, *args)
+    _op_or_reference("muon_momentum_", device, by_reference)(updates, sums, *args)
     return sums
 
 
 def muon_apply_(args: StepArgs, updates: Sequence[Tensor], ratios: Sequence[float], by_reference: bool = False) -> None:
     """p = p * (1 - lr * weight_decay) - lr * ratio * o, after :func:`muon_momentum_` with the same ``args``."""
-    _muon_op("muon_apply_", args.params[0].device, by_reference)(updates, ratios, *args)
+    _op_or_reference("muon_apply_", args.params[0].device, by_reference)(updates, ratios, *args)
     if not torch.compiler.is_compiling():
         torch.autograd.graph.increment_version(args.params)
 
 
-def _muon_op(name: str, device: torch.device, by_reference: bool) -> Any:
+def _op_or_reference(name: str, device: torch.device, by_reference: bool) -> Any:
     return _reference(name) if by_reference else _op(name, device)
 
 

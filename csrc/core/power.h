@@ -28,8 +28,9 @@ template <class F> MEMKERN_FN F power_encode_signed(F x, F factor) {
 }
 
 // One of the two codes around x, without bias in the value. rest: signed_rest() of the dither. The difference
-// is exact. A root that is off by up to 3 units of 2^-23 gives the same code, as rest is clamped: q is then
-// one too small or too large beside a square only, and either way the comparison ends where it should.
+// is exact. A root that is off by up to 3 units of 2^-23 gives the same code: q is one too small or too large
+// only where a is next to a square k^2, so that a - q^2 is next to 2 q + 1 or to 0; rest is kept away from 0
+// and 1, and the comparison gives k from either q.
 template <class F> MEMKERN_FN F power_encode_signed(F x, F factor, F rest) {
   const F a = abs(x) * factor, q = floor(sqrt(a));
   const F code = select(greater(rest * (q + q + F(1.0f)), a - q * q), q, q + F(1.0f));

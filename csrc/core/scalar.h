@@ -20,8 +20,8 @@ MEMKERN_FN float fma(float x, float y, float z) { return fmaf(x, y, z); }
 MEMKERN_FN float floor(float x) { return floorf(x); }
 MEMKERN_FN float rint(float x) { return rintf(x); }
 MEMKERN_FN float copysign(float magnitude, float sign) { return copysignf(magnitude, sign); }
+// Both give b where a is NaN, like the vector instructions.
 MEMKERN_FN float min(float a, float b) { return a < b ? a : b; }
-// b where a is NaN, like the vector instructions.
 MEMKERN_FN float max(float a, float b) { return a > b ? a : b; }
 MEMKERN_FN bool greater(float a, float b) { return a > b; }
 MEMKERN_FN bool is_nan(float x) { return x != x; }

@@ -1,4 +1,4 @@
-// memkern::quantize_blockwise and memkern::dequantize_blockwise on the CPU.
+// memkern::quantize_blockwise, quantize_with_norms and dequantize_blockwise on the CPU.
 #include <cmath>
 
 #include "common/ops.h"
@@ -8,7 +8,7 @@ namespace memkern {
 
 namespace {
 
-// squares: where not null, a sum for each block.
+// squares: if not null, gets the sum of x^2 of each block.
 std::tuple<Tensor, Tensor> quantize(const Tensor& x, int64_t codec, bool is_signed, int64_t block_size,
                                     std::optional<int64_t> step, bool mark_nonfinite,
                                     std::vector<double>* squares) {

@@ -284,7 +284,7 @@ template <class L> void adapt(L& layer, const Squares& squares) {
 
 // One of the two passes alone: the first, which writes `squares`, or the second, with the squares of all
 // ranks.
-template <class L> void run_one_pass(std::vector<L>& layers, Squares* squares, bool squares_only) {
+template <class L> void run_either_pass(std::vector<L>& layers, Squares* squares, bool squares_only) {
   Batch<L> all, none;
   for (L& layer : layers) {
     layer.scalars = &layer.own;
@@ -297,7 +297,7 @@ template <class L> void run_one_pass(std::vector<L>& layers, Squares* squares, b
 }
 
 template <class L> void run_layers(std::vector<L>& layers, Squares* squares, bool squares_only) {
-  if (squares) return run_one_pass(layers, squares, squares_only);
+  if (squares) return run_either_pass(layers, squares, squares_only);
   const int64_t enough = kBatchElements * torch::stable::get_num_threads();
   Batch<L> before, batch;
   const auto advance = [&] {
@@ -312,8 +312,8 @@ template <class L> void run_layers(std::vector<L>& layers, Squares* squares, boo
     batch.add(layer);
     if (batch.elements >= enough) advance();
   }
-  advance();
-  advance();
+  advance();  // sums the last batch, and updates the one before it
+  advance();  // updates the last batch
 }
 
 template <class Hyperparameters, class Scalars, class ScalarsOf>

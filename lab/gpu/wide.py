@@ -1,6 +1,6 @@
 """The tests that need a GPU (``pytest -m gpu``), in parallel: most of their time is the reference, on a CPU.
 
-``python -m lab.gpu.wide [FILE ...]``: of tests/; by default all but those of the part "device" (parts.py).
+``python -m lab.gpu.wide [--plan] [FILE ...]``: of tests/; by default all but those of the part "device" (parts.py).
 
 Files are dealt out as processes get free, those that only a GPU can decide first; every test's line is printed as it
 comes, so that a run that is cut off has told what it knows.
@@ -21,7 +21,6 @@ from .supervised import MOST_STARTS, STICKY
 DEVICE = "gpu/test_gpu.py"
 FIRST = ("gpu/test_activation.py", "optim/", "fewbit/", "quant/")
 MOST_PROCESSES = 8  # they share one GPU
-OPTIONS: list[str] = []  # more, for pytest
 WORDS = ("PASSED", "FAILED", "ERROR", "SKIPPED")
 
 
@@ -39,7 +38,7 @@ def files(chosen: list[str]) -> list[Path]:
 
 
 def run(path: Path) -> Counter[str]:
-    """The tests of a file, in another process from where one has left CUDA unusable (sticky.py)."""
+    """The tests of a file; after one that left CUDA unusable (sticky.py) the next ones in a new process."""
     command = [
         sys.executable,
         "-m",
@@ -52,8 +51,8 @@ def run(path: Path) -> Counter[str]:
         "no:cacheprovider",
         "-p",
         "lab.gpu.sticky",
+        "--tb=short",
     ]
-    command += ["--tb=short", *OPTIONS]
     found: Counter[str] = Counter()
     over: list[str] = []
     for _ in range(MOST_STARTS):

@@ -12,13 +12,13 @@ from .. import _ops
 from ..fewbit.activations import activation_of
 from ..fewbit.levels import check_bits
 from .activation import activate_and_encode
-from .autograd import SavesLess, apply, needs_gradient, no_second_derivative
+from .autograd import SavesLess, apply, autocast_dtype, needs_gradient, no_second_derivative
 
 KEEPS = ("codes", "output", "input")
 
 
 class _MLP(SavesLess):
-    """needs: whether x, weight1, bias1 and weight2 may need a gradient."""
+    """needs: whether x, weight1, bias1 and weight2 may need a gradient. The last result is :class:`SavesLess`'s tag."""
 
     @staticmethod
     def forward(
@@ -143,10 +143,8 @@ def mlp(
     Less is saved where some inputs need no gradient. Under autocast the layers compute in its dtype, like torch's.
     """
     check_mlp(approximate, bits, keep)
-    device = x.device.type
     tensors = [x, weight1, bias1, weight2, bias2]
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
+    if (dtype := autocast_dtype(x.device.type)) is not None:
         tensors = [t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors]
     name = "gelu" if approximate == "none" else "gelu_tanh"
     needs = tuple(map(needs_gradient, tensors))

@@ -68,8 +68,8 @@ class StepInBackward(Optimizer):
     wraps_a_class = True
     frees_gradients = True
     clips_by_norm = False
-    _is_alone = False  # whether there are some parameters in place of all (_alone)
-    _is_deferring = False  # whether a thread may be in _alone: groups are those of the pass's first gradient
+    _is_restricted = False  # whether there are some parameters in place of all (_restricted_to)
+    _is_deferring = False  # whether a thread may be in _restricted_to: groups are those of the pass's first gradient
     _step_supports_amp_scaling = True  # so that GradScaler leaves its grad_scale here, where step() refuses it
 
     def __new__(cls, optimizer_class: type[Optimizer], *args: Any, **options: Any) -> StepInBackward:
@@ -114,8 +114,8 @@ class StepInBackward(Optimizer):
     # ---- some parameters in place of all
 
     @contextlib.contextmanager
-    def _alone(self, params: Sequence[Tensor]) -> Iterator[None]:
-        """In its scope the optimizer's groups have these parameters alone.
+    def _restricted_to(self, params: Sequence[Tensor]) -> Iterator[None]:
+        """In its scope the optimizer's groups have no other parameters than these.
 
         So a step takes as long as theirs, and other gradients, which were set by hand, wait for step().
         """
@@ -126,12 +126,12 @@ class StepInBackward(Optimizer):
             assert place is not None
             some.setdefault(id(place[0]), (place[0], place[0]["params"], []))[2].append(p)
         try:
-            self.param_groups, self._is_alone = [group for group, _, _ in some.values()], True
+            self.param_groups, self._is_restricted = [group for group, _, _ in some.values()], True
             for group, _, own in some.values():
                 group["params"] = own
             yield
         finally:
-            self.param_groups, self._is_alone = groups, False
+            self.param_groups, self._is_restricted = groups, False
             for group, all_params, _ in some.values():
                 group["params"] = all_params
 
@@ -139,17 +139,16 @@ class StepInBackward(Optimizer):
         """A parameter's group and its index there, by a map that is made again where lists have changed."""
         if self._is_deferring:
             return self._places.get(p)
-        for _ in range(2):
-            if (place := self._places.get(p)) is not None:
-                params = place[0]["params"]
-                if place[1] < len(params) and params[place[1]] is p:
-                    return place
-            self._places = {q: (g, i) for g in self.param_groups for i, q in enumerate(g["params"])}
-        return None
+        if (place := self._places.get(p)) is not None:
+            params = place[0]["params"]
+            if place[1] < len(params) and params[place[1]] is p:
+                return place
+        self._places = {q: (g, i) for g in self.param_groups for i, q in enumerate(g["params"])}
+        return self._places.get(p)
 
     def _follow_groups(self) -> None:
         """Follows all groups of memkern's optimizers at the first gradient of a backward pass."""
-        if not self._is_alone:
+        if not self._is_restricted:
             super()._follow_groups()  # type: ignore[misc]
 
     # ---- steps
@@ -195,7 +194,7 @@ class StepInBackward(Optimizer):
 
     def _step_some(self, params: Sequence[Tensor]) -> None:
         """The step of these parameters, by their gradients."""
-        with self._alone(params):
+        with self._restricted_to(params):
             self._step_all()
 
     def _step_all(self) -> None:

@@ -252,12 +252,12 @@ class BlockwiseOptimizer(Optimizer):
 
         params: list[Tensor] = []
         grads: list[Tensor] = []
-        numbers: list[int] = []  # of the groups
+        group_of_each: list[int] = []
         for number, group in enumerate(self.param_groups):
             self._init_group(group, params, grads)
-            numbers += [number] * (len(params) - len(numbers))
+            group_of_each += [number] * (len(params) - len(group_of_each))
         if params:
-            plan = self._plan(params, numbers)
+            plan = self._plan(params, group_of_each)
             try:
                 plan.run(self._values(grads), self.param_groups, self._buffers)
             except step_errors.OP_ERRORS as error:
@@ -269,12 +269,13 @@ class BlockwiseOptimizer(Optimizer):
     def _init_group(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
         """Appends the group's parameters that have a gradient, and their gradients, to the lists.
 
-        The name is torch.optim's: TorchDynamo runs this method eagerly instead of tracing it.
+        Before the first group it follows what has changed in all groups, and under a trace makes the states, which the
+        traced step cannot. Both stand here because of the name, torch.optim's: TorchDynamo runs a method of this name
+        eagerly.
         """
         if group is self.param_groups[0]:
             self._follow_groups()
             if torch._guards.TracingContext.try_get() is not None:
-                # A traced step cannot do it, and sees what is there after the first group.
                 pairs = [(p, each) for each in self.param_groups for p in each["params"]]
                 self._prepare([(p, g) for p, g in pairs if p.grad is not None and id(p) not in self._elsewhere])
         elsewhere = self._elsewhere
@@ -283,16 +284,16 @@ class BlockwiseOptimizer(Optimizer):
                 params.append(p)
                 grads.append(g)
 
-    def _plan(self, params: Sequence[Tensor], numbers: list[int]) -> StepPlan:
-        """The plan of a step of parameters, of groups of these numbers: the last one where nothing has changed."""
+    def _plan(self, params: Sequence[Tensor], group_of_each: list[int]) -> StepPlan:
+        """The plan of a step of parameters, each of the group of this number: the last one where nothing changed."""
         groups, states = self.param_groups, self.state
         if not torch.compiler.is_compiling():
             known = [states[p] for p in params]
             plan = getattr(known[0], "plan", None)
-            if plan is not None and plan.holds(params, numbers, known, len(groups)):
+            if plan is not None and plan.holds(params, group_of_each, known, len(groups)):
                 return plan
-            self._prepare([(p, groups[k]) for p, k in zip(params, numbers, strict=True)])
-        entries = [Entry(p, k, states[p], self._op_of(groups[k])) for p, k in zip(params, numbers, strict=True)]
+            self._prepare([(p, groups[k]) for p, k in zip(params, group_of_each, strict=True)])
+        entries = [Entry(p, k, states[p], self._op_of(groups[k])) for p, k in zip(params, group_of_each, strict=True)]
         plan = StepPlan(entries, groups, self._all_ranks, self._rounds)
         if not torch.compiler.is_compiling():
             for entry in entries:

@@ -37,7 +37,7 @@ class Entry(NamedTuple):
     """One parameter of a step."""
 
     param: Tensor
-    number: int  # of its group
+    group: int  # the number of its group
     state: State
     op: StepOp  # which the group's options ask for
 
@@ -57,7 +57,7 @@ class Values(NamedTuple):
 class Kind(NamedTuple):
     """Parameters of one kind are stepped in one call."""
 
-    round: int  # of parameters over one memory, which are stepped one after the other
+    turn: int  # of parameters over one memory, which are stepped one after the other
     device: torch.device
     op: str
     by_reference: bool
@@ -67,7 +67,7 @@ class Kind(NamedTuple):
     has_gaps: bool
 
     @classmethod
-    def of(cls, entry: Entry, group: Group, round: int, ranks: shards.Ranks | None) -> Kind:
+    def of(cls, entry: Entry, group: Group, turn: int, ranks: shards.Ranks | None) -> Kind:
         p, op = entry.param, entry.op
         is_muon = op is MUON_STEP
         cut = ranks is not None and shards.needs_reference(p, group, has_scales(entry.state))
@@ -76,7 +76,7 @@ class Kind(NamedTuple):
         # Matrices that are exchanged by themselves: every rank has the same of them, and so the same buckets.
         exchanged = is_muon and ranks is not None
         has_gaps = not p.is_contiguous() and not is_dense(p.shape, p.stride())
-        return cls(round, p.device, op.name, by_reference, cut, reduced, exchanged, has_gaps)
+        return cls(turn, p.device, op.name, by_reference, cut, reduced, exchanged, has_gaps)
 
 
 class StepPlan:
@@ -98,7 +98,7 @@ class StepPlan:
     ) -> None:
         self.all_ranks = all_ranks
         self.params = params = [entry.param for entry in entries]
-        self.numbers = [entry.number for entry in entries]
+        self.group_of_each = [entry.group for entry in entries]
         self.group_count = len(groups)
         sharded = bool(all_ranks.meshes)
         ranks = shards.ranks_of_each(params) if sharded else {}
@@ -114,19 +114,19 @@ class StepPlan:
         kinds: dict[Kind, list[int]] = {}
         for _, i in all_ranks.order.sorted(zip(params, range(len(params)), strict=True)):
             entry = entries[i]
-            kind = Kind.of(entry, groups[entry.number], rounds.get(id(entry.param), 0), self.ranks[i])
+            kind = Kind.of(entry, groups[entry.group], rounds.get(id(entry.param), 0), self.ranks[i])
             kinds.setdefault(kind, []).append(i)
         self.calls: list[Call] = []
         self.exchanged: list[Call] = []
         self.with_gaps: list[Call] = []
         reductions: dict[str, list[Call]] = {}  # by op
-        for kind, numbers in sorted(kinds.items(), key=lambda item: item[0].round):
-            parts = [numbers]
+        for kind, places in sorted(kinds.items(), key=lambda item: item[0].turn):
+            parts = [places]
             if kind.has_gaps or (kind.reduced and kind.by_reference):
-                parts = [[i] for i in numbers]
+                parts = [[i] for i in places]
             elif kind.op == MUON_STEP.name:
                 # Its updates are another 2 bytes per parameter while its step runs: of some matrices at a time.
-                parts = [*buckets(numbers, params, dtensor_muon.bytes_of_update)]
+                parts = [*buckets(places, params, dtensor_muon.bytes_of_update)]
             calls = [self._call(entries, some, kind, groups) for some in parts]
             if kind.has_gaps:
                 self.with_gaps += calls
@@ -137,32 +137,32 @@ class StepPlan:
         self.reductions = [*reductions.values()]
         self.is_one_call = len(kinds) == len(self.calls) == 1
 
-    def _call(self, entries: Sequence[Entry], numbers: list[int], kind: Kind, groups: Sequence[Group]) -> Call:
+    def _call(self, entries: Sequence[Entry], places: list[int], kind: Kind, groups: Sequence[Group]) -> Call:
         """The call of these parameters, with their states."""
-        op = entries[numbers[0]].op
-        states = [entries[i].state for i in numbers]
+        op = entries[places[0]].op
+        states = [entries[i].state for i in places]
         codecs = [Format.of(g).codec_number for g in groups]
         args = StepArgs(
-            params=[entries[i].param for i in numbers],
+            params=[entries[i].param for i in places],
             grads=(),
             moments=[s[name] for name in op.moments for s in states],
             scales=[s[f"{name}_scale"] for name in op.moments for s in states if f"{name}_scale" in s],
             steps=[s["step"] for s in states],
             trust_ratios=[s["trust_ratio"] for s in states] if op.has_trust_ratios else [],
             weight_states=[s[key] for s in states for key in weights.KEYS if key in s],
-            group=[entries[i].number for i in numbers],
+            group=[entries[i].group for i in places],
             codec=[c if op.has_4bit_codes or c != POWER4 else CODECS["power"] for c in codecs],
             block_size=[g["block_size"] for g in groups],
             weight_storage=[weights.storage_of(g) for g in groups],
         )
-        ranks = [self.ranks[i] for i in numbers]
-        takes_all = numbers == [*range(len(entries))]
-        return Call(op, args, numbers, takes_all, ranks, kind.by_reference, kind.cut, [None] * len(numbers))
+        ranks = [self.ranks[i] for i in places]
+        takes_all = places == [*range(len(entries))]
+        return Call(op, args, places, takes_all, ranks, kind.by_reference, kind.cut, [None] * len(places))
 
     # ---- whether it holds
 
-    def holds(self, params: Sequence[Tensor], numbers: list[int], states: Sequence[Any], groups: int) -> bool:
-        """Whether the step of ``params``, of groups of these ``numbers``, is still this one.
+    def holds(self, params: Sequence[Tensor], group_of_each: list[int], states: Sequence[Any], groups: int) -> bool:
+        """Whether the step of ``params``, each of the group of this number, is still this one.
 
         A state forgets its plan where an entry of it is replaced. Values, and gradients, are as they may be.
         """
@@ -170,7 +170,7 @@ class StepPlan:
             [*map(id, params)] == self._params
             and [*map(id, states)] == self._states
             and all(getattr(state, "plan", None) is self for state in states)
-            and numbers == self.numbers
+            and group_of_each == self.group_of_each
             and groups == self.group_count
             and _layouts(params) == self._layouts
         )
@@ -307,7 +307,7 @@ def _filled(call: Call, values: Values, rates: list[Tensor], norm: Tensor | None
     device = call.args.params[0].device
     grads = values.grads
     args = call.args._replace(
-        grads=grads if call.takes_all else [grads[i] for i in call.numbers],
+        grads=grads if call.takes_all else [grads[i] for i in call.places],
         lr=rates,
         hyperparameters=values.hyperparameters(call.op),
         grad_scale=_on(values.grad_scale, device),

@@ -57,17 +57,20 @@ def parse_memory(given: Any, name: str = "memory") -> int:
     """Bytes: a whole number, or a text such as "12GiB", "11.5 GiB", "800MB". name: the argument, for the error.
 
     Raises:
-        OptionError: anything else, and 0.
+        OptionError: anything else, and less than a byte.
     """
     factors = {"": 1, "b": 1} | {
         f"{prefix}{ending}": base**power
         for power, prefix in enumerate("kmgt", 1)
         for ending, base in (("b", 1000), ("ib", 1024))
     }
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(given).lower())
-    if isinstance(given, bool) or match is None or match[2] not in factors or not float(match[1]):
+    text = str(int(given) if isinstance(given, float) and given.is_integer() else given)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
+    known = match is not None and match[2] in factors and not isinstance(given, bool)
+    size = int(float(match[1]) * factors[match[2]]) if match and known else 0
+    if size < 1:
         raise not_allowed(name, given, "bytes as a number, or with a unit: 12GiB, 800MB")
-    return int(float(match[1]) * factors[match[2]])
+    return size
 
 
 def plan(
@@ -133,14 +136,14 @@ def plan(
         OptionError: an argument that cannot be used, with what was given and what is allowed.
         TypeError: model is none of the above.
     """
-    asked, failed = locals(), None
+    asked, failed = locals(), None  # all arguments, before anything else is a local: they may go to another process
     is_early = device == "cuda" and "torch" not in sys.modules and fake_cuda.is_possible()
     if is_early and (request := _pickled(plan, asked)) is not None:
         try:
-            return fake_cuda.call(request)  # torch is imported once
+            return fake_cuda.call(request)  # which imports torch; this process need not
         except RuntimeError as error:
             failed = error
-    from . import cache as kept
+    from . import cache as plan_cache
     from .models import resolve, shared_by
 
     limit = parse_memory(memory)
@@ -162,13 +165,13 @@ def plan(
     expected = _counted_on(device)
     if expected == ON_CPU_TENSORS:
         _warn_of_cpu_tensors()
-    key = kept.key(source, arguments, expected) if cache else None
-    made = kept.load(key) if key is not None else None
-    if made is None:
-        made = _plan_on(expected, arguments, failed)
-        if key is not None and made.counted_on == expected:
-            kept.store(key, made)
-    return made
+    key = plan_cache.key(source, arguments, expected) if cache else None
+    found = plan_cache.load(key) if key is not None else None
+    if found is None:
+        found = _plan_or_fall_back(expected, arguments, failed)
+        if key is not None and found.counted_on == expected:
+            plan_cache.store(key, found)
+    return found
 
 
 def _speeds(hardware: Hardware, link: str | None) -> Hardware:
@@ -243,7 +246,7 @@ def _pickled(function: Callable[..., Plan], arguments: dict[str, Any]) -> bytes 
     return None
 
 
-def _plan_on(counted_on: str, arguments: dict[str, Any], failed: RuntimeError | None) -> Plan:
+def _plan_or_fall_back(counted_on: str, arguments: dict[str, Any], failed: RuntimeError | None) -> Plan:
     """Plans here, or in a process with fake CUDA; where that fails on fake CPU tensors, with a warning.
 
     failed: the error of such a process, which would raise it again.
@@ -251,10 +254,10 @@ def _plan_on(counted_on: str, arguments: dict[str, Any], failed: RuntimeError | 
     import torch
 
     if counted_on != "cuda" or torch.cuda.is_available():
-        return _plan(counted_on=counted_on, **arguments)
+        return _plan_in_session(counted_on=counted_on, **arguments)
     why: Any = failed
     if failed is None:
-        request = _pickled(_plan, {"counted_on": counted_on, **arguments})
+        request = _pickled(_plan_in_session, {"counted_on": counted_on, **arguments})
         try:
             if request is not None:
                 return fake_cuda.call(request)
@@ -262,7 +265,7 @@ def _plan_on(counted_on: str, arguments: dict[str, Any], failed: RuntimeError | 
         except RuntimeError as error:
             why = error
     warnings.warn(f"memkern.plan counts on fake CPU tensors, with a wider band: {why}", stacklevel=3)
-    return _plan(counted_on=ON_CPU_TENSORS, **arguments)
+    return _plan_in_session(counted_on=ON_CPU_TENSORS, **arguments)
 
 
 def _alone(predictor: Predictor, rows: dict[str, dict[str, Any]]) -> tuple[dict[str, Prediction], dict[str, str]]:
@@ -286,21 +289,21 @@ def _alone(predictor: Predictor, rows: dict[str, dict[str, Any]]) -> tuple[dict[
             if not changes:
                 raise
             ruled_out[name] = error.message
-        except OptionError:  # a model without blocks
+        except OptionError:  # techniques that the model does not take: the row is left out
             pass
     return alone, ruled_out
 
 
-def _plan(**arguments: Any) -> Plan:
+def _plan_in_session(**arguments: Any) -> Plan:
     if not arguments["given"].get("compile"):
-        return _planned(**arguments)
+        return _predict_and_choose(**arguments)
     from .graphs import session
 
     with session():
-        return _planned(**arguments)
+        return _predict_and_choose(**arguments)
 
 
-def _planned(
+def _predict_and_choose(
     *,
     source: Any,
     memory: int,
@@ -330,24 +333,25 @@ def _planned(
     whole = predictor
     if shared > 1:
         whole = Predictor(dataclasses.replace(source, tensor_parallel=1), device, counted_on, hardware)
+    asked = Asked(predictor, given, batch_size, clip, hardware, host_memory)
     return Plan(
-        source.name,
-        whole.fixed(Techniques()).count,
-        device,
-        source.tokens,
-        memory,
-        alone,
-        chooser.smallest(),
-        best,
-        largest,
-        counted_on,
-        () if best else tuple(would_fit(Asked(predictor, given, batch_size, clip, hardware, host_memory), memory)),
-        plain.peak <= limit,
-        source.loss_code,
-        host_memory,
-        hardware.link,
-        {} if device == "cpu" or plain.peak <= limit else chooser.fastest_of_each(limit),
-        ruled_out,
-        devices,
-        shared,
+        model=source.name,
+        parameters=whole.fixed(Techniques()).count,
+        device=device,
+        seq_len=source.tokens,
+        memory=memory,
+        alone=alone,
+        together=chooser.smallest(),
+        recommended=best,
+        largest_micro_batch=largest,
+        counted_on=counted_on,
+        changes=() if best else tuple(would_fit(asked, memory)),
+        fits_as_it_is=plain.peak <= limit,
+        loss=source.loss_code,
+        host_memory=host_memory,
+        link=hardware.link,
+        ways={} if device == "cpu" or plain.peak <= limit else chooser.fastest_of_each(limit),
+        ruled_out=ruled_out,
+        devices=devices,
+        tensor_parallel=shared,
     )

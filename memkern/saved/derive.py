@@ -165,9 +165,16 @@ def _registered(edge: Edge, value: Computed) -> Computed | None:
 
 def _function(rule: Rule, edge: Edge) -> Callable[..., Tensor] | None:
     """The function that recomputes an edge; None where the rule is not for it."""
+    return made(rule.make, edge)
+
+
+def made(make: Callable[[Edge], Callable[..., Tensor] | None], edge: Edge) -> Callable[..., Tensor] | None:
+    """What a rule makes of an edge; None, too, where its node is freed: a backward pass has run through it."""
     try:
-        return rule.make(edge)
-    except RuntimeError:  # the node is freed: a backward pass has run through it
+        return make(edge)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:
         return None
 
 

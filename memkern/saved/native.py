@@ -27,6 +27,7 @@ from . import (
     callers,
     codecs,
     data_needs,
+    derive,
     offload,
     packed,
     peek,
@@ -164,11 +165,12 @@ def check_place(leaf: Tensor, shape: Sequence[int], dtype: torch.dtype, device: 
 
 
 def raise_used() -> None:
+    """Raises torch's error for a second backward pass."""
     packed.USED.tensor(saved_value.Value.tensor)  # type: ignore[arg-type]
 
 
 def direct(value: saved_value.Value) -> Tensor:
-    """The tensor of a value, which is asked for by nobody who counts."""
+    """The tensor of a value and of the values that it is computed from, without counting uses."""
     return value.tensor(direct)
 
 
@@ -211,10 +213,7 @@ normalized = codecs.normalized
 
 def make(rule_make: Any, node: Any, nr: int) -> Any:
     """The function that computes an edge anew."""
-    try:
-        return rule_make(Edge(node, nr))
-    except RuntimeError:  # the node is freed: a backward pass has run through it
-        return None
+    return derive.made(rule_make, Edge(node, nr))
 
 
 def need_of(node: Any, x: Tensor, waiting: Any) -> tuple[Need, data_needs.Normalization | None]:

@@ -50,7 +50,8 @@ def _grouped(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
         groups.setdefault((pattern(name), text), []).append(name)
     for (like, text), names in groups.items():
         count = f" ({len(names)} of them)" if len(names) > 1 else ""
-        yield f"  {like if count else names[0] or like}{count}: {text}"
+        shown = like if count else names[0] or like  # the model itself has no name
+        yield f"  {shown}{count}: {text}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +113,7 @@ class Report:
         share = after.total / before.total if before.total else 1
         yield (
             f"measured on the example, alive with the graph: {before.total:,} bytes before, {after.total:,} after "
-            f"({share:.1%}); the first to save, before and after:"
+            f"({share:.1%}); by the first module that saves each tensor:"
         )
         names = dict.fromkeys((*before.modules, *after.modules))
         rows = [(name, before.modules.get(name, 0), after.modules.get(name, 0)) for name in names]

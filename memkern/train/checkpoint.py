@@ -63,6 +63,7 @@ def _is_config(config: Any) -> bool:
     return (
         isinstance(config, dict)
         and config.keys() == {field.name for field in dataclasses.fields(TrainConfig)}
+        and isinstance(config["techniques"], dict)
         and config["techniques"].keys() == {field.name for field in dataclasses.fields(Techniques)}
     )
 

@@ -210,13 +210,14 @@ class Trainer:
         return states
 
     @property
-    def is_sharded(self) -> bool:
+    def has_dtensors(self) -> bool:
+        """Whether parameters are DTensors: under fully_shard, which streams weights from the host, too."""
         on_host = self.config.techniques.weights_on_host is not None
         return on_host or (self.group.world > 1 and self.config.parallel == "fsdp")
 
     def _whole(self, state: dict[str, Any]) -> dict[str, Any]:
         """A state dict without shards."""
-        if not self.is_sharded:
+        if not self.has_dtensors:
             return state
         from .sharding import whole
 
@@ -269,7 +270,7 @@ class Trainer:
         shapes = [{name: tensor.shape for name, tensor in model.items()} for model in models]
         if shapes[0] != shapes[1]:
             raise OptionError("resume", f"given a checkpoint of another model; allowed: one of {self.config.model}")
-        if self.is_sharded:
+        if self.has_dtensors:
             from .sharding import load_whole, load_whole_states
 
             load_whole(self.model, state["model"])
@@ -284,6 +285,7 @@ class Trainer:
             torch.set_rng_state(states[0])
             if self.device.type == "cuda" and len(states) > 1:
                 torch.cuda.set_rng_state(states[1], self.device)
+        # Else, with another number of processes, the generators go on from the seed.
         self.steps_done = state["step"]
         self._batches = None
         self.history = History(**state["history"])

@@ -109,6 +109,15 @@ def test_only_what_is_wanted_is_kept(keep: str, wanted: tuple[int, ...]) -> None
         assert kept <= (hidden if keep == "input" else hidden * 3 / 32 + 64) + args[0].nbytes + weights
 
 
+@over_keeps
+def test_meta_tensors_have_no_autocast(keep: str) -> None:
+    args = [a.to("meta").detach().requires_grad_() for a in arguments()]
+    y = functional.mlp(*args, keep=keep)
+    y.sum().backward()
+    assert y.is_meta
+    assert args[0].grad.shape == args[0].shape
+
+
 def test_nothing_is_kept_without_gradients() -> None:
     args = arguments()
     with torch.no_grad():

@@ -89,7 +89,7 @@ BAD: dict[str, Any] = {
     "a vector": (
         lambda args, u: (
             args._replace(**{
-                name: [x.flatten() if name != "steps" else x for x in getattr(args, name)]
+                name: [x.flatten() for x in getattr(args, name)]
                 for name in ("params", "grads", "moments")
             }),
             [x.flatten() for x in u],

@@ -35,7 +35,7 @@ def made(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> list[Plan]:
         found.append(plan)
         return plan
 
-    monkeypatch.setattr(planning, "_plan", remembered)
+    monkeypatch.setattr(planning, "_plan_in_session", remembered)
     return found
 
 

@@ -19,7 +19,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What plans were counted on."""
     found: list[str] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(planning, "_plan", lambda counted_on, **_: found.append(counted_on))
+    monkeypatch.setattr(planning, "_plan_in_session", lambda counted_on, **_: found.append(counted_on))
     return found
 
 
@@ -41,9 +41,9 @@ def test_a_plan_that_failed_with_fake_cuda_is_not_made_there_again(
 ) -> None:
     monkeypatch.setattr(fake_cuda, "call", lambda request: pytest.fail("called"))
     with pytest.warns(UserWarning, match="with a wider band: it failed"):
-        planning._plan_on("cuda", {}, RuntimeError("it failed"))
+        planning._plan_or_fall_back("cuda", {}, RuntimeError("it failed"))
     with pytest.warns(UserWarning, match=r"cannot be sent to a process with fake CUDA tensors \(pickle\)"):
-        planning._plan_on("cuda", {"source": lambda: None}, None)
+        planning._plan_or_fall_back("cuda", {"source": lambda: None}, None)
     assert made == [planning.ON_CPU_TENSORS] * 2
 
 

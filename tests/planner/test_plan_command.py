@@ -160,7 +160,14 @@ def test_bad_models() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("12GiB", 12 * 2**30), ("12gb", 12 * 10**9), ("11.5 GiB", 11.5 * 2**30), (1024, 1024)]
+    ("text", "size"),
+    [("12GiB", 12 * 2**30), ("12gb", 12 * 10**9), ("11.5 GiB", 11.5 * 2**30), (1024, 1024), (1e16, 10**16)],
 )
 def test_memory(text: Any, size: float) -> None:
     assert parse_memory(text) == size
+
+
+@pytest.mark.parametrize("given", [0, 0.5, "0.4B", "0 GiB", -1, True, None, "12 apples", float("nan")])
+def test_no_memory(given: Any) -> None:
+    with pytest.raises(OptionError, match=r"memory: .* given; allowed: bytes as a number"):
+        parse_memory(given)

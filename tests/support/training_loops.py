@@ -364,8 +364,8 @@ class Loop(RuleBasedStateMachine):
     def take_snapshot(self) -> None:
         self.snapshot = copy.deepcopy(self.model.state_dict())
 
-    @rule(assign=booleans())
-    def load_weights(self, assign: bool) -> None:
+    @rule()
+    def load_weights(self) -> None:
         snapshot = {k: x.to(self.model.weight(0).dtype) for k, x in copy.deepcopy(self.snapshot).items()}
         self.model.load_state_dict(snapshot)
         for i in range(len(SHAPES)):

@@ -1,5 +1,6 @@
 """Checkpoints of the training loop: a resumed run repeats every bit."""
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -103,6 +104,14 @@ def test_another_configuration_is_not_resumed(corpus: Corpus, changes: dict[str,
     with pytest.raises(OptionError, match=f"{name}: {value} given; allowed: {used}"):
         other.load_state_dict(state)
     assert all(torch.equal(a, b) for a, b in zip(before, weights(other), strict=True))
+
+
+@pytest.mark.parametrize("techniques", [None, [], "none", {}])
+def test_a_configuration_of_other_fields_is_none(tmp_path: Path, techniques: Any) -> None:
+    config = dict.fromkeys(field.name for field in dataclasses.fields(TrainConfig)) | {"techniques": techniques}
+    torch.save({"format": checkpoints.FORMAT, "config": config}, tmp_path / "run.pt")
+    with pytest.raises(OptionError, match="is no checkpoint of this version"):
+        checkpoints.load(tmp_path / "run.pt")
 
 
 def test_another_text_is_not_resumed(corpus: Corpus, tmp_path: Path) -> None:

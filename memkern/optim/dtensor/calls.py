@@ -23,7 +23,7 @@ class Call(NamedTuple):
 
     op: StepOp
     args: StepArgs  # with DTensors where the parameters are
-    numbers: list[int]  # of the parameters in the step
+    places: list[int]  # of the parameters in the step
     takes_all: bool  # these are all, in order
     ranks: Sequence[Ranks | None]  # that hold other elements of each parameter
     by_reference: bool

@@ -43,7 +43,10 @@ class Order:
         return sorted(pairs, key=lambda pair: self._places.get(id(pair[0]), -1)) if self._places else [*pairs]
 
     def fingerprints(self) -> dict[Ranks, float]:
-        """By the ranks that have other elements, a number of the tensors in this order, exact in fp64."""
+        """By ranks that have parts of tensors: a hash of their names, shapes, placements and dtypes, in this order.
+
+        48 bits, so that reductions in fp64 compare it exactly.
+        """
         return {
             ranks: float(int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:6], "big"))
             for ranks, lines in self._listed.items()

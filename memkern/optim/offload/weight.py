@@ -181,7 +181,7 @@ def put_in_place(inner: Optimizer, old: Tensor, new: Tensor) -> None:
 
 
 def _set_data(p: Tensor, values: Tensor) -> None:
-    """``p.data = own``; of a DTensor its local tensor."""
+    """``p.data = values``; of a DTensor its local tensor."""
     if is_dtensor(p):
         p._local_tensor = values  # as fully_shard does
     else:
