@@ -130,7 +130,8 @@ class Threads(Instructions):
         address = self.get(base, "u32" if wide else "u64", at).astype(np.uint64) + np.uint64(offset & (1 << 64) - 1)
         if "shared" in i.op:
             where = address.astype(np.int64)
-            if (where + lanes * size > self.shared.shape[1]).any() or (where % (lanes * size)).any():
+            outside = (where < 0) | (where + lanes * size > self.shared.shape[1])
+            if outside.any() or (where % (lanes * size)).any():
                 raise PtxError(f"{i.text}: outside of shared memory, or not aligned")
             return [(np.arange(len(at)), self.shared.reshape(-1), where + self.block[at] * self.shared.shape[1])]
         return self.memory.find(address, lanes * size, i.text)

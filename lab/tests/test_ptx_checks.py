@@ -74,6 +74,7 @@ OTHER_FAULTS = {
     ),
     "a shuffle without seven threads": (SEVEN, "some lanes of a warp are elsewhere"),
     "a vote in a branch": ("@%p1 vote.sync.any.pred %p5, %p2, -1;", "lanes of a warp are elsewhere"),
+    "a word before shared memory": (OWN + BARRIER + "ld.shared.u32 %r9, [%r6+-4];", "outside of shared memory"),
     "a word past shared memory": (OWN + BARRIER + "ld.shared.u32 %r9, [%r6+4];", "outside of shared memory"),
 }
 FAULTS: dict[str, tuple[str, type[PtxError], str]] = {
