@@ -2,6 +2,7 @@
 #pragma once
 #include <algorithm>
 #include <cstdlib>
+#include <optional>
 #include <string_view>
 
 #include "common/tensors.h"
@@ -31,6 +32,16 @@ inline bool is_capturing(cudaStream_t stream) {
   cudaStreamCaptureStatus status;
   check_cuda(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
   return status != cudaStreamCaptureStatusNone;
+}
+
+// The stream among all streams that the process ever has: another stream may get the handle of one that was
+// destroyed, whose kernels may still run. Of the default stream, which stays, there is none.
+using StreamId = std::optional<unsigned long long>;
+inline StreamId id_of(cudaStream_t stream) {
+  if (stream == nullptr) return std::nullopt;
+  unsigned long long id;
+  check_cuda(cudaStreamGetId(stream, &id), "cudaStreamGetId");
+  return id;
 }
 
 // In its scope this thread may wait and allocate although another thread captures a stream, which CUDA's

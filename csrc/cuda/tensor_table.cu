@@ -87,7 +87,7 @@ class TableMemory {
 
 // The key of a cached table: op, device, stream, a tensor of the step, and the number of tensors. It finds
 // the table of the last step in most cases; the whole image is compared.
-using TableKey = std::tuple<std::string, int, cudaStream_t, const void*, size_t>;
+using TableKey = std::tuple<std::string, int, StreamId, const void*, size_t>;
 
 // A table on a device.
 struct CachedTable {
@@ -149,7 +149,7 @@ DeviceTable upload_table(const TableImage& image, size_t scratch, const char* op
     write(data, now.data(), now.size(), stream);
     return {data, memory, std::move(lock)};
   }
-  CachedTable& table = cache().find({op, first.get_device(), stream, first.data_ptr(), count});
+  CachedTable& table = cache().find({op, first.get_device(), id_of(stream), first.data_ptr(), count});
   if (table.memory.bytes() < bytes) {
     table.image.clear();  // before the allocation, which may throw
     cache().bytes -= table.memory.bytes();

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import triton
@@ -61,8 +62,8 @@ def grad_norm_(norm: Tensor, grads: Sequence[Tensor], grad_scale: Tensor | None 
     device = norm.device
     grads = [g if is_dense(g.shape, g.stride()) else g.contiguous() for g in grads]
     args = StepArgs(params=(), grads=grads, grad_scale=grad_scale)
-    with guard(device):
-        plan = plan_for("grad_norm_", args, device, lambda: _check(norm, grads), tiles=16, sums_per_program=1)
+    check = partial(_check, norm, grads)
+    with guard(device), plan_for("grad_norm_", args, device, check, tiles=16, sums_per_program=1) as plan:
         table, sums = plan.memory.table, plan.memory.sums
         slow = slow_fp64(device)
         for launch in plan.launches:

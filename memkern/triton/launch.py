@@ -62,6 +62,11 @@ def stream_of(device: torch.device) -> int:
     return torch.get_device_module(device.type).current_stream().stream_id
 
 
+def event_of(device: torch.device) -> torch.Event | None:
+    """An event of a stream of the device; the interpreter has no streams."""
+    return torch.Event(device) if is_remote(device) else None
+
+
 def allocate_outside_of_graphs(make: Callable[[], T], device: torch.device) -> T:
     """Calls ``make``, whose tensors stay from step to step, in a thread of its own, on the current stream.
 

@@ -25,8 +25,7 @@ def step_in_one_pass(op: StepOp, args: StepArgs, prologue: Any, kernel: Any) -> 
         check_step(op, args, torch.device("cpu"))
         return
     device = args.params[0].device
-    with guard(device):
-        plan = plan_for(op.name, args, device, lambda: check_step(op, args, device), TILES)
+    with guard(device), plan_for(op.name, args, device, lambda: check_step(op, args, device), TILES) as plan:
         table, scalars, tables = plan.memory.table, plan.memory.scalars, dynamic_tables(device)
         plan.prologue(prologue, table, scalars, *plan.sizes)
         for launch in plan.launches:
@@ -85,8 +84,7 @@ def step_in_two_passes(op: StepOp, args: StepArgs, prologue: Any, norms: Any, ra
     if not args.params:
         return
     split = by_layer(op, args) if has_layers else args
-    with guard(device):
-        plan = plan_for(op.name, split, device, check, TILES, sums_per_program=2)
+    with guard(device), plan_for(op.name, split, device, check, TILES, sums_per_program=2) as plan:
         memory, tables = plan.memory, dynamic_tables(device)
         table, scalars, sums = memory.table, memory.scalars, memory.sums
         slow = slow_fp64(device)

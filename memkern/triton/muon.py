@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import triton
@@ -117,12 +118,13 @@ def muon_momentum_(updates: Sequence[Tensor], sums: Sequence[Tensor], args: Step
         return
     device = args.params[0].device
     written = args._replace(params=updates, weight_states=[], weight_storage=[])
+    check = partial(check_step, MUON_STEP, args, device)
     with guard(device):
-        plan = plan_for("muon_momentum_", written, device, lambda: check_step(MUON_STEP, args, device), TILES)
-        table, scalars, tables = plan.memory.table, plan.memory.scalars, dynamic_tables(device)
-        plan.prologue(muon_prologue, table, scalars, *plan.sizes)
-        for launch in plan.launches:
-            launch(muon_tiles, table, scalars, tables, *plan.sizes, launch.first, launch.count)
+        with plan_for("muon_momentum_", written, device, check, TILES) as plan:
+            table, scalars, tables = plan.memory.table, plan.memory.scalars, dynamic_tables(device)
+            plan.prologue(muon_prologue, table, scalars, *plan.sizes)
+            for launch in plan.launches:
+                launch(muon_tiles, table, scalars, tables, *plan.sizes, launch.first, launch.count)
         _sum_squares(updates, sums, args, device)
 
 
@@ -142,13 +144,13 @@ def _sum_squares(updates: Sequence[Tensor], sums: Sequence[Tensor], args: StepAr
     if not matrices:
         return
     of_matrices = StepArgs(params=(), grads=matrices, trust_ratios=places, found_inf=args.found_inf)
-    plan = plan_for("muon_squares", of_matrices, device, lambda: None, tiles=16, sums_per_program=1)
-    table, partial = plan.memory.table, plan.memory.sums
-    slow = slow_fp64(device)
-    for launch, reduction in zip(plan.launches, plan.reductions, strict=True):
-        run = *plan.sizes, launch.first, launch.count
-        launch(norm_tiles, table, partial, launch.programs_before, *run, SLOW_FP64=slow)
-        reduction(norm_of_each, table, partial, launch.programs_before, launch.programs, *run)
+    with plan_for("muon_squares", of_matrices, device, lambda: None, tiles=16, sums_per_program=1) as plan:
+        table, partials = plan.memory.table, plan.memory.sums
+        slow = slow_fp64(device)
+        for launch, reduction in zip(plan.launches, plan.reductions, strict=True):
+            run = *plan.sizes, launch.first, launch.count
+            launch(norm_tiles, table, partials, launch.programs_before, *run, SLOW_FP64=slow)
+            reduction(norm_of_each, table, partials, launch.programs_before, launch.programs, *run)
 
 
 # ---- parameters
@@ -201,8 +203,8 @@ def muon_apply_(updates: Sequence[Tensor], ratios: Sequence[float], args: StepAr
     device = args.params[0].device
     # Ratios are the tensors' own, and the orthogonalized updates take the gradients' place.
     applied = args.with_groups_of_one(ratios)._replace(grads=updates, moments=[], scales=[])
-    with guard(device):
-        plan = plan_for("muon_apply_", applied, device, lambda: check_step(MUON_STEP, args, device), TILES)
+    check = partial(check_step, MUON_STEP, args, device)
+    with guard(device), plan_for("muon_apply_", applied, device, check, TILES) as plan:
         table, scalars = plan.memory.table, plan.memory.scalars
         plan.prologue(muon_apply_prologue, table, scalars, *plan.sizes)
         for launch in plan.launches:

@@ -26,6 +26,7 @@ from .launch import (
     OPTIONS,
     allocate_outside_of_graphs,
     cdiv,
+    event_of,
     is_capturing,
     is_remote,
     options_of,
@@ -108,7 +109,13 @@ def _pinned(words: int, device: torch.device) -> Tensor:
 
 
 class Plan:
-    """A step's table and launches. ``sizes`` and ``memory``: arguments of all kernels."""
+    """A step's table and launches. ``sizes`` and ``memory``: arguments of all kernels.
+
+    The memory is used within ``with plan_for(...) as plan``: a step waits for the plan's last one. Both are on the same
+    stream, where it would wait anyway, unless that was destroyed and another one has its handle.
+    """
+
+    last_step: torch.Event | None = None  # of a captured plan, whose memory is the graph's alone, there is none
 
     def __init__(
         self,
@@ -132,6 +139,13 @@ class Plan:
         words = self.grads_at + len(self.grads) + len(self.columns)
         self.memory_sizes = words, len(self.grads), sums_per_program * sum(x.programs for x in self.launches)
         self.memory: DeviceTable
+
+    def __enter__(self) -> Plan:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.last_step is not None:
+            self.last_step.record()
 
     def _columns(self, args: StepArgs, tiles: int) -> list[int]:
         n = len(args.grads)
@@ -263,7 +277,7 @@ def plan_for(
     tiles: int,
     sums_per_program: int = 0,
 ) -> Plan:
-    """The plan of a step, cached or new, with its table on the device up to date.
+    """The plan of a step, cached or new, with its table on the device up to date: for a ``with`` statement.
 
     ``check`` raises unless the arguments fit together; it is called for a new plan only, before anything is changed.
     ``tiles``: that one program works on, all of one tensor. ``sums_per_program``: fp64 words of ``memory.sums``.
@@ -284,12 +298,15 @@ def plan_for(
         words = header_and_group_words(args, device)
         plan = Plan(args, signature, addresses, tiles, sums_per_program)
         plan.memory = new_table(plan.memory_sizes, device)
+        plan.last_step = event_of(device)
         plan.header_and_groups = words
         plan.memory.upload(0, chain(words, grads, plan.columns))
         _plans.add(key, plan)
     else:
         words = header_and_group_words(args, device)
         _plans.move_to_end(key)
+        if plan.last_step is not None:
+            plan.last_step.wait()
         if plan.header_and_groups != words:
             plan.header_and_groups = words
             plan.memory.upload(0, words)

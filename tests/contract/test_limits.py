@@ -27,7 +27,6 @@ LONG_FILES = {
     "tests/saved/test_users.py": 470,
     "tests/saved/test_with.py": 402,
     "tests/support/cpu_kernels.cpp": 444,
-    "lab/emulators/fakegpu/cases.py": 406,
     "tests/support/training_loops.py": 468,
     "tests/train/test_cli.py": 508,
     "lab/gpu/smoke.py": 415,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ import memkern.triton
 from memkern.schemas import LION_STEP, StepArgs
 from memkern.triton import adam, blockwise, codec, grad_norm, lars, launch_step, lion, squares, tensor_table
 from memkern.triton.step_args import check_step
+from memkern.triton.tensor_table import DeviceTable
 from tests.gpu.triton_steps import MIXED, arguments
 from tests.support.graph_pool import check_pool
 
@@ -158,6 +160,9 @@ def two_devices(noted: NotingDriver, monkeypatch: pytest.MonkeyPatch) -> NotingD
         yield
         noted.device = before
 
+    def note(name: str) -> None:
+        noted.launched.append((name,))
+
     on_cpu, table = torch.device("cpu"), tensor_table.DeviceTable
     monkeypatch.setattr(torch.cuda, "device", made_current)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -169,6 +174,8 @@ def two_devices(noted: NotingDriver, monkeypatch: pytest.MonkeyPatch) -> NotingD
     monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(tensor_table, "DeviceTable", lambda *sizes: table(*sizes[:-1], on_cpu))
     monkeypatch.setattr(tensor_table, "_spares", {})
+    event = SimpleNamespace(record=partial(note, "record"), wait=partial(note, "wait"))
+    monkeypatch.setattr(tensor_table, "event_of", lambda _: event)
     monkeypatch.setattr(launch_step, "dynamic_tables", lambda _: torch.zeros(1024))
     return noted
 
@@ -180,6 +187,10 @@ def lion_places(noted: NotingDriver, args: StepArgs) -> set[Place]:
     return {*noted.places}
 
 
+def tables_of(noted: NotingDriver) -> set[int]:
+    return {launch[3].data_ptr() for launch in noted.launched if launch[0] not in ("record", "wait")}
+
+
 def test_launches_are_of_the_tensors_device_and_its_stream(two_devices: NotingDriver) -> None:
     noted, args = two_devices, arguments("lion_step_", MIXED[4:9])
     of_0, of_1 = placed(args, OnDevice0), placed(arguments("lion_step_", MIXED[4:9]), OnDevice1)
@@ -188,11 +199,31 @@ def test_launches_are_of_the_tensors_device_and_its_stream(two_devices: NotingDr
         assert lion_places(noted, of_0) == {Place(0, 100, 0)}
         assert lion_places(noted, of_1) == {Place(1, 200, 1)}
         assert noted.device == device
-    tables = {launch[3].data_ptr() for launch in noted.launched}
+    tables = tables_of(noted)
     noted.streams[1] = 201
     assert lion_places(noted, of_1) == {Place(1, 201, 1)}
     # A stream's table may be read while another's is written.
-    assert not tables & {launch[3].data_ptr() for launch in noted.launched}
+    assert not tables & tables_of(noted)
+
+
+def test_a_plans_step_waits_for_its_last_one(two_devices: NotingDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stream may be another one with the handle of one that was destroyed, while that one's kernels run."""
+    noted, upload = two_devices, DeviceTable.upload
+
+    def copied(memory: DeviceTable, *values: Any) -> None:
+        noted.launched.append(("upload",))
+        upload(memory, *values)
+
+    def step(args: StepArgs) -> list[str]:
+        lion_places(noted, args)
+        return [name for name, *_ in noted.launched]
+
+    monkeypatch.setattr(DeviceTable, "upload", copied)
+    args = placed(arguments("lion_step_", MIXED[4:6]), OnDevice0)
+    kernels = ["lion_prologue", "lion_tiles", "lion_tiles"]
+    assert step(args) == ["upload", *kernels, "record"]
+    other_grads = args._replace(grads=[g.clone().as_subclass(OnDevice0) for g in args.grads])
+    assert step(other_grads) == ["wait", "upload", *kernels, "record"]
 
 
 def test_a_cached_plan_is_of_gradients_on_its_device(two_devices: NotingDriver) -> None:

@@ -79,6 +79,7 @@ class Machine:
         self.launches: list[Launch] = []
         self.graph: list[Launch] = []
         self.runs = True  # or launches are only noted
+        self.pending: list[Launch] | None = None  # launches go there, and run later
         self.noted: list[str] = []
         self.errors: list[Exception] = []
         self.checks: Checks | None = None  # of all launches
@@ -110,6 +111,8 @@ class Machine:
             launch = Launch(name.decode(), blocks, threads, bytes(params), shared, stream)
             if capturing:
                 self.graph.append(launch)
+            elif self.pending is not None:
+                self.pending.append(launch)
             else:
                 self.run(launch)
         except Exception as error:  # must not reach C++
@@ -206,6 +209,10 @@ class Machine:
 
     def new_stream(self, device: int = 0, blocking: bool = False) -> int:
         return self.runtime.fakegpu_new_stream(device, blocking)
+
+    def replace_stream(self, stream: int) -> None:
+        """Destroys it; another stream gets its handle. What was launched in it runs all the same."""
+        self.runtime.fakegpu_replace_stream(ctypes.c_void_p(stream))
 
     def use_stream(self, stream: int | None, device: int = 0) -> None:
         """Makes it torch's current stream of the device; None is the default stream."""

@@ -201,10 +201,14 @@ def gelu_of_large_bf16_tensors(machine: Machine) -> None:
         there = machine.to_device(x, device)
         machine.graph.clear()
         machine.capture(own, True)
-        machine.ops.few_bit_forward(there, *args)
+        y, _ = machine.ops.few_bit_forward(there, *args)
         machine.capture(own, False)
         assert len(machine.graph) == 1
         assert not machine.launches
+        machine.replay()
+        assert machine.kernels() == {"forward_by_table": 1}
+        # bf16's last place; where 1 + tanh cancels, the last places of tanh in fp32, which here is the host's.
+        torch.testing.assert_close(machine.to_host(y)[middle], expected[middle], rtol=2**-7, atol=2**-21)
         machine.capture(other, True)
         for launches in (
             {"list_values": 1, "keep_results": 1, "forward_by_table": 1},
@@ -284,19 +288,6 @@ def fails(call: Callable[[], object], words: str) -> None:
 
 
 # ---- tables
-
-
-@case
-def only_what_is_new_goes_to_the_device(machine: Machine) -> None:
-    args = small("adam_step_")
-    there = machine.to_device(args)
-    machine.ops.adam_step_(*there)
-    assert machine.kernels()["write_table"] == 1
-    machine.ops.adam_step_(*there)
-    assert machine.kernels() == {"adam_prologue": 1, "adam_tiles": 2}
-    there = there._replace(grads=[*there.grads[:1], machine.to_device(args.grads[1]), *there.grads[2:]])
-    machine.ops.adam_step_(*there)
-    assert machine.kernels() == {"write_table": 1, "adam_prologue": 1, "adam_tiles": 2}
 
 
 @case

@@ -25,6 +25,7 @@ struct Stream {
   int device;
   bool blocking;
   bool capturing;
+  unsigned long long id;
 };
 
 using Launcher = int (*)(const char* kernel, unsigned blocks, unsigned threads, void** arguments,
@@ -60,6 +61,7 @@ constexpr size_t kGuard = 4096;
 constexpr int kFill = 0xA5;  // of fresh memory: not 0, so that what relies on it is found out
 std::map<char*, Memory> memories;
 uint64_t next_serial = 0;
+unsigned long long next_stream = 0;
 bool allocating_to_pool = false, out_of_memory = false;
 
 cudaError_t fail(cudaError_t error) { return last_error = error; }
@@ -114,9 +116,11 @@ extern "C" {
 
 void fakegpu_set_launcher(Launcher function) { launcher = function; }
 void* fakegpu_new_stream(int device, int blocking) {
-  streams.push_back(new Stream{device, blocking != 0, false});
+  streams.push_back(new Stream{device, blocking != 0, false, ++next_stream});
   return streams.back();
 }
+// Destroys a stream and makes another one of its device, which gets its handle.
+void fakegpu_replace_stream(void* stream) { static_cast<Stream*>(stream)->id = ++next_stream; }
 void fakegpu_capture(void* stream, int on) { static_cast<Stream*>(stream)->capturing = on != 0; }
 int fakegpu_is_capturing(void* stream) { return static_cast<Stream*>(stream)->capturing; }
 
@@ -237,6 +241,10 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t handle, cudaStreamCaptureStatus* 
   Stream* stream = stream_of(handle);
   if (!stream && in_the_way()) return fail(cudaErrorStreamCaptureImplicit);
   *status = stream && stream->capturing ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  return cudaSuccess;
+}
+cudaError_t cudaStreamGetId(cudaStream_t stream, unsigned long long* id) {
+  *id = stream_of(stream)->id;
   return cudaSuccess;
 }
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {

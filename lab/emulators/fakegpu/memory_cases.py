@@ -79,6 +79,48 @@ def a_table_where_CUDA_has_no_memory_left(machine: Machine) -> None:
 
 
 @case
+def only_what_is_new_goes_to_the_device(machine: Machine) -> None:
+    from lab.emulators.fakegpu.cases import small
+
+    args = small("adam_step_")
+    there = machine.to_device(args)
+    machine.ops.adam_step_(*there)
+    assert machine.kernels()["write_table"] == 1
+    machine.ops.adam_step_(*there)
+    assert machine.kernels() == {"adam_prologue": 1, "adam_tiles": 2}
+    there = there._replace(grads=[*there.grads[:1], machine.to_device(args.grads[1]), *there.grads[2:]])
+    machine.ops.adam_step_(*there)
+    assert machine.kernels() == {"write_table": 1, "adam_prologue": 1, "adam_tiles": 2}
+
+
+@case
+def another_stream_with_the_handle_of_a_destroyed_one(machine: Machine) -> None:
+    """While the destroyed one's table is on its way. Steps of other parameters need not wait for it; an empty first
+    parameter has the address of any other."""
+    from memkern import reference
+    from tests.support.helpers import assert_same
+    from tests.support.simt import drive
+
+    steps = [drive.step_args("lion_step_", layouts=("empty", layout)) for layout in ("odd", "whole blocks")]
+    there = [machine.to_device(args) for args in steps]
+    stream = machine.new_stream()
+    machine.use_stream(stream)
+    machine.pending = []
+    machine.ops.lion_step_(*there[0])
+    pending, machine.pending = machine.pending, None
+    machine.replace_stream(stream)
+    machine.ops.lion_step_(*there[1])
+    for launch in pending:
+        machine.run(launch)
+    for args, done in zip(steps, there, strict=True):
+        reference.lion_step_(args)
+        assert_same([*machine.to_host(done)], [*args])
+    machine.launches.clear()
+    machine.ops.lion_step_(*there[1])
+    assert machine.kernels()["write_table"] == 0, "the same stream's table is found"
+
+
+@case
 def each_of_many_parameters_keeps_its_table(machine: Machine) -> None:
     """As StepInBackward has it: the step of one parameter after the other, over and over."""
     args = [machine.to_device(one("lion_step_")) for _ in range(150)]
