@@ -21,13 +21,11 @@ static __global__ void __launch_bounds__(kThreads) norm_tiles(NormTable table) {
   const int64_t left = t.numel - first;
   const int n = left < table.tile_elements ? static_cast<int>(left) : table.tile_elements;
   constexpr int kStep = kThreads * kVector;
-  const Alignment of_whole = alignment_of(t.values);
   double sum = 0.0;
   // The loads of two vectors are in flight: with 16 bytes of bf16 for each thread the memory would idle.
   for (int j = static_cast<int>(threadIdx.x) * kVector; j < n; j += 2 * kStep) {
     const Span at = span_of(first + j, n - j, true), second = span_of(first + j + kStep, n - j - kStep, true);
-    const Alignment alignment = at.whole ? of_whole : Alignment::kVector,
-                    second_alignment = second.whole ? of_whole : Alignment::kVector;
+    const Alignment alignment = alignment_of(t.values, at), second_alignment = alignment_of(t.values, second);
     const Raw raw = load_gradient(t.values, t.type, at, alignment),
               second_raw = load_gradient(t.values, t.type, second, second_alignment);
     float g[kVector];

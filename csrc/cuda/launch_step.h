@@ -184,8 +184,8 @@ void launch_tiles(const char* op, const UploadedStep<Group, Scalars>& step,
   launch_codecs(step.master, kernels.master);
 }
 
-// A step in one pass: at most three launches beside the table's. Blocks: the thread blocks of its kernels
-// that a multiprocessor has room for.
+// A step in one pass: beside the table's, a launch of the prologue and those of launch_tiles. Blocks: the
+// thread blocks of its kernels that a multiprocessor has room for.
 template <int Blocks, class Hyperparameters, class Scalars>
 void step_in_one_pass(const StepOp& op, const StepArgs& args,
                       PrologueKernel<StepGroup<Hyperparameters>, Scalars> prologue,

@@ -44,9 +44,8 @@ def _layers(x: Tensor, count: int) -> list[Tensor]:
 def by_layer(op: StepOp, args: StepArgs) -> StepArgs:
     """The arguments of a step with an entry for each layer instead of each tensor."""
     counts = [len(ratios) for ratios in args.trust_ratios]
-    coded = [n for x, n in zip(args.moment(0), counts, strict=True) if x.dtype != torch.float32]
-
-    kept = [n for k, n in zip(args.group, counts, strict=True) if args.storage_of(k) in WEIGHT_STATES]
+    layers_of_coded = [n for x, n in zip(args.moment(0), counts, strict=True) if x.dtype != torch.float32]
+    layers_of_kept = [n for k, n in zip(args.group, counts, strict=True) if args.storage_of(k) in WEIGHT_STATES]
 
     def split(tensors: Sequence[Tensor]) -> list[Tensor]:
         repeated = counts * (len(tensors) // len(counts))
@@ -59,10 +58,14 @@ def by_layer(op: StepOp, args: StepArgs) -> StepArgs:
         params=split(args.params),
         grads=split(args.grads),
         moments=split(args.moments),
-        scales=[layer for x, n in zip(args.scales, coded * len(op.moments), strict=True) for layer in x.chunk(n)],
+        scales=[
+            layer for x, n in zip(args.scales, layers_of_coded * len(op.moments), strict=True) for layer in x.chunk(n)
+        ],
         steps=repeat(args.steps),
         trust_ratios=split(args.trust_ratios),
-        weight_states=[layer for x, n in zip(args.weight_states, kept, strict=True) for layer in _layers(x, n)],
+        weight_states=[
+            layer for x, n in zip(args.weight_states, layers_of_kept, strict=True) for layer in _layers(x, n)
+        ],
         group=repeat(args.group),
     )
 
@@ -70,7 +73,8 @@ def by_layer(op: StepOp, args: StepArgs) -> StepArgs:
 def step_in_two_passes(op: StepOp, args: StepArgs, prologue: Any, norms: Any, ratios: Any, update: Any) -> None:
     """The prologue, the steps' increment, then three launches for each combination of constants that occurs.
 
-    Of one of the passes alone, where there are ``squares``, those that it needs.
+    With ``args.squares`` one of the passes runs: the first, which fills them (``squares_only``), or the second, which
+    reads them.
     """
     device = args.params[0].device if args.params else torch.device("cpu")
 
