@@ -17,7 +17,7 @@ from ..saved.rules import CODEC_BY_MAKER, POWER, PROBABILITY, RULES, TANH, UNSIG
 from ..saved.store import MIN_NUMEL
 from ..saved.users import MOST_EXPONENT
 from .gradients import Gradients
-from .nodes import CASTS, CODEC, NOT_AGAIN, VIEWS, arguments, aten, is_backward, numel, packet, value
+from .nodes import CASTS, CODEC, NOT_AGAIN, VIEWS, arguments, aten, is_backward, numel, packet, prims, value
 from .operations import Operation, Operations
 from .torch_internals import must_recompute
 
@@ -35,6 +35,8 @@ _COMPARED = {"ReluBackward0", "LeakyReluBackward0", "EluBackward0", "CeluBackwar
 _BY_SIDES = {"HardswishBackward0", "HardsigmoidBackward0", "HardtanhBackward0"}
 """The hooks store in bits on which side of a limit a value is."""
 _COMPARISONS = {aten.le, aten.gt, aten.lt, aten.ge, aten.eq, aten.ne}
+_VIEWED = VIEWS - {operator.getitem, aten.expand, prims.broadcast_in_dim}
+"""Views whose copies have the codec of what they are of; not larger copies, as of the keys of several heads."""
 _SAVED_ARGUMENTS = {"output": "out"}  # by the attribute's name, that of the backward pass where it is another
 
 
@@ -50,7 +52,7 @@ def _is_decision(x: Any) -> bool:
 def codec_of(operations: Operations, node: fx.Node) -> str | None:
     """The name of the codec of a value, by what made it."""
     base = node  # before casts and copies, also of views
-    while packet(base) in CASTS or (packet(base) in VIEWS and packet(base) is not operator.getitem):
+    while packet(base) in CASTS or packet(base) in _VIEWED:
         base = base.all_input_nodes[0]
     of = operations.of(base)
     if of.seq not in operations.differentiated:  # what needs no gradient is never rounded
