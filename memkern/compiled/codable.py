@@ -49,11 +49,16 @@ def _is_decision(x: Any) -> bool:
     return isinstance(x, Tensor) and not x.dtype.is_floating_point
 
 
+def _before_copies(node: fx.Node) -> fx.Node:
+    """The node before casts and copies, also of views."""
+    while packet(node) in CASTS or packet(node) in _VIEWED:
+        node = node.all_input_nodes[0]
+    return node
+
+
 def codec_of(operations: Operations, node: fx.Node) -> str | None:
     """The name of the codec of a value, by what made it."""
-    base = node  # before casts and copies, also of views
-    while packet(base) in CASTS or packet(base) in _VIEWED:
-        base = base.all_input_nodes[0]
+    base = _before_copies(node)
     of = operations.of(base)
     if of.seq not in operations.differentiated:  # what needs no gradient is never rounded
         return None
@@ -99,20 +104,25 @@ class Rules:
     def __init__(self, gradients: Gradients) -> None:
         self.gradients, self.operations = gradients, gradients.operations
 
-    def may_be_coded(self, nodes: list[fx.Node], codec: str, x: Tensor, counts: Any = None) -> bool:
-        """Whether all that is made of some nodes, which are views of a value x, bears the errors of codes.
+    def may_be_coded(self, nodes: list[fx.Node], codec: str, first: fx.Node, counts: Any = None) -> bool:
+        """Whether all that is made of some nodes, which are views of the value of the first, bears the errors of codes.
 
         counts: of which users it is asked; None for all.
         """
+        x, seq = value(first), self.operations.of(_before_copies(first)).seq
         waiting, own = list(nodes), set(nodes)  # own: the value itself, as a view, in another dtype, negative
         seen = set(nodes)
         while waiting:
             node = waiting.pop()
             for user in node.users:
                 if user.op == "output":
+                    if counts is not None and not is_backward(node):
+                        continue  # of the forward pass
                     return False
                 if counts is not None and not counts[user]:
                     continue
+                if self._is_other_norm(user, seq):
+                    return False
                 is_same = node in own and (
                     packet(user) in VIEWS or packet(user) in CASTS or self._is_negative_result(user)
                 )
@@ -128,6 +138,14 @@ class Rules:
                     seen.add(user)
                     waiting.append(user)
         return True
+
+    def _is_other_norm(self, user: fx.Node, seq: int) -> bool:
+        """Whether a node is of a norm's backward pass and codes are not of what this norm has normalized.
+
+        There a multiple of the mean is subtracted from a multiple of x, for which codes of x are too coarse.
+        """
+        of = self.operations.of(user)
+        return of.name in _NORMS and of.seq != seq and (is_backward(user) or user in self.gradients.nodes)
 
     def _is_negative_result(self, node: fx.Node) -> bool:
         """Of softmax's backward pass, g p - p sum(g p), which torch computes as fma(-p, sum(g p), g p)."""
@@ -241,7 +259,7 @@ def _codable(graph: fx.Graph, rules: Rules, is_recomputable: Any, saved: set[fx.
             continue
         x = value(node)
         codec = codec_of(rules.operations, node) if is_candidate(x) else None
-        if codec is not None and rules.may_be_coded([node], codec, x, counts):
+        if codec is not None and rules.may_be_coded([node], codec, node, counts):
             found[node] = codec
     return found
 

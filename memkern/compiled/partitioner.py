@@ -179,7 +179,7 @@ class _Saved:
             for first, those in [(base, members)] if whole else [(m, [m]) for m in members]:
                 x = value(first)
                 codec = codec_of(self.operations, first) if is_candidate(x) and numel(first) >= MIN_NUMEL else None
-                if codec is not None and self.rules.may_be_coded([self.holders[m.name] for m in those], codec, x):
+                if codec is not None and self.rules.may_be_coded([self.holders[m.name] for m in those], codec, first):
                     found.append((first, those, codec))
         if in_order:
             found.sort(

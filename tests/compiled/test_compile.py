@@ -110,6 +110,11 @@ CASES: dict[str, tuple[Case, float, float]] = {
     "norm in another layout": (lambda x, w, b, t: _square(F.layer_norm((w @ x.T).T, (WIDTH,)) @ w), 0.03, 0.2),
     "distances from each other": (_distances, 0.03, 0.1),
     "rms norm of heads": (_rms_by_hand, 0.03, 0.3),
+    "group norm, large mean": (
+        lambda x, w, b, t: _square(F.group_norm((x @ w).view(8, 8, WIDTH) + 100, 4).view(ROWS, WIDTH) @ w),
+        0.03,
+        0.6,
+    ),
     "batch norm, mixed scales": (
         lambda x, w, b, t: _square(F.batch_norm((x @ w) * torch.logspace(-3, 3, WIDTH), None, None, training=True) @ w),
         0.03,
@@ -159,7 +164,7 @@ def _off(a: Tensor, b: Tensor) -> float:
 
 QUICK = {
     "sigmoid, 4.6", "softmax, 5.0", "attention, 1.0", "cross entropy, 10.0", "soft targets", "division",
-    "layer norm, large mean", "rms norm of heads", "gelu by tanh", "silu and product",
+    "layer norm, large mean", "group norm, large mean", "rms norm of heads", "gelu by tanh", "silu and product",
 }  # fmt: skip
 
 
