@@ -298,6 +298,24 @@ def compiled_table() -> str:
     return "\n".join(lines)
 
 
+def compiled_least_table() -> str:
+    """What "exact" saves beside the least that could be (lab.studies.least_saved), of models that have both."""
+    found = _last(machine.ROOT / "lab/results/saved-compiled.csv", "precision", "mode", "model")
+    lines = ["| | models | exact, median | least, median | exact over least, at most |", "|---|---:|---:|---:|---:|"]
+    for precision in dict.fromkeys(key[0] for key in found if key[1] == "least"):
+        models = [model for p, mode, model in found if (p, mode) == (precision, "least")]
+        exact, least = (
+            [int(found[precision, mode, model]["saved_per_token"]) for model in models] for mode in ("exact", "least")
+        )
+        shares = [
+            statistics.median(float(found[precision, mode, model]["share"]) for model in models)
+            for mode in ("exact", "least")
+        ]
+        most = max(a / b for a, b in zip(exact, least, strict=True))
+        lines.append(f"| {precision} | {len(models)} | {shares[0]:.3f} | {shares[1]:.3f} | {most:.3f} |")
+    return "\n".join(lines)
+
+
 def compiled_blocks_table() -> str:
     """Blocks that are compiled by themselves, beside the whole model (lab.studies.compiled_steps --blocks)."""
     found = _last(machine.ROOT / "lab/results/compiled-steps.csv", "model", "mode")
@@ -325,6 +343,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "gpu_models": gpu_models_table,
     "gpu_compiled": gpu_compiled_table,
     "compiled": compiled_table,
+    "compiled_least": compiled_least_table,
     "speed": speed_table,
     "models": models_table,
     "wheels": wheels_table,

@@ -2,7 +2,8 @@
 
 Models of zoo.py, one sequence, Inductor, beside the same model under torch.compile. Saved: as in saved_compiled.py.
 Peak: of torch's CPU allocator in a forward and backward pass, gradients included. Time: processor time, the lowest of
-rounds that are interleaved. First: of the first step, in this process, which is not that of the C++ compilers.
+rounds that are interleaved. First: of the first step, in this process, which is not that of the C++ compilers, after a
+small model that each way has compiled before, as what is compiled first in a process pays for what is loaded then.
 --blocks: blocks compiled by themselves (memkern.apply with compile=True), beside the whole.
 --empty-kernels: Inductor's C++ kernels are not compiled and do nothing, so that what allocates is as it is.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -110,6 +111,15 @@ def compiling(empty: bool) -> Iterator[None]:
         yield
 
 
+def _warm_up(modes: Iterable[tuple[str, float | None]]) -> None:
+    """Has each way compile a small model, with what is the same for every model loaded and initialized."""
+    for mode, budget in modes:
+        if mode != "eager" and not mode.startswith("blocks, "):
+            torch._dynamo.reset()
+            model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.LayerNorm(128), torch.nn.GELU())
+            _compiled(model, mode, budget)(torch.randn(32, 64)).square().mean().backward()
+
+
 def rows(
     name: str,
     precision: str,
@@ -122,6 +132,7 @@ def rows(
     provenance = study.provenance_with_transformers()
     found = []
     with compiling(empty):
+        _warm_up({"torch": None, **dict(modes)}.items())
         for mode, budget in [("torch", None), *modes]:
             found.append(contender(name, precision, tokens, mode, budget, layers))
     times: list[list[float]] = [[] for _ in found]

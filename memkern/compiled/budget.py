@@ -13,9 +13,10 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from . import codecs
-from .nodes import CODEC, arguments, value, views
+from .nodes import CODEC, NOT_AGAIN, arguments, value, views
 from .peaks import Backward
 from .torch_internals import MinCutOptions, functorch_config, partitioners
 
@@ -63,6 +64,29 @@ def _sizes_in_codes() -> Iterator[None]:
         yield
     finally:
         partitioners._size_of = plain
+
+
+def constants(graph: fx.Graph) -> list[fx.Node]:
+    """What is computed of no input, and is not saved: the numbers of T5's buckets of distances."""
+    is_recomputable = partitioners.get_default_op_list().is_recomputable
+    found: dict[fx.Node, None] = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and is_recomputable(node) and all(a in found for a in node.all_input_nodes):
+            found[node] = None
+    return [*found]
+
+
+@contextlib.contextmanager
+def _marked(policies: dict[CheckpointPolicy, list[fx.Node]]) -> Iterator[None]:
+    """Nodes that torch's cut saves or computes again; those of a checkpoint have a policy."""
+    given = {node: policy for policy, nodes in policies.items() for node in nodes if "recompute" not in node.meta}
+    for node, policy in given.items():
+        node.meta["recompute"] = policy
+    try:
+        yield
+    finally:
+        for node in given:
+            del node.meta["recompute"]
 
 
 def storages(saved: Iterable[fx.Node], of_caller: set[fx.Node]) -> set[fx.Node]:
@@ -116,9 +140,22 @@ class Choice:
         return saved
 
     def _lifted(self, graph: fx.Graph, info: Any, coded: bool) -> list[fx.Node]:
-        with functorch_config.patch(_LIFTED), _sizes_in_codes() if coded else contextlib.nullcontext():
+        """Where it saves less and has no higher peak, what is used at once and much later is computed again, too.
+
+        So it is with what a router gives to experts. For sums that the next layer needs the peak is mostly higher.
+        """
+        policies = {CheckpointPolicy.PREFER_RECOMPUTE: constants(graph)}
+        if coded:
+            policies[CheckpointPolicy.MUST_SAVE] = [n for n in graph.nodes if NOT_AGAIN in n.meta]
+        sizes = _sizes_in_codes() if coded else contextlib.nullcontext()
+        with functorch_config.patch(_LIFTED), _marked(policies), sizes:
             saved: list[fx.Node] = self._plain(graph, info)
-        return saved
+            with functorch_config.patch({"ban_recompute_used_far_apart": False}):
+                less: list[fx.Node] = self._plain(graph, info)
+            if self._bytes(graph, less) >= self._bytes(graph, saved):
+                return saved
+            backward, of_caller = Backward(graph, info), _of_caller(graph)
+            return less if backward.peak(less, of_caller) <= backward.peak(saved, of_caller) else saved
 
     @staticmethod
     def _bytes(graph: fx.Graph, saved: Iterable[fx.Node]) -> int:

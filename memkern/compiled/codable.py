@@ -6,6 +6,7 @@ of the data, as on a GPU. An operation that they do not know gets exactly what i
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 from torch import Tensor, fx
@@ -16,7 +17,7 @@ from ..saved.rules import CODEC_BY_MAKER, POWER, PROBABILITY, RULES, TANH, UNSIG
 from ..saved.store import MIN_NUMEL
 from ..saved.users import MOST_EXPONENT
 from .gradients import Gradients
-from .nodes import CASTS, CODEC, VIEWS, arguments, aten, is_backward, numel, packet, value
+from .nodes import CASTS, CODEC, NOT_AGAIN, VIEWS, arguments, aten, is_backward, numel, packet, prims, value
 from .operations import Operation, Operations
 from .torch_internals import must_recompute
 
@@ -34,6 +35,8 @@ _COMPARED = {"ReluBackward0", "LeakyReluBackward0", "EluBackward0", "CeluBackwar
 _BY_SIDES = {"HardswishBackward0", "HardsigmoidBackward0", "HardtanhBackward0"}
 """The hooks store in bits on which side of a limit a value is."""
 _COMPARISONS = {aten.le, aten.gt, aten.lt, aten.ge, aten.eq, aten.ne}
+_VIEWED = VIEWS - {operator.getitem, aten.expand, prims.broadcast_in_dim}
+"""Views whose copies have the codec of what they are of; not larger copies, as of the keys of several heads."""
 _SAVED_ARGUMENTS = {"output": "out"}  # by the attribute's name, that of the backward pass where it is another
 
 
@@ -46,16 +49,16 @@ def _is_decision(x: Any) -> bool:
     return isinstance(x, Tensor) and not x.dtype.is_floating_point
 
 
-def made_by(node: fx.Node) -> fx.Node:
-    """The node before casts and copies."""
-    while packet(node) in CASTS and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
+def _before_copies(node: fx.Node) -> fx.Node:
+    """The node before casts and copies, also of views."""
+    while packet(node) in CASTS or packet(node) in _VIEWED:
+        node = node.all_input_nodes[0]
     return node
 
 
 def codec_of(operations: Operations, node: fx.Node) -> str | None:
     """The name of the codec of a value, by what made it."""
-    base = made_by(node)
+    base = _before_copies(node)
     of = operations.of(base)
     if of.seq not in operations.differentiated:  # what needs no gradient is never rounded
         return None
@@ -101,20 +104,25 @@ class Rules:
     def __init__(self, gradients: Gradients) -> None:
         self.gradients, self.operations = gradients, gradients.operations
 
-    def may_be_coded(self, nodes: list[fx.Node], codec: str, x: Tensor, counts: Any = None) -> bool:
-        """Whether all that is made of some nodes, which are views of a value x, bears the errors of codes.
+    def may_be_coded(self, nodes: list[fx.Node], codec: str, first: fx.Node, counts: Any = None) -> bool:
+        """Whether all that is made of some nodes, which are views of the value of the first, bears the errors of codes.
 
         counts: of which users it is asked; None for all.
         """
+        x, seq = value(first), self.operations.of(_before_copies(first)).seq
         waiting, own = list(nodes), set(nodes)  # own: the value itself, as a view, in another dtype, negative
         seen = set(nodes)
         while waiting:
             node = waiting.pop()
             for user in node.users:
                 if user.op == "output":
+                    if counts is not None and not is_backward(node):
+                        continue  # of the forward pass
                     return False
                 if counts is not None and not counts[user]:
                     continue
+                if self._is_other_norm(user, seq):
+                    return False
                 is_same = node in own and (
                     packet(user) in VIEWS or packet(user) in CASTS or self._is_negative_result(user)
                 )
@@ -130,6 +138,14 @@ class Rules:
                     seen.add(user)
                     waiting.append(user)
         return True
+
+    def _is_other_norm(self, user: fx.Node, seq: int) -> bool:
+        """Whether a node is of a norm's backward pass and codes are not of what this norm has normalized.
+
+        There a multiple of the mean is subtracted from a multiple of x, for which codes of x are too coarse.
+        """
+        of = self.operations.of(user)
+        return of.name in _NORMS and of.seq != seq and (is_backward(user) or user in self.gradients.nodes)
 
     def _is_negative_result(self, node: fx.Node) -> bool:
         """Of softmax's backward pass, g p - p sum(g p), which torch computes as fma(-p, sum(g p), g p)."""
@@ -209,17 +225,70 @@ class Rules:
 
 
 def mark(graph: fx.Graph, rules: Rules, is_recomputable: Any) -> None:
-    """Notes in ``meta[CODEC]`` the codec of each value that could be saved in codes, before torch chooses."""
+    """Notes in ``meta[CODEC]`` the codec of each value that could be saved in codes, before torch chooses.
+
+    And in ``meta[NOT_AGAIN]`` the differences x - mean of norms whose normalized values may be coded: codes of x are
+    too coarse for a difference.
+    """
+    differences = [n for n in graph.nodes if _is_difference(rules, n)]
+    found = _codable(graph, rules, is_recomputable, {*differences})
+    saved = [n for n in differences if any(u in found and not is_backward(u) for u in n.users)]
+    if len(saved) < len(differences):
+        found = _codable(graph, rules, is_recomputable, {*saved})
+    for node, codec in found.items():
+        node.meta[CODEC] = codec
+    for node in saved:
+        node.meta[NOT_AGAIN] = True
+
+
+def _is_difference(rules: Rules, node: fx.Node) -> bool:
+    return packet(node) is aten.sub and not is_backward(node) and rules.operations.of(node).name in _NORMS
+
+
+def _codable(graph: fx.Graph, rules: Rules, is_recomputable: Any, saved: set[fx.Node]) -> dict[fx.Node, str]:
+    """The codecs of values. saved: what is not computed again, or not from what may be in codes."""
     counts: dict[fx.Node, bool] = {}  # of the forward pass: what the backward pass may compute again to get on
     for node in reversed(graph.nodes):
         is_gradient = node in rules.gradients.nodes
         sizes = sum(numel(a) for a in node.all_input_nodes)
-        again = node.op == "call_function" and is_recomputable(node) and 4 * numel(node) >= sizes
+        again = node.op == "call_function" and is_recomputable(node) and 4 * numel(node) >= sizes and node not in saved
         counts[node] = is_gradient or (again and any(counts.get(u, False) for u in node.users))
+    found = {}
     for node in graph.nodes:
         if node.op != "call_function" or node in rules.gradients.nodes or numel(node) < MIN_NUMEL:
             continue
         x = value(node)
         codec = codec_of(rules.operations, node) if is_candidate(x) else None
-        if codec is not None and rules.may_be_coded([node], codec, x, counts):
-            node.meta[CODEC] = codec
+        if codec is not None and rules.may_be_coded([node], codec, node, counts):
+            found[node] = codec
+    return found
+
+
+def share_normalized(graph: fx.Graph, operations: Operations) -> None:
+    """Has a norm's backward pass take (x - mean) / deviation of the forward pass, of which codes serve both.
+
+    On CPUs torch rounds mean and deviation to 16 bits for the backward pass, and in other layouts it copies x.
+    """
+    found: dict[Any, fx.Node] = {}
+    for node in graph.nodes:
+        if packet(node) is not aten.mul or operations.of(node).name not in _NORMS:
+            continue
+        key = (value(node).dtype, _factors(node))
+        if not is_backward(node):
+            found[key] = node
+        elif key in found:
+            node.replace_all_uses_with(found[key])
+    graph.eliminate_dead_code()
+
+
+def _factors(product: fx.Node) -> tuple[Any, ...]:
+    """Of what a product is made, without casts and copies."""
+    of: list[Any] = [_uncast(a) for a in product.args]
+    return tuple((*map(_uncast, a.args),) if packet(a) is aten.sub else a for a in of)
+
+
+def _uncast(node: Any) -> Any:
+    """The node before casts and copies."""
+    while packet(node) in CASTS and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node

@@ -20,6 +20,8 @@ VIEWS = {
 
 CODEC = "memkern_codec"
 """The key in a node's ``meta`` of the codec in which its value could be saved."""
+NOT_AGAIN = "memkern_not_again"
+"""The key of what must not be computed again where values are in codes."""
 _UNKNOWN_NUMEL = 2**20
 """Of a symbolic size without a hint: many elements."""
 

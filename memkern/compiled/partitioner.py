@@ -21,9 +21,9 @@ from ..saved.store import MIN_NUMEL
 from . import budget as budgets
 from . import codecs, few_bit
 from .budget import Choice, size_of, storages
-from .codable import Rules, codec_of, is_candidate, mark
+from .codable import Rules, codec_of, is_candidate, mark, share_normalized
 from .gradients import Gradients
-from .nodes import CASTS, CODEC, VIEWS, arguments, aten, numel, packet, value, views
+from .nodes import CASTS, CODEC, NOT_AGAIN, VIEWS, arguments, aten, numel, packet, value, views
 from .operations import Operations
 from .torch_internals import CustomPartitionerFn, functorch_config, get_hash_for_files, partitioners
 
@@ -33,8 +33,9 @@ _WORTH_A_WARNING = 2**20
 
 def _save_reductions(graph: fx.Graph) -> None:
     """Has small results of large values saved, as torch does."""
-    for node in graph.nodes:
-        if node.op == "call_function" and "recompute" not in node.meta and isinstance(value(node), Tensor):
+    candidates = {n for n in graph.nodes if n.op == "call_function" and isinstance(value(n), Tensor)}
+    for node in candidates.difference(budgets.constants(graph)):
+        if "recompute" not in node.meta:
             sizes = sum(partitioners._size_of(a) for a in node.args if isinstance(a, fx.Node))
             if 4 * partitioners._size_of(node) < sizes:
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
@@ -75,10 +76,12 @@ class Partitioner(CustomPartitionerFn):
         operations = Operations(gm.graph)
         if functorch_config.cse:  # as torch does next: the uses of all equal nodes count
             gm.graph = partitioners.fx_graph_cse(gm.graph)
+        if self.bits == 8:
+            share_normalized(gm.graph, operations)
         gradients = Gradients(gm.graph, operations)
         is_coded = self.bits == 8 and bool(gradients.nodes)
+        recomputable = partitioners.get_default_op_list().is_recomputable
         if is_coded:
-            recomputable = partitioners.get_default_op_list().is_recomputable
             mark(gm.graph, Rules(gradients), recomputable)
         _save_reductions(gm.graph)
         choice = Choice(self.memory_budget, is_coded)
@@ -97,7 +100,8 @@ class Partitioner(CustomPartitionerFn):
             )
         for graph in (fw.graph, bw.graph):
             for node in graph.nodes:
-                node.meta.pop(CODEC, None)
+                for key in (CODEC, NOT_AGAIN):
+                    node.meta.pop(key, None)
                 if node.meta.get("recompute") == CheckpointPolicy.MUST_SAVE:
                     del node.meta["recompute"]
         return fw, bw
@@ -175,7 +179,7 @@ class _Saved:
             for first, those in [(base, members)] if whole else [(m, [m]) for m in members]:
                 x = value(first)
                 codec = codec_of(self.operations, first) if is_candidate(x) and numel(first) >= MIN_NUMEL else None
-                if codec is not None and self.rules.may_be_coded([self.holders[m.name] for m in those], codec, x):
+                if codec is not None and self.rules.may_be_coded([self.holders[m.name] for m in those], codec, first):
                     found.append((first, those, codec))
         if in_order:
             found.sort(
