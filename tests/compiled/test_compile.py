@@ -15,7 +15,7 @@ import memkern
 from memkern.compiled.operations import name_of
 from memkern.compiled.partitioner import Partitioner
 from tests.saved.programs import gradients
-from tests.support.helpers import first_full
+from tests.support.helpers import first_full, first_quick
 from tests.support.partitioned import backend
 
 from .programs import CompiledProgram, of_compiled, of_traced, outcome
@@ -192,7 +192,9 @@ def test_codes_of_values_in_16_bits(case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    "programs", [range(1), pytest.param(range(100, 300), marks=pytest.mark.full)], ids=["one", "more"]
+    "programs",
+    first_quick([range(1), *(range(first, first + 50) for first in range(100, 300, 50))]),
+    ids=lambda programs: f"{programs[0]} to {programs[-1]}",
 )
 def test_random_programs(programs: range) -> None:
     """Of half the length of the fuzz's, which is ``python -m tests.compiled.programs``."""
