@@ -191,11 +191,10 @@ def test_codes_of_values_in_16_bits(case: Case) -> None:
     assert in_bf16 <= 1.01 * in_fp32
 
 
-@pytest.mark.parametrize(
-    "programs",
-    first_quick([range(1), *(range(first, first + 50) for first in range(100, 300, 50))]),
-    ids=lambda programs: f"{programs[0]} to {programs[-1]}",
-)
+PROGRAMS = [range(1), *(range(first, first + 50) for first in range(100, 300, 50))]
+
+
+@pytest.mark.parametrize("programs", first_quick(PROGRAMS), ids=str)
 def test_random_programs(programs: range) -> None:
     """Of half the length of the fuzz's, which is ``python -m tests.compiled.programs``."""
     assert {seed: wrong for seed in programs if (wrong := outcome(seed, steps=6))} == {}
