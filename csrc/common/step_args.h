@@ -71,8 +71,8 @@ inline void align_gradients(StepArgs& args) {
   }
 }
 
-// The op that runs Step, as torch's dispatcher calls it. TORCH_BOX would unpack the stack into the parameters of
-// a function; this takes it into one struct.
+// The op that runs Step, as torch's dispatcher calls it. TORCH_BOX would unpack the stack into the parameters
+// of a function; this takes it into one struct.
 template <void (*Step)(const StepArgs&)>
 void step_op(StableIValue* stack, uint64_t arguments, uint64_t results) {
   MEMKERN_CHECK(arguments == kStepArguments && results == 0, "an optimizer's step takes ", kStepArguments,

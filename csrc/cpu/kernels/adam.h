@@ -13,8 +13,8 @@ struct AdamRule {
 // Rule: the parameter's update; the rest is LAMB's too. Second: the second moment's codes.
 //
 // Cycles per 16 elements on Zen 5: 9 for the update, as many as its root and division take alone, 7 for the
-// codes, 4 for what a block of 128 needs once. On Zen 4: 21 for the update (root and division: 16), 16 for the
-// codes, and 36 in all, as they overlap.
+// codes, 4 for what a block of 128 needs once. On Zen 4: 21 for the update (root and division: 16), 16 for
+// the codes, and 36 in all, as they overlap.
 template <class P, class G, StateKind Kind, class Rule, class Second = uint8_t>
 void adam_run(const Job<typename Rule::Scalars>& job, int64_t begin, int64_t end) {
   const typename Rule::Scalars s = *job.scalars;
