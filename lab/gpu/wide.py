@@ -21,6 +21,7 @@ from .supervised import MOST_STARTS, STICKY
 DEVICE = "gpu/test_gpu.py"
 FIRST = ("gpu/test_activation.py", "optim/", "fewbit/", "quant/")
 MOST_PROCESSES = 8  # they share one GPU
+OPTIONS: list[str] = []  # more for pytest, of a test
 WORDS = ("PASSED", "FAILED", "ERROR", "SKIPPED")
 
 
@@ -52,6 +53,7 @@ def run(path: Path) -> Counter[str]:
         "-p",
         "lab.gpu.sticky",
         "--tb=short",
+        *OPTIONS,
     ]
     found: Counter[str] = Counter()
     over: list[str] = []

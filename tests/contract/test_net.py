@@ -64,7 +64,7 @@ def _param(backend: str, *values: Any, slow: bool = False, long: bool = False) -
 HASHES = json.loads(make_hashes.FILE.read_text())
 QUICK = ("AdamW", "activations", "blockwise", "affine", "linear")
 SLOW = ("reference", "generic")  # half a minute each for all groups
-LONG = ("Adam8bit", "LAMB8bit", "SGD8bit")  # 15 s each on the reference, whose moments are AdamW8bit's and Lion8bit's
+LONG = ("Adam8bit", "LAMB8bit", "LARS8bit", "SGD8bit")  # 15 s each on the reference: AdamW8bit's and Lion8bit's moments
 
 
 @pytest.mark.parametrize(

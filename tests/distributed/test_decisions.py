@@ -112,6 +112,7 @@ def run_with_fault(layout: str, name: str, at: int, value: float) -> Any:
     return result
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("value", [torch.nan, pytest.param(torch.inf, marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize(

@@ -137,6 +137,7 @@ def test_a_model_is_decided_alike(bits: Any, autocast: bool, monkeypatch: pytest
     _check_model("Llama", bits, autocast, monkeypatch)
 
 
+@pytest.mark.pairwise
 @pytest.mark.full
 @BITS
 @pytest.mark.parametrize("autocast", [False, True])
