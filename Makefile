@@ -20,7 +20,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal
 demo: $(VENV)/.installed
 	$(BIN)/python -m memkern train --compare --activation-bits 3 --out out/demo
 
-# What to run before each push: 3 to 4 minutes on two cores.
+# What to run before each push: 3 minutes on two cores.
 test: $(VENV)/.installed
 	$(PYTEST) -m "not full and not long and not gpu and not emulated" $(PYTEST_ARGS)
 
