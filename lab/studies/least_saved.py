@@ -8,7 +8,6 @@ both (``python -m lab.studies.least_saved``).
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -22,10 +21,9 @@ from lab.studies import study
 from memkern.compiled.budget import size_of
 from memkern.compiled.nodes import tangents, value, views
 from memkern.compiled.torch_internals import partitioners, select_decomp_table
-from tests.support import zoo
 
-from .saved_compiled import COLUMNS, MODELS
-from .saved_models import PRECISIONS, step
+from .saved_compiled import COLUMNS, run
+from .saved_models import built, step
 
 
 def least_bytes(graph: fx.Graph, num_fwd_outputs: int) -> int:
@@ -58,8 +56,7 @@ class _Found(BaseException):
 
 def least(name: str, precision: str, tokens: int) -> int:
     torch._dynamo.reset()
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    model, batch = zoo.build(name, tokens).to(dtype), zoo.batch(name, tokens, dtype)
+    model, batch, autocast = built(name, precision, tokens)
 
     def stop(joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **kwargs: Any) -> Any:
         outputs: Any = joint.graph.output_node().args[0]
@@ -67,7 +64,6 @@ def least(name: str, precision: str, tokens: int) -> int:
             raise NotImplementedError(f"{name} has a graph that does not end with the loss")
         raise _Found(least_bytes(joint.graph, num_fwd_outputs))
 
-    autocast = torch.autocast("cpu", torch.bfloat16) if precision == "bf16 autocast" else contextlib.nullcontext()
     table = select_decomp_table()
     backend = aot_autograd(fw_compiler=lambda graph, inputs: graph, partition_fn=stop, decompositions=table)
     try:
@@ -93,14 +89,7 @@ def rows(names: list[str], precisions: list[str], tokens: int) -> Iterator[dict[
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = study.parser("least_saved", __doc__)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
-    parser.add_argument("--tokens", type=int, default=512)
-    args = parser.parse_args(argv)
-    torch.set_num_threads(1)
-    path = args.out / "saved-compiled.csv"
-    study.write(path, rows(args.models, args.precisions, args.tokens), COLUMNS, shown=7)
+    run("least_saved", __doc__, rows, argv)
 
 
 if __name__ == "__main__":

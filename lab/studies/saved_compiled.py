@@ -8,8 +8,7 @@ torch.compile. The error is that of gradients beside torch's without torch.compi
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,8 +19,9 @@ from lab.studies import study
 from tests.support import zoo
 from tests.support.partitioned import backend
 
-from .saved_models import PRECISIONS, Gradients, compared, step
+from .saved_models import PRECISIONS, Gradients, built, compared, step
 
+Rows = Callable[[list[str], list[str], int], Iterator[dict[str, str]]]
 MODES: dict[str, int | str | None] = {"compiled": None, "exact": "exact", "8": 8}
 MODELS = (*zoo.MODELS,)
 COLUMNS = (
@@ -65,10 +65,8 @@ def saved(outputs: list[Tensor]) -> dict[int, int]:
 def compiled_step(name: str, precision: str, tokens: int, bits: int | str | None) -> tuple[int, Gradients]:
     """Saved bytes and gradients."""
     torch._dynamo.reset()
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    model, batch = zoo.build(name, tokens).to(dtype), zoo.batch(name, tokens, dtype)
+    model, batch, autocast = built(name, precision, tokens)
     own = {x.untyped_storage()._cdata for x in (*model.parameters(), *model.buffers(), *zoo.tensors(batch))}
-    autocast = torch.autocast("cpu", torch.bfloat16) if precision == "bf16 autocast" else contextlib.nullcontext()
     with autocast:
         loss = torch.compile(model, backend=backend(bits))(**batch).loss
     count = sum(size for storage, size in saved([loss]).items() if storage not in own)
@@ -96,8 +94,9 @@ def rows(names: list[str], precisions: list[str], tokens: int) -> Iterator[dict[
                 yield study.row(provenance, COLUMNS, values)
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = study.parser("saved_compiled", __doc__)
+def run(name: str, doc: str | None, rows: Rows, argv: list[str] | None) -> None:
+    """The command of a study of compiled models, whose rows are those of saved-compiled.csv."""
+    parser = study.parser(name, doc)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
     parser.add_argument("--tokens", type=int, default=512)
@@ -105,6 +104,10 @@ def main(argv: list[str] | None = None) -> None:
     torch.set_num_threads(1)
     path = args.out / "saved-compiled.csv"
     study.write(path, rows(args.models, args.precisions, args.tokens), COLUMNS, shown=7)
+
+
+def main(argv: list[str] | None = None) -> None:
+    run("saved_compiled", __doc__, rows, argv)
 
 
 if __name__ == "__main__":

@@ -47,15 +47,19 @@ MODES: dict[str, Callable[[nn.Module], object]] = {
 Gradients = dict[str, Tensor]
 
 
+def built(name: str, precision: str, tokens: int) -> tuple[nn.Module, Any, Any]:
+    """A model, its batch and the autocast of its forward pass."""
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    autocast = torch.autocast("cpu", torch.bfloat16) if precision == "bf16 autocast" else contextlib.nullcontext()
+    return zoo.build(name, tokens).to(dtype), zoo.batch(name, tokens, dtype), autocast
+
+
 def step(name: str, precision: str, tokens: int, mode: str) -> tuple[int, int, Gradients]:
     """Saved bytes, peak bytes and gradients of one step."""
-    model = zoo.build(name, tokens)
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    model, batch = model.to(dtype), zoo.batch(name, tokens, dtype)
+    model, batch, autocast = built(name, precision, tokens)
     MODES[mode](model)
     live = LiveBytes([*model.parameters(), *model.buffers(), *zoo.tensors(batch)])
     before = live.live
-    autocast = torch.autocast("cpu", torch.bfloat16) if precision == "bf16 autocast" else contextlib.nullcontext()
     with live:
         with autocast:
             loss = model(**batch).loss

@@ -7,6 +7,7 @@ of the data, as on a GPU. An operation that they do not know gets exactly what i
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection
 from typing import Any
 
 from torch import Tensor, fx
@@ -35,8 +36,8 @@ _COMPARED = {"ReluBackward0", "LeakyReluBackward0", "EluBackward0", "CeluBackwar
 _BY_SIDES = {"HardswishBackward0", "HardsigmoidBackward0", "HardtanhBackward0"}
 """The hooks store in bits on which side of a limit a value is."""
 _COMPARISONS = {aten.le, aten.gt, aten.lt, aten.ge, aten.eq, aten.ne}
-_VIEWED = VIEWS - {operator.getitem, aten.expand, prims.broadcast_in_dim}
-"""Views whose copies have the codec of what they are of; not larger copies, as of the keys of several heads."""
+_COPIES = CASTS | VIEWS - {operator.getitem, aten.expand, prims.broadcast_in_dim}
+"""What has the codec of what it is of: casts, copies, views; not larger copies, as of the keys of several heads."""
 _SAVED_ARGUMENTS = {"output": "out"}  # by the attribute's name, that of the backward pass where it is another
 
 
@@ -49,16 +50,16 @@ def _is_decision(x: Any) -> bool:
     return isinstance(x, Tensor) and not x.dtype.is_floating_point
 
 
-def _before_copies(node: fx.Node) -> fx.Node:
-    """The node before casts and copies, also of views."""
-    while packet(node) in CASTS or packet(node) in _VIEWED:
+def _before(node: Any, copies: Collection[Any]) -> Any:
+    """The node before operations that make copies or views."""
+    while packet(node) in copies and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
 
 
 def codec_of(operations: Operations, node: fx.Node) -> str | None:
     """The name of the codec of a value, by what made it."""
-    base = _before_copies(node)
+    base = _before(node, _COPIES)
     of = operations.of(base)
     if of.seq not in operations.differentiated:  # what needs no gradient is never rounded
         return None
@@ -109,7 +110,7 @@ class Rules:
 
         counts: of which users it is asked; None for all.
         """
-        x, seq = value(first), self.operations.of(_before_copies(first)).seq
+        x, seq = value(first), self.operations.of(_before(first, _COPIES)).seq
         waiting, own = list(nodes), set(nodes)  # own: the value itself, as a view, in another dtype, negative
         seen = set(nodes)
         while waiting:
@@ -283,12 +284,5 @@ def share_normalized(graph: fx.Graph, operations: Operations) -> None:
 
 def _factors(product: fx.Node) -> tuple[Any, ...]:
     """Of what a product is made, without casts and copies."""
-    of: list[Any] = [_uncast(a) for a in product.args]
-    return tuple((*map(_uncast, a.args),) if packet(a) is aten.sub else a for a in of)
-
-
-def _uncast(node: Any) -> Any:
-    """The node before casts and copies."""
-    while packet(node) in CASTS and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
-    return node
+    of = [_before(a, CASTS) for a in product.args]
+    return tuple(tuple(_before(b, CASTS) for b in a.args) if packet(a) is aten.sub else a for a in of)

@@ -80,8 +80,8 @@ class Partitioner(CustomPartitionerFn):
             share_normalized(gm.graph, operations)
         gradients = Gradients(gm.graph, operations)
         is_coded = self.bits == 8 and bool(gradients.nodes)
-        recomputable = partitioners.get_default_op_list().is_recomputable
         if is_coded:
+            recomputable = partitioners.get_default_op_list().is_recomputable
             mark(gm.graph, Rules(gradients), recomputable)
         _save_reductions(gm.graph)
         choice = Choice(self.memory_budget, is_coded)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import memkern
-from memkern.options import OptionError, Techniques
+from memkern.options import Techniques
 from memkern.planner import built_in, fake_cuda, fake_step
 from memkern.planner.hardware import DEFAULTS
 from memkern.planner.models import resolve
@@ -251,15 +251,3 @@ def test_shorter_sequences_that_would_fit(folder: Path) -> None:
     assert not made.fits
     assert ("seq_len", 64) in [(c.name, c.value) for c in made.changes]
     assert memkern.plan(str(folder), memory=shorter.memory, seq_len=64, techniques=given, **arguments).fits
-
-
-def test_clipping_and_a_step_in_backward_cannot_both_be_given() -> None:
-    with pytest.raises(OptionError, match="step_in_backward: True given; allowed: False with clip=1,"):
-        memkern.plan(
-            Stack(),
-            memory="1GiB",
-            inputs=torch.zeros(2, WIDTH),
-            device="cpu",
-            clip=1.0,
-            techniques={"step_in_backward": True},
-        )

@@ -139,15 +139,23 @@ def test_bad_techniques(changes: dict[str, Any], message: str) -> None:
     assert message in str(error.value)
 
 
-def test_chunks_of_the_loss_need_a_language_model() -> None:
-    with pytest.raises(OptionError, match="loss_chunk: 128 given; allowed: None for a model that is no language"):
-        memkern.plan(
-            Stack(),
-            memory="1GiB",
-            inputs=torch.zeros(2, WIDTH),
-            device="cpu",
-            techniques=Techniques(loss_chunk=128),
-        )
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"techniques": Techniques(loss_chunk=128)},
+            "loss_chunk: 128 given; allowed: None for a model that is no language",
+        ),
+        (
+            {"clip": 1.0, "techniques": {"step_in_backward": True}},
+            "step_in_backward: True given; allowed: False with clip=1,",
+        ),
+    ],
+    ids=["chunks of the loss need a language model", "clipping and a step in backward"],
+)
+def test_techniques_that_the_model_or_an_argument_rules_out(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        memkern.plan(Stack(), memory="1GiB", inputs=torch.zeros(2, WIDTH), device="cpu", **given)
 
 
 def test_bad_models() -> None:

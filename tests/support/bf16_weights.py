@@ -7,11 +7,7 @@ import torch
 from torch import Tensor
 
 from memkern import optim
-from tests.support.helpers import (
-    hard,
-    like,
-    snapshot,
-)
+from tests.support.helpers import hard, like, snapshot
 
 BF16 = torch.bfloat16
 KEPT: dict[str, dict[str, Any]] = {
