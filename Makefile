@@ -83,18 +83,21 @@ gpu-wheels:
 gpu-rehearse:
 	$(PYTHON) -m lab.gpu.rehearse $(GPU_ARGS)
 
+# Python compiles a module when it is first imported: of the 14,000 that these packages have, few are.
+PIP := $(BIN)/python -m pip install -q --no-compile
+
 $(VENV)/.torch:
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q "$(TORCH)" "setuptools>=77" ninja
+	$(PIP) "$(TORCH)" "setuptools>=77" ninja
 	touch $@
 
 $(VENV)/.packages: $(VENV)/.torch pyproject.toml
-	MEMKERN_BUILD=none $(BIN)/python -m pip install -q --no-build-isolation -e ".[train,dev]"
-	$(BIN)/python -m pip install -q --no-deps timm  # which asks for torchvision, a torch of its own, for what is not used
+	MEMKERN_BUILD=none $(PIP) --no-build-isolation -e ".[train,dev]"
+	$(PIP) --no-deps timm  # which asks for torchvision, a torch of its own, for what is not used
 	touch $@
 
 $(VENV)/.docs: $(VENV)/.torch pyproject.toml
-	MEMKERN_BUILD=none $(BIN)/python -m pip install -q --no-build-isolation -e ".[docs]"
+	MEMKERN_BUILD=none $(PIP) --no-build-isolation -e ".[docs]"
 	touch $@
 
 # In place, so that an edit compiles one file again.
