@@ -46,10 +46,11 @@ SIZES = (28, 22, 23, 24, 25)  # powers of two
 
 REGISTER = {
     "steps": """
-  m.impl("adam_step_", memkern::step_op<memkern::adam_step_cuda>);
-  m.impl("lion_step_", memkern::step_op<memkern::lion_step_cuda>);
-  m.impl("lamb_step_", memkern::step_op<memkern::lamb_step_cuda>);
-  m.impl("lars_step_", memkern::step_op<memkern::lars_step_cuda>);
+  MEMKERN_REGISTER_STEP(adam_step, m, cuda);
+  MEMKERN_REGISTER_STEP(lion_step, m, cuda);
+  MEMKERN_REGISTER_STEP(lamb_step, m, cuda);
+  MEMKERN_REGISTER_STEP(lars_step, m, cuda);
+  m.impl("keep_states", memkern::keep_states);
 """,
     "codes": """
   m.impl("quantize_blockwise", TORCH_BOX(&memkern::quantize_blockwise_cuda));
@@ -85,6 +86,7 @@ STABLE_TORCH_LIBRARY(memkern, m) {{
   for (const char* schema : memkern::kSchemas) m.def(schema);
 }}
 STABLE_TORCH_LIBRARY_IMPL(memkern, CUDA, m) {{{REGISTER[setting.kind]}}}
+STABLE_TORCH_LIBRARY_IMPL(memkern, CompositeExplicitAutograd, m) {{ m.impl("forget_states", memkern::forget_states); }}
 """
 
 

@@ -257,9 +257,11 @@ class BlockwiseOptimizer(Optimizer):
             self._init_group(group, params, grads)
             group_of_each += [number] * (len(params) - len(group_of_each))
         if params:
-            plan = self._plan(params, group_of_each)
             try:
-                plan.run(self._values(grads), self.param_groups, self._buffers)
+                values = self._values(grads)
+                if not self._plan(params, group_of_each).run(values, self.param_groups, self._buffers):
+                    self.state[params[0]].plan = None
+                    self._plan(params, group_of_each).run(values, self.param_groups, self._buffers)
             except step_errors.OP_ERRORS as error:
                 if torch.compiler.is_compiling():
                     raise
