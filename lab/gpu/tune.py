@@ -3,8 +3,8 @@
 CUDA: each setting is a list of macros, built into a library of its own in build/gpu/tune with nothing but the ops that
 it is about, all settings in parallel; then each is timed in a process of its own. There are no pipeline stages to
 vary: Adam's and LAMB's kernels load one vector ahead, in registers, and the others none. More bytes in flight take
-more thread blocks on a multiprocessor, which leaves a thread fewer registers. Triton: the same for TILE, TILES and the
-options of launches, stages among them, without a build.
+more thread blocks on a multiprocessor, which leaves a thread fewer registers. Triton: the same for TILE, TILES, STAGES
+and the options of launches, without a build.
 
 A line of JSON for each build and each time (as in headline.py, "copy_share" is the share of the copy rate of the same
 minute), then one for each case with the best setting. The defaults are timed first and last: what differs between these
