@@ -342,7 +342,7 @@ import memkern.triton
 from memkern.triton import activation, launch, launch_step, tensor_table
 from lab.gpu.tune import set_triton
 set_triton({"TILE": 2048, "TILES": 4, "STAGES": 3, "num_warps": 8})
-assert (activation.TILE, launch.TILE, launch.rows_of(128), launch_step.TILES, tensor_table.STAGES) == (2048, 2048, 16, 4, 3)
+assert (activation.TILE, launch.rows_of(128), launch_step.TILES, tensor_table.STAGES) == (2048, 16, 4, 3)
 assert launch.options_of(128) == {"num_warps": 8, "enable_fp_fusion": False}
 """
     subprocess.run([PYTHON, "-c", code], cwd=ROOT, check=True)
