@@ -19,6 +19,10 @@ MEMKERN_LIBRARY_IMPL(MEMKERN_NAMESPACE, CPU, m) {
   m.impl("attention_statistics", TORCH_BOX(&memkern::attention_statistics_cpu));
 }
 
+MEMKERN_LIBRARY_IMPL(MEMKERN_NAMESPACE, CompositeExplicitAutograd, m) {
+  m.impl("forget_states", memkern::forget_states);
+}
+
 #ifdef USE_CUDA
 MEMKERN_LIBRARY_IMPL(MEMKERN_NAMESPACE, CUDA, m) {
   MEMKERN_REGISTER_OPS(m, cuda);

@@ -183,6 +183,20 @@ SCHEMAS = {
         "(Tensor query, Tensor key, Tensor? mask, bool is_causal, float scale, int sample) -> Tensor"
     ),
 }
+_KEPT_STEP = (
+    "(int states, Tensor(a!)[] params, Tensor[] grads, Tensor[] lr, float[] hyperparameters, Tensor? grad_scale, "
+    "Tensor? found_inf, Tensor? grad_norm, float max_grad_norm) -> bool"
+)
+KEPT_SCHEMAS = {
+    "keep_states": (
+        "(Tensor[] params, Tensor[] moments, Tensor[] scales, Tensor[] steps, Tensor[] trust_ratios, "
+        "Tensor[] weight_states, int[] group, int[] codec, int[] block_size, int[] weight_storage) -> int"
+    ),
+    "forget_states": "(int states) -> ()",
+    **{f"{name}kept_": _KEPT_STEP for name in STEP_OPS},
+}
+"""Of C++ alone, for steps that nothing traces (memkern._ops.KeptStates): a step without the arguments that are the same
+at each step, which are kept under a number; it returns False where params are not laid out as those of keep_states."""
 HOST_OPS = ("quantize_with_norms", "attention_statistics")
 """What is asked on a CPU alone, as elsewhere the host would wait for the answer. The reference's runs anywhere."""
 

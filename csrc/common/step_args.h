@@ -4,45 +4,49 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <memory>
+#include <utility>
 
 #include "common/schemas.h"
 #include "common/tensors.h"
 
 namespace memkern {
 
-// StepArgs of memkern/schemas.py, which documents each field.
-class StepArgs {
-  // Takes the arguments from torch's stack, one after the other.
-  struct Stack {
-    StableIValue* next;
-    template <class T> T take() { return torch::stable::detail::to<T>(*next++); }
-  };
-  Stack stack_;
+// The arguments of a step that stay the same from one step to the next: fields of StepArgs.
+struct StepStates {
+  Tensors moments, scales, steps, trust_ratios, weight_states;
+  Ints group, codec, block_size, weight_storage;
+};
 
+// What is new at each step, and the step's states.
+struct StepValues {
+  Tensors params, grads, lr;
+  Doubles hyperparameters;
+  std::optional<Tensor> grad_scale, found_inf, grad_norm;
+  double max_grad_norm = 0.0;
+  std::optional<Tensor> squares;
+  bool squares_only = false;
+  std::shared_ptr<const StepStates> states;
+};
+
+// Takes arguments from torch's stack, one after the other.
+struct ArgumentStack {
+  StableIValue* next;
+  template <class... T> void take(T&... to) { ((to = torch::stable::detail::to<T>(*next++)), ...); }
+};
+
+// StepArgs of memkern/schemas.py, which documents each field.
+class StepArgs : public StepValues {
  public:
-  explicit StepArgs(StableIValue* stack) : stack_{stack} {}
+  explicit StepArgs(StepValues values) : StepValues(std::move(values)) {}
+  // Of the op that has all of them as its arguments.
+  explicit StepArgs(StableIValue* stack) : StepArgs(taken(stack)) {}
   StepArgs(const StepArgs&) = delete;
 
-  // In the order of the schema, in which they are initialized.
-  Tensors params = stack_.take<Tensors>();
-  Tensors grads = stack_.take<Tensors>();
-  Tensors moments = stack_.take<Tensors>();
-  Tensors scales = stack_.take<Tensors>();
-  Tensors steps = stack_.take<Tensors>();
-  Tensors trust_ratios = stack_.take<Tensors>();
-  Tensors weight_states = stack_.take<Tensors>();
-  Ints group = stack_.take<Ints>();
-  Tensors lr = stack_.take<Tensors>();
-  Doubles hyperparameters = stack_.take<Doubles>();
-  Ints codec = stack_.take<Ints>();
-  Ints block_size = stack_.take<Ints>();
-  Ints weight_storage = stack_.take<Ints>();
-  std::optional<Tensor> grad_scale = stack_.take<std::optional<Tensor>>();
-  std::optional<Tensor> found_inf = stack_.take<std::optional<Tensor>>();
-  std::optional<Tensor> grad_norm = stack_.take<std::optional<Tensor>>();
-  double max_grad_norm = stack_.take<double>();
-  std::optional<Tensor> squares = stack_.take<std::optional<Tensor>>();
-  bool squares_only = stack_.take<bool>();
+  const Tensors &moments = states->moments, &scales = states->scales, &steps = states->steps,
+                &trust_ratios = states->trust_ratios, &weight_states = states->weight_states;
+  const Ints &group = states->group, &codec = states->codec, &block_size = states->block_size,
+             &weight_storage = states->weight_storage;
 
   // The hyperparameters of each group, as the optimizer's struct of them (core/hyperparameters.h).
   template <class Hyperparameters> std::vector<Hyperparameters> groups() const {
@@ -52,6 +56,18 @@ class StepArgs {
                   each * all.size(), " entries, ", each, " per group, got ", hyperparameters.size());
     std::memcpy(all.data(), hyperparameters.data(), hyperparameters.size() * sizeof(double));
     return all;
+  }
+
+ private:
+  static StepValues taken(StableIValue* first) {
+    ArgumentStack stack{first};
+    StepValues v;
+    const auto s = std::make_shared<StepStates>();
+    stack.take(v.params, v.grads, s->moments, s->scales, s->steps, s->trust_ratios, s->weight_states,
+               s->group, v.lr, v.hyperparameters, s->codec, s->block_size, s->weight_storage, v.grad_scale,
+               v.found_inf, v.grad_norm, v.max_grad_norm, v.squares, v.squares_only);
+    v.states = s;
+    return v;
   }
 };
 

@@ -64,7 +64,7 @@ Tensor attention_statistics_cpu(Tensor query, Tensor key, std::optional<Tensor> 
   job.layout.numel = query.numel() + key.numel() + units * std::min(q[2], sample) * k[2];
   job.run = cpu_kernels().attention(float_type(query));
   if (units > 0) run_jobs(std::vector<AttentionJob>{job});
-  Tensor result = torch::stable::new_empty(query, {4}, ScalarType::Double);
+  Tensor result = new_tensor(query, {4}, ScalarType::Double);
   double* sums = static_cast<double*>(result.data_ptr());
   std::fill(sums, sums + 4, 0.0);
   for (int64_t i = 0; i < units * 4; ++i) sums[i % 4] += partial[i];

@@ -18,7 +18,7 @@ std::tuple<Tensor, Tensor> quantize(const Tensor& x, int64_t codec, bool is_sign
   CodecJob job{};
   job.layout = layout_of(x, block_size, "x");
   Tensor codes = empty_like(x, is_signed ? ScalarType::Char : ScalarType::Byte);
-  Tensor scale = torch::stable::new_empty(x, scale_shape(job.layout), ScalarType::Float);
+  Tensor scale = new_tensor(x, scale_shape(job.layout), ScalarType::Float);
   Dithers dithers;
   if (step) job.dither = dithers.at(job.layout.block, static_cast<uint64_t>(*step));
   job.mark_nonfinite = mark_nonfinite;
@@ -50,7 +50,7 @@ std::tuple<Tensor, Tensor, Tensor> quantize_with_norms_cpu(Tensor x, bool is_sig
     of_values += squares[block];
     of_scales += static_cast<double>(scales[block]) * scales[block];
   }
-  Tensor norms = torch::stable::new_empty(x, {2}, ScalarType::Double);
+  Tensor norms = new_tensor(x, {2}, ScalarType::Double);
   double* found = static_cast<double*>(norms.data_ptr());
   found[0] = std::sqrt(of_values);
   found[1] = std::sqrt(of_scales);

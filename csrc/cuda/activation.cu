@@ -215,7 +215,7 @@ Tensor few_bit_encode_cuda(Tensor x, int64_t bits, Doubles thresholds, Ints flip
   const EncodeTable table = encode_table(thresholds_of(bits, thresholds, flips, symmetry));
   const int64_t numel = flat_layout(x, "x", kGroup).numel;
   const DeviceScope scope(x);
-  Tensor codes = torch::stable::new_empty(x, {bits, plane_bytes(numel)}, ScalarType::Byte);
+  Tensor codes = new_tensor(x, {bits, plane_bytes(numel)}, ScalarType::Byte);
   const Elementwise t = elementwise(x, nullptr, codes, numel);
   launch_checked("few_bit_encode", encode_vectors<-1>, blocks_for(t), scope.stream, t, 0.0f, 0.0f, table);
   return codes;
@@ -227,7 +227,7 @@ std::tuple<Tensor, Tensor> few_bit_forward_cuda(Tensor x, int64_t fn, double a, 
   const int64_t numel = flat_layout(x, "x", kGroup).numel;
   const DeviceScope scope(x);
   Tensor y = empty_like(x, x.scalar_type());
-  Tensor codes = torch::stable::new_empty(x, {bits, plane_bytes(numel)}, ScalarType::Byte);
+  Tensor codes = new_tensor(x, {bits, plane_bytes(numel)}, ScalarType::Byte);
   const Elementwise t = elementwise(x, &y, codes, numel);
   with_activation(fn, [&](auto number) {
     const float first = static_cast<float>(a), second = static_cast<float>(b);

@@ -108,7 +108,7 @@ template <int Fn> bool has_torch_results(const Tensor& x, cudaStream_t stream) {
   const std::lock_guard lock(mutex);
   if (devices.contains(x.get_device())) return true;
   if (is_capturing(stream)) return false;
-  const Tensor values = torch::stable::new_empty(x, {Bf16Range::kEntries}, ScalarType::BFloat16);
+  const Tensor values = new_tensor(x, {Bf16Range::kEntries}, ScalarType::BFloat16);
   launch_checked("list_values", list_values, 1, stream, static_cast<uint16_t*>(values.data_ptr()));
   std::array<StableIValue, 2> stack{
       torch::stable::detail::from(values),

@@ -237,7 +237,7 @@ std::tuple<Tensor, Tensor> quantize_blockwise_cuda(Tensor x, int64_t codec, bool
   const BlockLayout layout = layout_of(x, block_size, "x");
   const DeviceScope scope(x);
   Tensor codes = empty_like(x, is_signed ? ScalarType::Char : ScalarType::Byte);
-  Tensor scale = torch::stable::new_empty(x, scale_shape(layout), ScalarType::Float);
+  Tensor scale = new_tensor(x, scale_shape(layout), ScalarType::Float);
   CodecTensor t = codec_tensor(x, codes, scale, layout);
   t.mark_nonfinite = mark_nonfinite;
   const Rounding rounding{!step, static_cast<uint32_t>(step.value_or(0))};

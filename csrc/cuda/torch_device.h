@@ -42,7 +42,7 @@ inline bool same_device(const Tensor& a, const Tensor& b) {
 
 // Memory of torch's allocator. While a stream is captured, the graph keeps it.
 inline Tensor new_bytes(const Tensor& like, size_t bytes) {
-  return torch::stable::new_empty(like, {static_cast<int64_t>(bytes)}, ScalarType::Byte);
+  return new_tensor(like, {static_cast<int64_t>(bytes)}, ScalarType::Byte);
 }
 
 }  // namespace memkern

@@ -202,22 +202,28 @@ class Threads(Instructions):
             self.groups[at] += 1
         elif "wait_group" in i.op:
             self.arrive(at, int(i.operands[0]))
-        elif "async" in i.op and len(i.operands) == 3:
-            size = int(i.operands[2])
-            load, store = (i._replace(op=op) for op in (["ld", "global", "b8"], ["st", "shared", "b8"]))
-            ((_, shared, target),) = self.access(store, i.operands[0], at, 1, size)
-            for which, buffer, offset in self.access(load, i.operands[1], at, 1, size):
-                bytes_of = np.arange(size)
-                source, places = offset[:, None] + bytes_of, target[which][:, None] + bytes_of
-                spoiled = self.check(load, at[which], buffer, source, writes=False)
-                self.check(store, at[which], shared, places, writes=True)
-                shared[places] = buffer[source]
-                if spoiled is not None:
-                    shared[places[spoiled]] = 0xFF
-                self.arriving[places] = True
-                self.copies.append((at[which], self.groups[at[which]], places))
+        elif "async" in i.op and len(i.operands) in (3, 4):
+            size = int(i.operands[2], 0)
+            given = self.get(i.operands[3], "u32", at) if len(i.operands) == 4 else np.full(len(at), size)
+            for count in np.unique(given):  # bytes that are copied; the rest of the size becomes 0
+                self.copy(i, at[given == count], int(count), size)
         else:
             raise PtxError(f"unknown instruction: {i.text}")
+
+    def copy(self, i: Instruction, at: Array, count: int, size: int) -> None:
+        load, store = (i._replace(op=op) for op in (["ld", "global", "b8"], ["st", "shared", "b8"]))
+        ((_, shared, target),) = self.access(store, i.operands[0], at, 1, size)
+        all_places = target[:, None] + np.arange(size)
+        self.check(store, at, shared, all_places, writes=True)
+        shared[all_places[:, count:]] = 0
+        for which, buffer, offset in self.access(load, i.operands[1], at, 1, count) if count else ():
+            source, places = offset[:, None] + np.arange(count), all_places[which, :count]
+            spoiled = self.check(load, at[which], buffer, source, writes=False)
+            shared[places] = buffer[source]
+            if spoiled is not None:
+                shared[places[spoiled]] = 0xFF
+        self.arriving[all_places] = True
+        self.copies.append((at, self.groups[at], all_places))
 
     def arrive(self, at: Array, but: int) -> None:
         """All groups of these threads have arrived but the last so many."""

@@ -50,6 +50,7 @@ def tile(kind: int, p: Any, g: Any, block: int = 128, vector: int = 0, flat: boo
         "PARAM_DTYPE": p,
         "GRAD_DTYPE": g,
         "TILES": 8,
+        "STAGES": 1,
         "ROWS": rows_of(block),
         "BLOCK_SIZE": block,
         "VECTOR": vector or (4 if widest else 8),

@@ -3,8 +3,8 @@
 CUDA: each setting is a list of macros, built into a library of its own in build/gpu/tune with nothing but the ops that
 it is about, all settings in parallel; then each is timed in a process of its own. There are no pipeline stages to
 vary: Adam's and LAMB's kernels load one vector ahead, in registers, and the others none. More bytes in flight take
-more thread blocks on a multiprocessor, which leaves a thread fewer registers. Triton: the same for TILE, TILES and the
-options of launches, stages among them, without a build.
+more thread blocks on a multiprocessor, which leaves a thread fewer registers. Triton: the same for TILE, TILES, STAGES
+and the options of launches, without a build.
 
 A line of JSON for each build and each time (as in headline.py, "copy_share" is the share of the copy rate of the same
 minute), then one for each case with the best setting. The defaults are timed first and last: what differs between these
@@ -46,10 +46,11 @@ SIZES = (28, 22, 23, 24, 25)  # powers of two
 
 REGISTER = {
     "steps": """
-  m.impl("adam_step_", memkern::step_op<memkern::adam_step_cuda>);
-  m.impl("lion_step_", memkern::step_op<memkern::lion_step_cuda>);
-  m.impl("lamb_step_", memkern::step_op<memkern::lamb_step_cuda>);
-  m.impl("lars_step_", memkern::step_op<memkern::lars_step_cuda>);
+  MEMKERN_REGISTER_STEP(adam_step, m, cuda);
+  MEMKERN_REGISTER_STEP(lion_step, m, cuda);
+  MEMKERN_REGISTER_STEP(lamb_step, m, cuda);
+  MEMKERN_REGISTER_STEP(lars_step, m, cuda);
+  m.impl("keep_states", memkern::keep_states);
 """,
     "codes": """
   m.impl("quantize_blockwise", TORCH_BOX(&memkern::quantize_blockwise_cuda));
@@ -85,6 +86,7 @@ STABLE_TORCH_LIBRARY(memkern, m) {{
   for (const char* schema : memkern::kSchemas) m.def(schema);
 }}
 STABLE_TORCH_LIBRARY_IMPL(memkern, CUDA, m) {{{REGISTER[setting.kind]}}}
+STABLE_TORCH_LIBRARY_IMPL(memkern, CompositeExplicitAutograd, m) {{ m.impl("forget_states", memkern::forget_states); }}
 """
 
 

@@ -7,6 +7,7 @@ flushed denormal or a root that is not correctly rounded would show.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -59,6 +60,7 @@ class Compiled:
     def __init__(self, ops: Any, emulated: AbstractContextManager[Any]) -> None:
         self.ops, self.emulated = ops, emulated
         self.modules: list[Module] = []
+        self.launched: list[Module] = []
 
     def step(self, name: str, args: StepArgs) -> None:
         op = getattr(self.ops, name)
@@ -81,6 +83,7 @@ def compiled(request: pytest.FixtureRequest) -> Iterator[Compiled]:
         made = Compiled(torch.ops.memkern_simt, ptx.emulated(request.getfixturevalue("program"), library, path))
         made.modules = request.getfixturevalue("program").modules
     with made.emulated as launched:
+        made.launched = launched
         yield made
     assert launched  # nothing else ran
     if request.param == "triton":
@@ -169,6 +172,23 @@ def test_zeros_take_the_fast_path(compiled: Compiled, program: ptx.Program, name
         slow.append({op: executed[op] for op in ("div.rn.f32", "sqrt.rn.f32")})
         assert executed["rsqrt.approx.ftz.f32"] >= 2 * args.params[0].numel()
     assert slow[0] == slow[1]
+
+
+@pytest.mark.parametrize("compiled", ["triton"], indirect=True)
+@pytest.mark.skipif(MISSING["triton"] is not None, reason=str(MISSING["triton"]))
+@pytest.mark.parametrize("name", ["adam_step_", "lion_step_"])
+def test_stages(compiled: Compiled, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where lab/gpu/tune.py asks for them: three and five tiles of a program, of which one is on its way."""
+    from memkern.triton import tensor_table
+
+    monkeypatch.setattr(tensor_table, "STAGES", 3)
+    args = drive.step_args(name, torch.bfloat16, torch.bfloat16, (0, 0), layouts=((40, 128), (17, 136), (24, 128)))
+    expected = drive.cloned(args)
+    compiled.step(name, args)
+    getattr(reference, name)(expected)
+    assert_same([*args], [*expected])
+    waits = {i.text for made in compiled.launched for kernel in made.kernels.values() for i in kernel.code}
+    assert any(re.fullmatch(r"cp\.async\.wait_group [1-9]\d*", text) for text in waits)
 
 
 @over_compiled

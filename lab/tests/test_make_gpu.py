@@ -339,11 +339,11 @@ def test_triton_takes_the_settings_constants() -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     code = """
 import memkern.triton
-from memkern.triton import activation, launch, launch_step
+from memkern.triton import activation, launch, launch_step, tensor_table
 from lab.gpu.tune import set_triton
-set_triton({"TILE": 2048, "TILES": 4, "num_warps": 8, "num_stages": 2})
-assert activation.TILE == launch.TILE == 2048 and launch.rows_of(128) == 16 and launch_step.TILES == 4
-assert launch.options_of(128) == {"num_warps": 8, "num_stages": 2, "enable_fp_fusion": False}
+set_triton({"TILE": 2048, "TILES": 4, "STAGES": 3, "num_warps": 8})
+assert (activation.TILE, launch.rows_of(128), launch_step.TILES, tensor_table.STAGES) == (2048, 16, 4, 3)
+assert launch.options_of(128) == {"num_warps": 8, "enable_fp_fusion": False}
 """
     subprocess.run([PYTHON, "-c", code], cwd=ROOT, check=True)
 

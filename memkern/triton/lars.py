@@ -82,7 +82,8 @@ def lars_load(
 def lars_norm_tiles(
     table, scalars, tables, sums, programs_before, groups, tensors, first, count,
     KIND: tl.constexpr, PARAM_DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr,
-    TILES: tl.constexpr, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr, VECTOR: tl.constexpr, FLAT: tl.constexpr,
+    TILES: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    VECTOR: tl.constexpr, FLAT: tl.constexpr,
     SLOW_FP64: tl.constexpr,
 ):  # fmt: skip
     """Sums of squares, in fp64, of the parameter and, classic, of the gradient, else of the moment that will be."""
@@ -92,7 +93,8 @@ def lars_norm_tiles(
     classic = tl.load(s + _CLASSIC) != 0.0
     params = zero_squares(ROWS, BLOCK_SIZE, VECTOR, SLOW_FP64)
     updates = zero_squares(ROWS, BLOCK_SIZE, VECTOR, SLOW_FP64)
-    for i in range(0, st.tiles_if(s + tr.ADAPT, first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)):
+    turns = st.tiles_if(s + tr.ADAPT, first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)
+    for i in tl.range(0, turns, num_stages=STAGES):
         tile = tile_of(first_tile + i, layout, ROWS, BLOCK_SIZE, VECTOR, FLAT)
         p, g, _d, m = lars_load(addresses, step_scalars, tile, tables, KIND, PARAM_DTYPE, GRAD_DTYPE, VECTOR)
         params = add_squares(params, p, SLOW_FP64)
@@ -127,14 +129,16 @@ def lars_ratios(table, scalars, sums, programs_before, programs, groups, tensors
 def lars_tiles(
     table, scalars, tables, groups, tensors, first, count,
     KIND: tl.constexpr, PARAM_DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr,
-    TILES: tl.constexpr, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr, VECTOR: tl.constexpr, FLAT: tl.constexpr,
+    TILES: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    VECTOR: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
     tensor, word, grad, layout, first_tile = st.find_work(table, groups, tensors, first, count, TILES)
     s = scalars + tensor * st.SCALARS
     addresses, step_scalars = lion_addresses(word, grad, tensors), load_step_scalars(s)
     momentum, rate, nesterov = tl.load(s + MOMENTUM), tl.load(s + st.RATE), tl.load(s + NESTEROV) != 0.0
     u, r = st.dither_of(s, BLOCK_SIZE), random_of(s, BLOCK_SIZE, PARAM_DTYPE)
-    for i in range(0, st.tiles_if(s + st.RUN, first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)):
+    turns = st.tiles_if(s + st.RUN, first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)
+    for i in tl.range(0, turns, num_stages=STAGES):
         tile = tile_of(first_tile + i, layout, ROWS, BLOCK_SIZE, VECTOR, FLAT)
         p, _g, d, m = lars_load(addresses, step_scalars, tile, tables, KIND, PARAM_DTYPE, GRAD_DTYPE, VECTOR)
         p = sgd_parameter(p, d, m, rate, momentum, nesterov)

@@ -19,6 +19,10 @@ TILE = 2048 if torch.version.hip else 1024
 TILES = 8
 """That a program of a step works on, one after the other."""
 
+STAGES = 1
+"""Of the loop over a program's tiles; lab/gpu/tune.py times others. With 3 a tile is copied to shared memory (cp.async)
+while another is computed, for a tenth more instructions; with 2 each copy is waited for at once."""
+
 
 def rows_of(block: int) -> int:
     """Blocks of a tile."""

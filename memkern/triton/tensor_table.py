@@ -24,6 +24,7 @@ from . import step_table as st
 from .codec import FP32
 from .launch import (
     OPTIONS,
+    STAGES,
     allocate_outside_of_graphs,
     cdiv,
     event_of,
@@ -47,6 +48,7 @@ CONSTANTS = (
     "PARAM_DTYPE",
     "GRAD_DTYPE",
     "TILES",
+    "STAGES",
     "ROWS",
     "BLOCK_SIZE",
     "VECTOR",
@@ -210,6 +212,7 @@ class Plan:
                 param_dtype(FLOATS.index(p.dtype), storage),
                 FLOATS.index(g.dtype),
                 tiles,
+                STAGES,
                 rows_of(block),
                 block,
                 vector,

@@ -66,12 +66,12 @@ class Machine:
         import torch
 
         from lab.emulators.ptx_emulator import Module
-        from memkern import _ops
+        from memkern import schemas
 
         self.runtime.fakegpu_new_stream.restype = ctypes.c_void_p
         self.runtime.fakegpu_memory.restype = ctypes.c_size_t
         self.library = torch.library.Library("memkern_nvcc", "DEF")
-        for name, schema in _ops.SCHEMAS.items():
+        for name, schema in {**schemas.SCHEMAS, **schemas.KEPT_SCHEMAS}.items():
             self.library.define(name + schema)
         torch.ops.load_library(str(folder / "libops.so"))
         self.ops = torch.ops.memkern_nvcc

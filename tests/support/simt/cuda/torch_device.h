@@ -15,7 +15,7 @@ inline bool is_host(const Tensor&) { return simt::scalars_on_host(); }
 inline bool same_device(const Tensor&, const Tensor&) { return true; }
 
 inline Tensor new_bytes(const Tensor& like, size_t bytes) {
-  Tensor memory = torch::stable::new_empty(like, {static_cast<int64_t>(bytes)}, ScalarType::Byte);
+  Tensor memory = new_tensor(like, {static_cast<int64_t>(bytes)}, ScalarType::Byte);
   if (simt::capturing()) simt::machine.kept.push_back([memory] {});
   return memory;
 }
