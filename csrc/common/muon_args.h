@@ -16,7 +16,7 @@ template <class J> std::vector<J> muon_tensors(const StepArgs& args, const Tenso
     MEMKERN_CHECK(updates[i].scalar_type() == ScalarType::BFloat16 &&
                       same_layout(updates[i], args.params[i]) && device.holds(updates[i]),
                   name_of("updates", i), " must be bfloat16 with its parameter's shape and strides");
-    tensors[i].update = updates[i].data_ptr();
+    tensors[i].update = address_of(updates[i], "updates[", i, ']');
   }
   return tensors;
 }

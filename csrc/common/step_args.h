@@ -103,9 +103,9 @@ void step_op(StableIValue* stack, uint64_t arguments, uint64_t results) {
 // A tensor of one number on the CPU.
 inline double read_number(const Tensor& t, const char* name) {
   MEMKERN_CHECK(t.numel() == 1 && t.is_cpu(), name, " must be a tensor of one element on the CPU");
-  if (t.scalar_type() == ScalarType::Double) return *static_cast<const double*>(t.data_ptr());
+  if (t.scalar_type() == ScalarType::Double) return *static_cast<const double*>(address_of(t, name));
   MEMKERN_CHECK(t.scalar_type() == ScalarType::Float, name, " must be float32 or float64");
-  return *static_cast<const float*>(t.data_ptr());
+  return *static_cast<const float*>(address_of(t, name));
 }
 
 inline void check_count(const char* name, size_t got, size_t each, size_t params) {
@@ -142,8 +142,9 @@ inline void check_lists(const StepArgs& args, const StepOp& op) {
     MEMKERN_CHECK(step.numel() == 1 && step.scalar_type() == ScalarType::Float && device.holds(step),
                   name_of("steps", i),
                   " must be a float32 tensor of one element on the device of the parameters");
+    const void* address = address_of(step, "steps[", i, ']');
     if (!step.is_cpu()) continue;
-    const float count = *static_cast<const float*>(step.data_ptr());
+    const float count = *static_cast<const float*>(address);
     MEMKERN_CHECK(count >= 0 && std::isfinite(count), name_of("steps", i),
                   " must be a finite number, 0 or more, got ", count);
   }
@@ -179,14 +180,14 @@ template <class J> bool set_moments(J& t, const StepArgs& args, const StepOp& op
       MEMKERN_CHECK(same_layout(state, shape), name_of(name, i),
                     " must have its parameter's shape and strides");
     MEMKERN_CHECK(device.holds(state), name_of(name, i), " must be on its parameter's device");
-    *states[k] = state.data_ptr();
+    *states[k] = address_of(state, name, '[', i, ']');
     if (!has_codes) continue;
     MEMKERN_CHECK(coded < scales, name_of(name, i), " holds codes and has no scale");
     const Tensor& scale = args.scales[k * scales + coded];
     check_scale(scale, t.layout, name);
     MEMKERN_CHECK(device.holds(scale), "the scale of ", name_of(name, i),
                   " must be on its parameter's device");
-    *state_scales[k] = static_cast<float*>(scale.data_ptr());
+    *state_scales[k] = static_cast<float*>(address_of(scale, "the scale of ", name, '[', i, ']'));
   }
   return has_codes;
 }
@@ -210,7 +211,7 @@ template <class J> bool set_weight_state(J& t, const StepArgs& args, size_t i, s
                 : bytes == 2 ? "int16"
                              : "float32",
                 " with its parameter's shape and strides, on its device");
-  t.weight_state = state.data_ptr();
+  t.weight_state = address_of(state, "weight_states[", used, ']');
   return true;
 }
 
@@ -235,8 +236,8 @@ template <class J> std::vector<J> step_tensors(const StepArgs& args, const StepO
                   " and its parameter must be on the device of the first parameter");
     J& t = tensors[i];
     t.layout = layout_of(shape, args.block_size[k], "a parameter");
-    t.param = p.data_ptr();
-    t.grad = g.data_ptr();
+    t.param = address_of(p, "params[", i, ']');
+    t.grad = address_of(g, "grads[", i, ']');
     t.param_type = float_type(p_type);
     t.grad_type = float_type(g_type);
     coded += set_moments(t, args, op, i, coded, shape, device);

@@ -70,6 +70,15 @@ inline void check_codec(int64_t codec) {
                 " (dynamic), got ", codec);
 }
 
+// Where a tensor's elements are. Whoever saves memory by hand resizes a tensor's storage to nothing, as FSDP
+// does with weights. name: its parts.
+template <class... Name> void* address_of(const Tensor& t, const Name&... name) {
+  void* const address = t.data_ptr();
+  if (address == nullptr)
+    MEMKERN_CHECK(t.numel() == 0, message_of(name...), " has no memory: its storage has been freed");
+  return address;
+}
+
 // How a tensor lies in memory.
 struct Shape {
   int64_t dims;

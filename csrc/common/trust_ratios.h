@@ -30,6 +30,7 @@ void check_trust_ratios(const StepArgs& args, const std::vector<J>& tensors,
                       ratios.is_contiguous() && device.holds(ratios),
                   name_of("trust_ratios", i), " must be contiguous float32 of shape (", count,
                   ",) on its parameter's device");
+    address_of(ratios, "trust_ratios[", i, ']');
     layers += count;
   }
   MEMKERN_CHECK(args.squares || !args.squares_only, "squares_only needs squares to write to");

@@ -20,7 +20,7 @@ Tensor few_bit_encode_cpu(Tensor x, int64_t bits, Doubles thresholds, Ints flips
       if (table.flip[i] >> p & 1) planes.threshold[count++] = table.threshold[i];
   }
   planes.first[bits] = count;
-  job.input = x.data_ptr();
+  job.input = address_of(x, "x");
   job.codes = static_cast<uint8_t*>(codes.data_ptr());
   job.thresholds = &planes;
   job.run = cpu_kernels().encode(float_type(x), table.bits);
@@ -37,8 +37,8 @@ ActivationJob backward_job(const Tensor& grad, const BlockLayout& layout, const 
   job.layout = layout;
   check_planes(codes, job.layout.numel);
   job.plane = plane_bytes(job.layout.numel);
-  job.input = grad.data_ptr();
-  job.codes = static_cast<uint8_t*>(codes.data_ptr());
+  job.input = address_of(grad, "grad");
+  job.codes = static_cast<uint8_t*>(address_of(codes, "codes"));
   job.result = result.data_ptr();
   return job;
 }

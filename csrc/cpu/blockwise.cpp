@@ -22,7 +22,7 @@ std::tuple<Tensor, Tensor> quantize(const Tensor& x, int64_t codec, bool is_sign
   Dithers dithers;
   if (step) job.dither = dithers.at(job.layout.block, static_cast<uint64_t>(*step));
   job.mark_nonfinite = mark_nonfinite;
-  job.values = x.data_ptr();
+  job.values = address_of(x, "x");
   job.codes = codes.data_ptr();
   job.scale = static_cast<float*>(scale.data_ptr());
   if (squares) {
@@ -69,8 +69,8 @@ Tensor dequantize_blockwise_cpu(Tensor codes, Tensor scale, int64_t codec, int64
   check_scale(scale, job.layout, "codes");
   Tensor values = empty_like(codes, dtype);
   job.values = values.data_ptr();
-  job.codes = codes.data_ptr();
-  job.scale = static_cast<float*>(scale.data_ptr());
+  job.codes = address_of(codes, "codes");
+  job.scale = static_cast<float*>(address_of(scale, "scale"));
   job.run = cpu_kernels().codec(code_kind(codec), float_type(values), is_signed, false);
   run_jobs(std::vector<CodecJob>{job});
   return values;

@@ -24,7 +24,7 @@ void grad_norm_cpu(Tensor norm, const Tensors& grads, const std::optional<Tensor
     const Tensor& g = values.back();
     const BlockLayout layout = flat_layout(g, name_of("grads", i).c_str(), kChunk);
     if (layout.numel == 0) continue;
-    jobs.push_back({g.data_ptr(), nullptr, layout, kernels.squares(float_type(g))});
+    jobs.push_back({address_of(g, "a gradient"), nullptr, layout, kernels.squares(float_type(g))});
     chunks += layout.blocks;
   }
   std::vector<double> partial(chunks);

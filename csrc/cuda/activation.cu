@@ -151,10 +151,10 @@ bool thresholds_by_plane(const Thresholds& from, PlaneThresholds& thresholds) {
 }
 
 Elementwise elementwise(const Tensor& input, const Tensor* result, const Tensor& codes, int64_t numel) {
-  void *x = input.data_ptr(), *y = result ? result->data_ptr() : nullptr;
+  void *x = address_of(input, "x"), *y = result ? result->data_ptr() : nullptr;
   return {x,
           y,
-          static_cast<uint8_t*>(codes.data_ptr()),
+          static_cast<uint8_t*>(address_of(codes, "codes")),
           numel,
           plane_bytes(numel),
           float_type(input),

@@ -217,10 +217,10 @@ int64_t codec_tiles(const Blocks& blocks) { return ceil_div(blocks.blocks * kWho
 CodecTensor codec_tensor(const Tensor& values, const Tensor& codes, const Tensor& scale,
                          const BlockLayout& layout) {
   check_blocks(layout);
-  void *x = values.data_ptr(), *q = codes.data_ptr();
+  void *x = address_of(values, "x"), *q = address_of(codes, "codes");
   return {x,
           q,
-          static_cast<float*>(scale.data_ptr()),
+          static_cast<float*>(address_of(scale, "scale")),
           codec_blocks(layout),
           float_type(values),
           on_16_bytes(x) && on_16_bytes(q)};

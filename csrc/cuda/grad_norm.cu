@@ -121,7 +121,7 @@ void grad_norm_cuda(Tensor norm, const Tensors& grads, const std::optional<Tenso
     MEMKERN_CHECK(is_float_type(g.scalar_type()), name_of("grads", i),
                   " must be float32, bfloat16 or float16");
     const int64_t numel = layout_of(g, kMinBlockSize, "a gradient").numel;
-    tensors.push_back({g.data_ptr(), nullptr, numel, float_type(g), 0});
+    tensors.push_back({address_of(g, "a gradient"), nullptr, numel, float_type(g), 0});
   }
   const DeviceScope scope(norm);
   const UploadedNorms norms = launch_norm_tiles("grad_norm_", header, tensors, norm, scope.stream);

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from memkern.quant.codec import ACTIVATIONS
 from tests.support.bad_steps import BAD_CASES, BAD_STEPS, p
+from tests.support.helpers import needs_cpp
 from tests.support.interpreted import interpreted
 from tests.support.op_helpers import SAMPLES, TABLE, op, over_namespaces, step_args
 
@@ -107,3 +108,24 @@ def test_bad_calls_raise(namespace: str, case: str) -> None:
     name, args = BAD_CALLS[case]
     with pytest.raises((ValueError, TypeError, RuntimeError)):
         op(namespace, name)(*args)
+
+
+def freed(x: Tensor) -> Tensor:
+    x = x.clone()
+    x.untyped_storage().resize_(0)
+    return x
+
+
+@needs_cpp
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [
+        ("quantize_blockwise", (freed(X), 0, True, 128)),
+        ("dequantize_blockwise", (freed(CODES), p(4, 2), 0, 128, torch.float32)),
+        ("dequantize_blockwise", (CODES, freed(p(4, 2)), 0, 128, torch.float32)),
+        ("grad_norm_", (p((), dtype=torch.float64), [freed(X)])),
+    ],
+)
+def test_freed_memory_is_an_error(name: str, args: tuple[Any, ...]) -> None:
+    with pytest.raises(RuntimeError, match="has no memory: its storage has been freed"):
+        op("memkern", name)(*args)

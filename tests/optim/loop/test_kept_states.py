@@ -264,3 +264,29 @@ def test_optimizers_in_threads_of_their_own() -> None:
     assert len(found) == 4
     for each in found:
         assert_same(each, snapshot(expected))
+
+
+@pytest.mark.parametrize("steps", [1, 3], ids=["given", "kept"])
+@pytest.mark.parametrize("build", OPTIMIZERS)
+def test_freed_memory_is_an_error(build: str, steps: int) -> None:
+    """Storages that are resized to nothing, as FSDP does with weights, are named before anything changes."""
+    dtype = torch.bfloat16 if "errors" in build else torch.float32
+    optimizer, other = new(build, dtype), new(build, dtype)
+    for i in range(steps):
+        step(optimizer, i), step(other, i)
+    p = params_of(optimizer)[1]
+    give_gradients(params_of(optimizer), steps)
+    tensors = [p, p.grad, *(x for x in optimizer.state[p].values() if isinstance(x, torch.Tensor))]
+    for x in tensors:
+        assert x is not None
+        values, storage = x.detach().clone(), x.untyped_storage()
+        size = storage.nbytes()
+        storage.resize_(0)
+        with pytest.raises(RuntimeError, match="has no memory: its storage has been freed"):
+            optimizer.step()
+        storage.resize_(size)
+        with torch.no_grad():
+            x.copy_(values)
+    optimizer.step()
+    step(other, steps)
+    assert_same(snapshot(optimizer), snapshot(other))
