@@ -114,8 +114,8 @@ MUTATIONS = (
     Mutation(
         "reference: trust ratios need one norm only",
         PYTHON,
-        "torch.where((x_norm > 0) & (norm > 0), ratio, 1.0)",
-        "torch.where((x_norm > 0) | (norm > 0), ratio, 1.0)",
+        "torch.where((x_norm > LEAST_NORM) & (norm > 0), ratio, 1.0)",
+        "torch.where((x_norm > LEAST_NORM) | (norm > 0), ratio, 1.0)",
         ("test_a_ratio_is_one_where_a_norm_is_zero",),
     ),
     Mutation(
@@ -175,8 +175,8 @@ MUTATIONS = (
     Mutation(
         "training: the last window is never drawn",
         PYTHON,
-        "torch.randint(len(text) - seq_len, (accumulate",
-        "torch.randint(len(text) + ~seq_len, (accumulate",
+        "torch.randint(len(text) - seq_len, (accumulation",
+        "torch.randint(len(text) + ~seq_len, (accumulation",
         ("test_targets_are_the_next_bytes_and_reach_the_last",),
     ),
     # ---- Triton
