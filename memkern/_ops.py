@@ -24,17 +24,7 @@ from .fewbit.levels import Levels, TwoBranch
 from .library import NAMESPACE
 from .quant.codec import ACTIVATIONS, CODECS
 from .quant.layout import laid_out_alike
-from .schemas import (
-    ADAM_STEP,
-    AMSGRAD_STEP,
-    FAKES,
-    HOST_OPS,
-    SCHEMAS,
-    STEP_OPS,
-    STEP_SCHEMA,
-    StepArgs,
-    StepOp,
-)
+from .schemas import ADAM_STEP, AMSGRAD_STEP, FAKES, HOST_OPS, SCHEMAS, STEP_OPS, STEP_SCHEMA, StepArgs, StepOp
 
 NAMESPACES = {
     "cpu": NAMESPACE,
