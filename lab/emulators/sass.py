@@ -90,6 +90,10 @@ def _edges(code: list[Instruction]) -> dict[int, list[int]]:
         if name == "BRA" and i.target is not None:
             conditional = conditional or re.search(r"BRA\.DIV|BRA(\.\w+)* !?U?P\d", i.text) is not None
             edges[i.address] = [i.target, *(after if conditional else [])]
+        elif (
+            name == "CALL"
+        ):  # ptxas for sm_80 to sm_89 leaves loops by calls that do not return; RET leads nowhere here
+            edges[i.address] = after + ([i.target] if i.target is not None else [])
         elif name == "BSYNC":
             edges[i.address] = [meets.get(i.text.split()[-1], *after[:1])]
         elif name in ("EXIT", "RET"):
@@ -200,29 +204,55 @@ def late_loads(way: list[Instruction]) -> int:
 
 
 def _search(head: int, runs: dict[int, _Run], goal: tuple[int, ...], limit: int | None) -> list[Instruction] | None:
-    """The way from a loop's head back to it, if it is shorter than the limit (Dijkstra; a place is an address and what
-    was counted on the way there)."""
+    """The way from a loop's head, its lowest address, back to it, if it is shorter than the limit.
+
+    A*; a place is an address and what was counted on the way there. A place from which no way to the head is short
+    enough, or has as little left to count as is wanted, is not gone on from: without that one loop around another took
+    minutes.
+    """
+    before: dict[int, list[int]] = {}
+    for address, run in runs.items():
+        for after in run.after if address >= head else ():
+            before.setdefault(after, []).append(address)
+    rest = _least(head, before, {address: len(run.code) for address, run in runs.items()})
+    least = [_least(head, before, {address: run.counts[n] for address, run in runs.items()}) for n in range(len(goal))]
     Place = tuple[int, tuple[int, ...]]
-    queue: list[tuple[int, Place, Place | None]] = [(0, (head, (0,) * len(goal)), None)]
+    start: Place = (head, (0,) * len(goal))
+    queue: list[tuple[int, int, Place, Place | None]] = [(0, 0, start, None)]
     came: dict[Place, Place | None] = {}
     while queue:
-        length, place, before = heapq.heappop(queue)
-        if limit is not None and length >= limit:
-            return None
+        _, length, place, last = heapq.heappop(queue)
         if place in came:
             continue
-        came[place] = before
+        came[place] = last
         address, seen = place
         if address == head and seen == goal:
             way: list[Instruction] = []
-            while before is not None:
-                way = runs[before[0]].code + way
-                before = came[before]
+            while last is not None:
+                way = runs[last[0]].code + way
+                last = came[last]
             return way
         run = runs[address]
+        length += len(run.code)
         counted = tuple(a + b for a, b in zip(seen, run.counts, strict=True))
-        if all(a <= b for a, b in zip(counted, goal, strict=True)):
-            for after in run.after:
-                if after in runs:
-                    heapq.heappush(queue, (length + len(run.code), (after, counted), place))
+        for after in run.after:
+            ends = after == head and counted == goal
+            if after not in rest or (limit is not None and length + (0 if ends else rest[after]) >= limit):
+                continue
+            if ends or all(a + of[after] <= b for a, of, b in zip(counted, least, goal, strict=True)):
+                heapq.heappush(queue, (length + (0 if ends else rest[after]), length, (after, counted), place))
     return None
+
+
+def _least(head: int, before: dict[int, list[int]], weights: dict[int, int]) -> dict[int, int]:
+    """Of each address from which a way leads to the head: the least sum of weights on one (Dijkstra)."""
+    least: dict[int, int] = {}
+    queue = [(weights[address], address) for address in before.get(head, ())]
+    heapq.heapify(queue)
+    while queue:
+        total, address = heapq.heappop(queue)
+        if address not in least:
+            least[address] = total
+            for earlier in before.get(address, ()):
+                heapq.heappush(queue, (total + weights[earlier], earlier))
+    return least

@@ -1,0 +1,59 @@
+"""lab.emulators.sass: the shortest way through a loop, in machine code written by hand."""
+
+from __future__ import annotations
+
+from lab.emulators.sass import Instruction, shortest_loop
+
+
+def code(text: str) -> list[Instruction]:
+    """An instruction a line, sixteen bytes apart; what stands before a colon names it as a target."""
+    lines = [line.strip().rpartition(": ") for line in text.strip().splitlines()]
+    places = {name: f"{16 * n:#x}" for n, (name, _, _) in enumerate(lines) if name}
+    words = ([places.get(word, word) for word in rest.split()] for _, _, rest in lines)
+    return [Instruction(16 * n, " ".join(of)) for n, of in enumerate(words)]
+
+
+def opcodes(text: str, **wanted: int) -> str:
+    return " ".join(i.opcode for i in shortest_loop(code(text), wanted))
+
+
+ONE_AROUND_ANOTHER = """
+    batch: LDG R1
+    turn: LDGSTS [R2]
+    @P1 BRA slow
+    fast: FADD R3
+    @P0 BRA turn
+    STG R4
+    @P2 BRA batch
+    EXIT
+    slow: FMUL R3
+    FMUL R3
+    BRA fast
+"""
+
+
+def test_the_way_with_what_is_wanted() -> None:
+    assert opcodes(ONE_AROUND_ANOTHER, LDGSTS=1) == "LDGSTS BRA FADD BRA"
+    assert opcodes(ONE_AROUND_ANOTHER, LDG=1, LDGSTS=1) == "LDG LDGSTS BRA FADD BRA STG BRA"
+    assert opcodes(ONE_AROUND_ANOTHER, LDGSTS=2, STG=1) == "LDG LDGSTS BRA FADD BRA LDGSTS BRA FADD BRA STG BRA"
+    assert opcodes(ONE_AROUND_ANOTHER, LDGSTS=1, FMUL=2) == "LDGSTS BRA FMUL FMUL BRA FADD BRA"
+    assert opcodes(ONE_AROUND_ANOTHER, LDG=1, STG=2) == "", "there is none"
+
+
+def test_a_loop_is_left_by_a_call_that_does_not_return() -> None:
+    """As ptxas for sm_80 does; the other one is a function, from which no way is followed back."""
+    left_by_a_call = """
+        batch: LDG R1
+        CALL.REL.NOINC function
+        turn: FADD R3
+        @P0 CALL.REL.NOINC after
+        BRA turn
+        after: STG R4
+        @P1 BRA batch
+        EXIT
+        function: MUFU R5
+        RET
+    """
+    assert opcodes(left_by_a_call, LDG=1, STG=1) == "LDG CALL.REL.NOINC FADD CALL.REL.NOINC STG BRA"
+    assert opcodes(left_by_a_call, FADD=1) == "FADD CALL.REL.NOINC BRA"
+    assert opcodes(left_by_a_call, MUFU=1) == ""
