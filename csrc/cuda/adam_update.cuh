@@ -208,35 +208,37 @@ MEMKERN_DEVICE void adam_update_fp32(const TileWork<typename Rule::Stepped>& wor
 
 // ---- the main path (whole_blocks.cuh)
 
-// The constants of a tensor in registers; before sm_90, where these do not suffice, in shared memory.
+// The constants of a tensor in registers. Where these do not suffice, in shared memory: before sm_90, and for
+// bf16 that is not copied, whose gradients start anywhere.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-template <class Scalars> using HeldScalars = const Scalars&;
+template <class Scalars, class P, class G, Loads How> using HeldScalars = const Scalars&;
 #else
-template <class Scalars> using HeldScalars = const Scalars;
+template <class Scalars, class P, class G, Loads How> using HeldScalars =
+    std::conditional_t<kScarce<P, G, How>, const Scalars&, const Scalars>;
 #endif
 
 // A tile's vectors, with the constants that all of them need.
-template <class Scalars, class P, class G, bool Copied, StateKind Kind = StateKind::kPower> struct AdamWhole
-    : WholeVectors<Kind, P, G, Copied> {
-  HeldScalars<Scalars> s;
+template <class Scalars, class P, class G, Loads How, StateKind Kind = StateKind::kPower> struct AdamWhole
+    : WholeVectors<Kind, P, G, How> {
+  HeldScalars<Scalars, P, G, How> s;
   bool plain;
 
   template <class Work> MEMKERN_DEVICE AdamWhole(const Work& work, P param_type, G grad_type)
-      : WholeVectors<Kind, P, G, Copied>(work, param_type, grad_type, work.stepped.scalars.beta1,
-                                         work.stepped.scalars.root_beta2),
+      : WholeVectors<Kind, P, G, How>(work, param_type, grad_type, &work.stepped.scalars.beta1,
+                                      &work.stepped.scalars.root_beta2),
         s(work.stepped.scalars),
         plain(!any_lane(!plain_gradients(s))) {}
 
-  // Calls work(vector) for each vector, with its moments updated.
+  // Calls work(vector) for each vector, with its moments updated; it returns the scale to be stored, or
+  // nothing.
   template <class Work> MEMKERN_DEVICE void for_each(Work&& work) {
-    this->for_each_loaded([&](const Loaded<P>& loaded) { work(update(loaded)); });
+    this->for_each_loaded([&](const Loaded<P>& loaded) { return work(update(loaded)); });
   }
 
  private:
   MEMKERN_DEVICE AdamVector update(const Loaded<P>& loaded) const {
-    const auto& [scale, p, g, m, v] = loaded;
-    float m_unit, v_unit;
-    this->half.exchange(this->formula.unit(scale), m_unit, v_unit);
+    const auto& [p, g, m, v] = loaded;
+    const float m_unit = this->unit(0), v_unit = this->unit(1);
     AdamVector x;
     join_weights(this->tensor, this->param_type, p, x.p);
     gradient_to_floats(g, this->grad_type, this->grad_alignment(), x.g);
@@ -312,13 +314,13 @@ struct AdamCare {
   }
 };
 
-template <StateKind Kind, class Rule, bool Copied, class P, class G>
+template <StateKind Kind, class Rule, Loads How, class P, class G>
 MEMKERN_DEVICE void adam_update_whole(const TileWork<typename Rule::Stepped>& work, P param_type,
                                       G grad_type) {
   constexpr bool kRounded = Rule::kOneProduct && std::is_same_v<P, ConstantType<FloatType::kBf16>>;
   constexpr int kRootLevels = kLevels<Kind, false>;
   constexpr uint32_t kRootBias = kBias<kRootLevels, kRounded>;
-  AdamWhole<typename Rule::Scalars, P, G, Copied, Kind> at(work, param_type, grad_type);
+  AdamWhole<typename Rule::Scalars, P, G, How, Kind> at(work, param_type, grad_type);
   const auto& s = at.s;
   const uint32_t step = work.stepped.step;
   const float max_radicand = fast_scalars(s, kRounded) ? kMaxRadicand : -1.0f;
@@ -379,7 +381,7 @@ MEMKERN_DEVICE void adam_update_whole(const TileWork<typename Rule::Stepped>& wo
     }
     if (at.exists()) store_codes(at.tensor.m, at.place(), m_codes);
     if (at.exists()) store_root_codes<Kind>(at.tensor.v, at.place(), v_codes);
-    if (at.stores_scale()) __stcs(at.scale(), scale);
+    return scale;
   });
 }
 
@@ -389,8 +391,8 @@ MEMKERN_DEVICE void adam_update(const TileWork<typename Rule::Stepped>& work, P 
                                 Group group) {
   if constexpr (is_power(Kind) && std::is_same_v<Group, SixteenLanes>)
     if (any_lane(work.tensor.main_path))
-      return with_copies(work, param_type, grad_type, [&](auto copied) {
-        adam_update_whole<Kind, Rule, copied.value>(work, param_type, grad_type);
+      return with_loads(work, param_type, grad_type, [&](auto how) {
+        adam_update_whole<Kind, Rule, how.value>(work, param_type, grad_type);
       });
   adam_update_8bit<Kind, Rule>(work, param_type, grad_type, group);
 }

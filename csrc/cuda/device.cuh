@@ -69,11 +69,41 @@ MEMKERN_DEVICE uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
   return sum;
 }
 
+// A place in shared memory, in a register. Of a pointer in a loop the compiler computes it anew in every
+// turn.
+using SharedAddress = uint32_t;
+MEMKERN_DEVICE SharedAddress shared_address(void* shared) {
+  return static_cast<SharedAddress>(__cvta_generic_to_shared(shared));
+}
+// T: uint4, uint2 or uint32_t.
+template <class T> MEMKERN_DEVICE T load_shared(SharedAddress at) {
+  T x;
+  if constexpr (sizeof(T) == 16)
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "r"(at)
+                 : "memory");
+  else if constexpr (sizeof(T) == 8)
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(at) : "memory");
+  else
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(at) : "memory");
+  return x;
+}
+MEMKERN_DEVICE void store_shared(SharedAddress at, uint32_t x) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(x) : "memory");
+}
+
+// The address of an element of so many bytes, in one instruction. The compiler takes four.
+template <int Bytes> MEMKERN_DEVICE const void* element(const void* array, uint32_t i) {
+  uint64_t address;
+  asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(address) : "r"(i), "n"(Bytes), "l"(array));
+  return reinterpret_cast<const void*>(address);
+}
+
 // Copies 16, 8 or 4 bytes from global to shared memory while the thread goes on, without registers (sm_80 and
 // later). Copies until commit_copies() are a group; the thread may read them once it has waited for the
 // group.
-template <int Bytes> MEMKERN_DEVICE void copy_async(void* shared, const void* global) {
-  const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+template <int Bytes> MEMKERN_DEVICE void copy_async(SharedAddress to, const void* global) {
   if constexpr (Bytes == 16)
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
   else

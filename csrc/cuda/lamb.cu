@@ -50,15 +50,15 @@ MEMKERN_DEVICE void lamb_squares(Squares& sum, const AdamVector& x, int n, const
 }
 
 // The same as lamb_norms_8bit on the main path (whole_blocks.cuh).
-template <bool Copied, class P, class G>
+template <Loads How, class P, class G>
 MEMKERN_DEVICE Squares lamb_norms_whole(const TileWork<LambStepped>& work, P param_type, G grad_type) {
-  AdamWhole<LambScalars, P, G, Copied> at(work, param_type, grad_type);
+  AdamWhole<LambScalars, P, G, How> at(work, param_type, grad_type);
   const float max_radicand = fast_scalars(at.s, false) ? kMaxRadicand : -1.0f;
   Squares sum{0.0, 0.0};
   at.for_each([&](const AdamVector& x) {
     const AdamRange range(x);
     const int n = at.count();
-    if (any_lane(n > 0 && !(n == kVector && range.is_fast(max_radicand)))) {
+    if (any_lane(!range.is_fast(max_radicand)) || at.any_half()) {
       with_float_type(x, n, range.m_most, absmax_or_nan<false>(x.v), at.s,
                       [&](auto number) { lamb_squares<decltype(number)>(sum, x, n, at.s); });
     } else if (n > 0) {
@@ -98,8 +98,8 @@ MEMKERN_DEVICE Squares lamb_norms(const TileWork<LambStepped>& work, P param_typ
   if constexpr (Kind == StateKind::kPower && std::is_same_v<Group, SixteenLanes>)
     if (any_lane(work.tensor.main_path)) {
       Squares sum;
-      with_copies(work, param_type, grad_type,
-                  [&](auto copied) { sum = lamb_norms_whole<copied.value>(work, param_type, grad_type); });
+      with_loads(work, param_type, grad_type,
+                 [&](auto how) { sum = lamb_norms_whole<how.value>(work, param_type, grad_type); });
       return sum;
     }
   return lamb_norms_8bit<Kind>(work, param_type, grad_type, group);
@@ -117,7 +117,7 @@ template <class P> MEMKERN_DEVICE Squares lamb_norms_fp32(const TileWork<LambSte
 }
 
 // First pass, one thread block per tile: writes the tile's sums of squares and nothing else.
-template <StateKind Kind, bool Master> __global__ void __launch_bounds__(kThreads, kAheadBlocks)
+template <StateKind Kind, bool Master> __global__ void __launch_bounds__(kThreads, kNormBlocks)
     lamb_norm_tiles(LambTable table, bool fp32, Squares* partial) {
   __shared__ TileWork<LambStepped> work;
   fill_dynamic_shared<Kind>();

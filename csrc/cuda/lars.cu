@@ -46,6 +46,27 @@ MEMKERN_DEVICE void lars_squares(Squares& sum, const LionVector& x, const LarsSc
   add_squares(sum.update, update);
 }
 
+// The same as lars_norms_8bit on the main path (whole_blocks.cuh), where the norm is of moments.
+template <Loads How, class P, class G>
+MEMKERN_DEVICE Squares lars_norms_whole(const TileWork<LarsStepped>& work, P param_type, G grad_type) {
+  WholeVectors<StateKind::kPower, P, G, How, 1> at(work, param_type, grad_type);
+  const LarsScalars& s = work.stepped.scalars;
+  Squares sum{0.0, 0.0};
+  at.for_each_loaded([&](const Loaded<P>& loaded) {
+    LionVector x;
+    join_weights(at.tensor, param_type, loaded.p, x.p);
+    gradient_to_floats(loaded.g, grad_type, at.grad_alignment(), x.g);
+    decode<StateKind::kPower, true>(loaded.m, at.unit(0), x.m);
+    const int n = at.count();
+    if (at.any_half())
+#pragma unroll
+      for (int i = 0; i < kVector; ++i)
+        if (i >= n) x.p[i] = x.g[i] = x.m[i] = 0.0f;
+    if (n > 0) lars_squares(sum, x, s);
+  });
+  return sum;
+}
+
 template <StateKind Kind, class P, class G>
 MEMKERN_DEVICE Squares lars_norms_8bit(const TileWork<LarsStepped>& work, P param_type, G grad_type,
                                        LaneGroup group) {
@@ -61,6 +82,18 @@ MEMKERN_DEVICE Squares lars_norms_8bit(const TileWork<LarsStepped>& work, P para
     }
   });
   return sum;
+}
+
+template <StateKind Kind, class P, class G, class Group>
+MEMKERN_DEVICE Squares lars_norms(const TileWork<LarsStepped>& work, P param_type, G grad_type, Group group) {
+  if constexpr (Kind == StateKind::kPower && std::is_same_v<Group, SixteenLanes>)
+    if (any_lane(work.tensor.main_path && !work.stepped.scalars.classic)) {
+      Squares sum;
+      with_loads(work, param_type, grad_type,
+                 [&](auto how) { sum = lars_norms_whole<how.value>(work, param_type, grad_type); });
+      return sum;
+    }
+  return lars_norms_8bit<Kind>(work, param_type, grad_type, group);
 }
 
 template <class P> MEMKERN_DEVICE Squares lars_norms_fp32(const TileWork<LarsStepped>& work, P param_type) {
@@ -86,7 +119,7 @@ template <StateKind Kind, bool Master> __global__ void __launch_bounds__(kThread
   if (!work.find(table, Kind, fp32, Master) || !adapts(table.groups[work.tensor.group].h)) return;
   Squares sum{0.0, 0.0};
   with_state_types<Master>(
-      work.tensor, [&](auto... types) { sum = lars_norms_8bit<Kind>(work, types...); },
+      work.tensor, [&](auto... types) { sum = lars_norms<Kind>(work, types...); },
       [&](auto type) { sum = lars_norms_fp32(work, type); });
   store_squares(partial, sum);
 }

@@ -121,10 +121,10 @@ MEMKERN_DEVICE void lion_update_fp32(const TileWork<typename Rule::Stepped>& wor
 
 // ---- the main path (whole_blocks.cuh)
 
-template <class Rule, bool Copied, class P, class G>
+template <class Rule, Loads How, class P, class G>
 MEMKERN_DEVICE void lion_update_whole(const TileWork<typename Rule::Stepped>& work, P param_type,
                                       G grad_type) {
-  WholeVectors<StateKind::kPower, P, G, Copied, 1> at(work, param_type, grad_type, 1.0f, 1.0f);
+  WholeVectors<StateKind::kPower, P, G, How, 1> at(work, param_type, grad_type);
   const typename Rule::Scalars& s = work.stepped.scalars;
   const uint32_t step = work.stepped.step;
   DitherTable& dithers = dither_table();
@@ -134,7 +134,7 @@ MEMKERN_DEVICE void lion_update_whole(const TileWork<typename Rule::Stepped>& wo
     LionVector x;
     join_weights(at.tensor, param_type, loaded.p, x.p);
     gradient_to_floats(loaded.g, grad_type, at.grad_alignment(), x.g);
-    decode<StateKind::kPower, true>(loaded.m, at.formula.unit(loaded.scale), x.m);
+    decode<StateKind::kPower, true>(loaded.m, at.unit(0), x.m);
     lion_update_vector<Rule>(x, s);
     float absmax = absmax_or_nan<true>(x.m);
     const bool finite = is_finite(absmax);
@@ -154,7 +154,7 @@ MEMKERN_DEVICE void lion_update_whole(const TileWork<typename Rule::Stepped>& wo
           [&](int i) { return static_cast<uint32_t>(at.position(i)); }, x.p);
       store_codes(at.tensor.m, at.place(), codes);
     }
-    if (at.stores_scale()) __stcs(at.scale(), scale);
+    return scale;
   });
 }
 
@@ -164,9 +164,8 @@ MEMKERN_DEVICE void lion_update_tile(const TileWork<typename Rule::Stepped>& wor
                                      Group group) {
   if constexpr (Kind == StateKind::kPower && std::is_same_v<Group, SixteenLanes>)
     if (any_lane(work.tensor.main_path))
-      return with_copies(work, param_type, grad_type, [&](auto copied) {
-        lion_update_whole<Rule, copied.value>(work, param_type, grad_type);
-      });
+      return with_loads(work, param_type, grad_type,
+                        [&](auto how) { lion_update_whole<Rule, how.value>(work, param_type, grad_type); });
   lion_update_8bit<Kind, Rule>(work, param_type, grad_type, group);
 }
 

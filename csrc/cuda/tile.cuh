@@ -65,6 +65,12 @@ constexpr int kWideBlocks = kAheadBlocks * 3 / 4;
 #else
 constexpr int kWideBlocks = kAheadBlocks;
 #endif
+// Of LAMB's norms, which make no codes. For sm_100 ptxas spills registers with room for more.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000 && __CUDA_ARCH__ < 1200
+constexpr int kNormBlocks = kAheadBlocks;
+#else
+constexpr int kNormBlocks = kStepBlocks;
+#endif
 constexpr int kCodecBlocks = MEMKERN_CODEC_THREADS / kThreads;
 constexpr int kWarp = 32;
 constexpr unsigned kAllLanes = 0xFFFFFFFFu;

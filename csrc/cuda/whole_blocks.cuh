@@ -3,6 +3,8 @@
 // tile what the general kernels compute for each element or block. Rare cases are behind warp-uniform
 // branches.
 #pragma once
+#include <cstddef>
+
 #include "step_table.cuh"
 #include "weights.cuh"
 #include "whole_codes.cuh"
@@ -13,7 +15,7 @@ namespace memkern {
 // elements are within the block: all, none or, of a vector in parts, the first 4. Lanes past the end of a
 // block load the block's first elements, which does not change the maximum, and store nothing.
 struct WholeVector {
-  uint32_t word;  // the distance, a multiple of 4, and n / 4: registers are scarce
+  uint32_t word;  // the distance, a multiple of 4, and n / 4: registers are scarce. kCopiedWhole has no n
 
   MEMKERN_DEVICE uint32_t offset() const { return word & ~3u; }
   MEMKERN_DEVICE int n() const { return static_cast<int>(word & 3u) * 4; }
@@ -22,20 +24,18 @@ struct WholeVector {
 template <class Type> constexpr bool kIsFp32 = std::is_same_v<Type, ConstantType<FloatType::kFp32>>;
 template <class Type> constexpr bool kIsBf16 = std::is_same_v<Type, ConstantType<FloatType::kBf16>>;
 
-// A vector of a tensor and its moments, and its block's scale, as they are in memory.
+// A vector of a tensor and its moments as they are in memory.
 template <class P> struct Loaded {
-  float scale;
   RawWeights<P> p;
   Raw g;
   Codes m, v;
 };
 
-// The vectors of a thread block in a turn, where they are copied to shared memory.
+// The vectors of a thread block in a turn, where they are copied to shared memory: 16 bytes of a thread in
+// each array, so that its places are constants apart.
 struct CopiedVectors {
-  uint4 p[kThreads], g[kThreads];
-  uint2 m[kThreads], v[kThreads];
-  float scale[kThreads];
-  uint32_t place[kThreads];  // WholeVector
+  uint4 p[kThreads], g[kThreads], codes[kThreads];  // of m in the first half, of v in the second
+  uint32_t word[kThreads];                          // WholeVector, where not all blocks are whole
 };
 
 MEMKERN_DEVICE CopiedVectors& copied_vectors(int slot) {
@@ -43,20 +43,47 @@ MEMKERN_DEVICE CopiedVectors& copied_vectors(int slot) {
   return slots[slot];
 }
 
+// A thread's places in a slot.
+struct CopiedVector {
+  static constexpr int kG = offsetof(CopiedVectors, g), kCodes = offsetof(CopiedVectors, codes);
+  SharedAddress p;
+
+  MEMKERN_DEVICE explicit CopiedVector(int slot) : p(shared_address(&copied_vectors(slot).p[threadIdx.x])) {}
+  MEMKERN_DEVICE SharedAddress word() const {
+    return p + static_cast<int>(offsetof(CopiedVectors, word)) -
+           static_cast<int>(threadIdx.x * (sizeof(uint4) - sizeof(uint32_t)));
+  }
+};
+
 // Whether vectors are copied to shared memory, some turns ahead, so that the bytes on their way take no
-// registers: of bf16, where the gradient is aligned. Vectors of fp32 are 32 bytes: one ahead in registers is
-// enough, and copies were slower (lab/results/gpu-tune.csv).
-template <class P, class G> constexpr bool kCanCopy = kIsBf16<P> && kIsBf16<G>;
+// registers: of bf16 (Muon's update, in the parameter's place, is not read), where the gradient is aligned.
+// Vectors of fp32 are 32 bytes: one ahead in registers is enough, and copies were slower
+// (lab/results/gpu-tune.csv).
+template <class P, class G> constexpr bool kCanCopy =
+    (kIsBf16<P> || std::is_same_v<P, Written>) && kIsBf16<G>;
+
+// How vectors come: one ahead in registers, or by copies to shared memory. Where all blocks have 128 elements
+// no lane keeps how many of its own are within: AdamW's turn in bf16 takes 457 instructions then, not 480
+// (sm_90).
+enum class Loads { kAhead, kCopied, kCopiedWhole };
+// Whether registers are too few for the next batch's scales and the stride: before sm_90 where blocks are not
+// whole or vectors not copied, and for gradients of 16 bits that start anywhere.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+template <class P, class G, Loads How> constexpr bool kScarce = How != Loads::kCopiedWhole;
+#else
+template <class P, class G, Loads How> constexpr bool kScarce = kCanCopy<P, G> && How == Loads::kAhead;
+#endif
 
 // Iterates over a lane's vectors in the blocks of a tile. 16 lanes share a block. Those of fp32 are in parts,
 // half a block from each other.
-template <StateKind Kind, class P, class G, bool Copied, int Moments = 2> struct WholeVectors {
+template <StateKind Kind, class P, class G, Loads How, int Moments = 2> struct WholeVectors {
+  static constexpr bool kCopied = How != Loads::kAhead, kWhole = How == Loads::kCopiedWhole;
   static constexpr bool kParts = kIsFp32<P> && kIsFp32<G>;
   static constexpr int kPart = kParts ? kVector / 2 : kVector, kDistance = kWholeBlock / 2;
-  static constexpr int kLanes = kWholeLanes;
+  // Turns whose scales are loaded together, a lane for each, and stored together.
+  static constexpr int kBatch = kWholeLanes / Moments;
   TensorRecord tensor;  // with its pointers moved to the start of the tile
   const void* grad;
-  float* scales;
   P param_type;
   G grad_type;
   MomentHalves half;
@@ -65,22 +92,26 @@ template <StateKind Kind, class P, class G, bool Copied, int Moments = 2> struct
   WholeVector here, ahead;
 
   template <class Work>
-  MEMKERN_DEVICE WholeVectors(const Work& work, P param_type_, G grad_type_, float m_decay, float w_decay)
+  MEMKERN_DEVICE WholeVectors(const Work& work, P param_type_, G grad_type_, const float* m_decay_ = nullptr,
+                              const float* w_decay_ = nullptr)
       : tensor(work.tensor),
         param_type(param_type_),
         grad_type(grad_type_),
         half(SixteenLanes{}),
-        lane(threadIdx.x % kLanes),
-        left(work.tile.blocks - static_cast<int>(threadIdx.x) / kLanes),
+        lane(threadIdx.x % kWholeLanes),
+        left(work.tile.blocks - static_cast<int>(threadIdx.x) / kWholeLanes),
         tile(work.tile),
+        record(work.tensor),
+        m_decay(m_decay_),
+        w_decay(w_decay_),
         blocks(work.tensor.blocks),
+        held_stride(same_in_all_lanes(work.tile.block_stride)),
         ragged(any_lane(!are_whole(blocks))) {
     if (Moments == 1) half.upper = false;
     const float levels = half.pick(kLevels<Kind, true>, kLevels<Kind, false>);
-    formula = {levels * levels, 1.0f / (levels * levels), half.pick(m_decay, w_decay), half.upper};
-    start_at(tile.first_block,
-             tile.segment_start + static_cast<int64_t>(tile.block_in_segment) * blocks.block, work.grad);
-    const unsigned group = left > 0 ? threadIdx.x / kLanes : 0;
+    formula = {levels * levels, 1.0f / (levels * levels), 1.0f, half.upper};
+    start_at(tile.segment_start + static_cast<int64_t>(tile.block_in_segment) * blocks.block, work.grad);
+    const unsigned group = left > 0 ? threadIdx.x / kWholeLanes : 0;
     const unsigned per_segment = static_cast<unsigned>(blocks.blocks_per_segment),
                    block = static_cast<unsigned>(tile.block_in_segment) + group;
     in_segment = static_cast<int>(block % per_segment);
@@ -95,52 +126,102 @@ template <StateKind Kind, class P, class G, bool Copied, int Moments = 2> struct
   MEMKERN_DEVICE int position(int i) const { return lane * kPart + (i < kPart ? i : kDistance + i - kPart); }
   // Elements to be stored. None in a group of lanes that has no block left: it loads its last block again, or
   // the tile's first.
-  MEMKERN_DEVICE int count() const { return left > 0 ? here.n() : 0; }
+  MEMKERN_DEVICE int count() const { return left <= 0 ? 0 : kWhole ? kVector : here.n(); }
   MEMKERN_DEVICE bool exists() const { return count() > 0; }
-  // One lane for each moment.
-  MEMKERN_DEVICE bool stores_scale() const { return left > 0 && lane % (kLanes / Moments) == 0; }
+  // Whether any lane's vector has elements past the end of its block. Where a lane has no vector at all, its
+  // elements are another's.
+  MEMKERN_DEVICE bool any_half() const { return kParts && any_lane(here.n() == kPart); }
+  // Of the block of this turn, for moment 0 or 1.
+  MEMKERN_DEVICE float unit(int moment) const {
+    return __shfl_sync(kAllLanes, units, moment * kBatch + turn, kWholeLanes);
+  }
   // Where a vector is: Span or Parts.
   static MEMKERN_DEVICE auto place(const WholeVector& vector) {
     if constexpr (kParts)
       return Parts{vector.offset(), vector.n() == kVector ? kDistance : 0};
     else
-      return Span{vector.offset(), kVector, true};
+      return Span{offset(vector), kVector, true};
   }
   MEMKERN_DEVICE auto place() const { return place(here); }
-  MEMKERN_DEVICE float* scale() const { return scales + (tile.blocks - left); }
-  // Of the block `turns` turns further, to be loaded: of the tile's first if there is none, as the run's last
-  // may be another thread block's.
-  MEMKERN_DEVICE const float* scale_ahead(int turns) const {
-    const int block = tile.blocks - left + turns * stride();
-    return scales + (block < tile.blocks ? block : 0);
+  // From a group's block to its next.
+  MEMKERN_DEVICE int stride() const { return kScarce<P, G, How> ? tile.block_stride : held_stride; }
+  MEMKERN_DEVICE Alignment grad_alignment() const {
+    return kCopied ? Alignment::kVector : alignment_of(grad);
   }
 
-  MEMKERN_DEVICE Alignment grad_alignment() const { return Copied ? Alignment::kVector : alignment_of(grad); }
-  // From a group's block to its next.
-  MEMKERN_DEVICE int stride() const { return tile.block_stride; }
-
-  // Calls work(loaded) for each vector. The next ones are on their way before: in registers the next alone,
-  // as there are no more; four thread blocks of a multiprocessor that load ahead hide more of the memory's
-  // latency than the five that there are registers for without.
+  // Calls work(loaded) for each vector, which returns the lane's scale, to be stored, or nothing. The next
+  // vectors are on their way before: in registers the next alone, as there are no more; four thread blocks of
+  // a multiprocessor that load ahead hide more of the memory's latency than the five that there are registers
+  // for without.
   template <class Work> MEMKERN_DEVICE void for_each_loaded(Work&& work) {
-    if constexpr (Copied)
+    if constexpr (kCopied)
       for_each_copied(work);
     else
       for_each_in_registers(work);
   }
 
  private:
-  const Tile& tile;  // in shared memory: registers are scarce
+  const Tile& tile;  // in shared memory, as what follows: registers are scarce
+  const TensorRecord& record;
+  const float *m_decay, *w_decay;
   const Blocks& blocks;
+  int held_stride;
   bool ragged;     // some blocks have fewer than 128 elements
   int in_segment;  // index of the next block in its segment
   uint32_t start;
+  int turn;     // in its batch
+  float units;  // of the lane's turn and moment; after that turn, its new scale
+
+  static MEMKERN_DEVICE uint32_t offset(const WholeVector& vector) {
+    return kWhole ? vector.word : vector.offset();
+  }
+
+  MEMKERN_DEVICE float decay() const {
+    if constexpr (Moments > 1) return half.pick(*m_decay, *w_decay);
+    return 1.0f;
+  }
+
+  // The scale of a later turn's block, if the group has one.
+  MEMKERN_DEVICE float* scale_of(int turns) const {
+    const int after = left - turns * tile.block_stride;  // blocks from that one on
+    if (after <= 0) return nullptr;
+    return half.pick(record.m_scale, record.v_scale) + (tile.first_block + (tile.blocks - after));
+  }
+  MEMKERN_DEVICE float load_scale(int turns) const {
+    const float* const scale = scale_of(turns);
+    return scale ? __ldcs(scale) : 0.0f;
+  }
+
+  // Calls work() for each turn. Each lane has the scale of one turn of a batch and one moment: it is loaded a
+  // batch before, divided once, handed to the other lanes in its turn, and its new value is stored at the
+  // end.
+  template <class Work> MEMKERN_DEVICE void for_each_turn(Work&& work) {
+    constexpr bool kStores = !std::is_void_v<decltype(work())>;
+    const int mine = lane % kBatch;
+    float next = kScarce<P, G, How> ? 0.0f : load_scale(mine);
+    for (int after = turns(); after > 0; after -= kBatch) {
+      if (kScarce<P, G, How>) next = load_scale(mine);
+      units = decay() * next / formula.squared_levels;
+      if (!kScarce<P, G, How>) next = load_scale(kBatch + mine);
+      const int count = after < kBatch ? after : kBatch;
+      for (turn = 0; turn < count; ++turn, left -= stride()) {
+        if constexpr (kStores) {
+          const float scale = work();
+          if ((turn ^ lane) % kBatch == 0) units = scale;
+        } else {
+          work();
+        }
+      }
+      if constexpr (kStores)
+        if (float* const to = scale_of(mine - count)) __stcs(to, units);
+    }
+  }
 
   // Moves `ahead` to the block that is `turns` turns after the present one. Where the group has none it keeps
   // its vector: a load that hits the cache takes fewer instructions than a branch around it.
   MEMKERN_DEVICE void find_next(int turns) {
     const bool more = left > turns * stride();
-    if (!ragged) {
+    if (kWhole || !ragged) {
       ahead.word += more ? stride() * kWholeBlock : 0;
     } else if (more) {
       in_segment += tile.block_step;
@@ -153,79 +234,87 @@ template <StateKind Kind, class P, class G, bool Copied, int Moments = 2> struct
     }
   }
 
-  // The vector ahead, and the scale of its block.
-  MEMKERN_DEVICE Loaded<P> load(int turns) const {
+  MEMKERN_DEVICE Loaded<P> load() const {
     const auto at = place(ahead);
-    Loaded<P> loaded{__ldcs(scale_ahead(turns)), load_weights(tensor, param_type, at),
+    Loaded<P> loaded{load_weights(tensor, param_type, at),
                      load_gradient(grad, grad_type, at, grad_alignment()), load_codes(tensor.m, at)};
     if constexpr (Moments > 1) loaded.v = load_root_codes<Kind>(tensor.v, at);
     return loaded;
   }
 
   template <class Work> MEMKERN_DEVICE void for_each_in_registers(Work&& work) {
-    Loaded<P> next = arrived(load(0), blocks);
-    for (int turn = turns(); turn > 0; --turn, left -= stride(), here = ahead) {
+    Loaded<P> next = arrived(load(), blocks);
+    for_each_turn([&] {
       const Loaded<P> loaded = next;
+      here = ahead;
       find_next(1);
-      next = load(1);
-      work(loaded);
-    }
+      next = load();
+      return work(loaded);
+    });
   }
 
-  MEMKERN_DEVICE void copy(int slot, int turns) const {
-    CopiedVectors& to = copied_vectors(slot);
-    const int i = static_cast<int>(threadIdx.x);
-    const uint32_t offset = ahead.offset();
-    copy_async<16>(&to.p[i], static_cast<const uint16_t*>(tensor.param) + offset);
-    copy_async<16>(&to.g[i], static_cast<const uint16_t*>(grad) + offset);
-    copy_async<8>(&to.m[i], static_cast<const uint8_t*>(tensor.m) + offset);
+  MEMKERN_DEVICE void copy(const CopiedVector& to) const {
+    const uint32_t at = offset(ahead);
+    if constexpr (!std::is_same_v<P, Written>) copy_async<16>(to.p, element<2>(tensor.param, at));
+    copy_async<16>(to.p + to.kG, element<2>(grad, at));
+    copy_async<8>(to.p + to.kCodes, element<1>(tensor.m, at));
     if constexpr (Moments > 1 && Kind == StateKind::kPower4)
-      copy_async<4>(&to.v[i], static_cast<const uint8_t*>(tensor.v) + offset / 2);
+      copy_async<4>(to.p + to.kCodes + 8, element<1>(tensor.v, at / 2));
     else if constexpr (Moments > 1)
-      copy_async<8>(&to.v[i], static_cast<const uint8_t*>(tensor.v) + offset);
-    copy_async<4>(&to.scale[i], scale_ahead(turns));
-    to.place[i] = ahead.word;
+      copy_async<8>(to.p + to.kCodes + 8, element<1>(tensor.v, at));
+    if (!kWhole && ragged) store_shared(to.word(), ahead.word);
   }
+
+  static MEMKERN_DEVICE Raw words(const uint4& x) { return {{x.x, x.y, x.z, x.w}}; }
 
   // A thread reads what it has copied itself: no barrier is needed.
   template <class Work> MEMKERN_DEVICE void for_each_copied(Work&& work) {
-    for (int turn = 0; turn < kCopiesAhead; ++turn) {
-      if (turn > 0) find_next(turn);
-      copy(turn, turn);
+    const CopiedVector first(0), last(kCopiesAhead);
+    CopiedVector slot = first, before = last;  // before: the slot of the turn before, which is free
+    for (int turns = 0; turns < kCopiesAhead; ++turns) {
+      if (turns > 0) find_next(turns);
+      copy(CopiedVector(turns));
       commit_copies();
     }
-    int slot = 0, before = kCopiesAhead;  // before: the slot of the turn before, which is free
-    for (int turn = turns(); turn > 0; --turn, left -= stride()) {
+    here.word -= stride() * kWholeBlock;
+    int to_copy = turns() - kCopiesAhead;
+    for_each_turn([&] {
       wait_for_copies<kCopiesAhead - 1>();
-      if (left > kCopiesAhead * stride()) {
+      if (to_copy > 0) {
         find_next(kCopiesAhead);
-        copy(before, kCopiesAhead);
+        copy(before);
+        --to_copy;
       }
       commit_copies();
-      const CopiedVectors& from = copied_vectors(slot);
-      const int i = static_cast<int>(threadIdx.x);
-      const uint4 p = from.p[i], g = from.g[i];
-      Loaded<P> loaded{from.scale[i], {{p.x, p.y, p.z, p.w}}, {{g.x, g.y, g.z, g.w}}, from.m[i]};
-      if constexpr (Moments > 1) loaded.v = {from.v[i].x, Kind == StateKind::kPower4 ? 0 : from.v[i].y};
-      here.word = from.place[i];
+      Loaded<P> loaded{};
+      if constexpr (!std::is_same_v<P, Written>) loaded.p = {words(load_shared<uint4>(slot.p))};
+      loaded.g = words(load_shared<uint4>(slot.p + slot.kG));
+      if constexpr (Moments > 1 && Kind != StateKind::kPower4) {
+        const uint4 codes = load_shared<uint4>(slot.p + slot.kCodes);
+        loaded.m = {codes.x, codes.y};
+        loaded.v = {codes.z, codes.w};
+      } else {  // the other bytes were not copied
+        loaded.m = load_shared<uint2>(slot.p + slot.kCodes);
+        if constexpr (Moments > 1) loaded.v = {load_shared<uint32_t>(slot.p + slot.kCodes + 8), 0};
+      }
+      here.word = kWhole || !ragged ? here.word + stride() * kWholeBlock : load_shared<uint32_t>(slot.word());
       before = slot;
-      slot = slot == kCopiesAhead ? 0 : slot + 1;
-      work(loaded);
-    }
+      slot.p = slot.p == last.p ? first.p : slot.p + sizeof(CopiedVectors);
+      return work(loaded);
+    });
   }
 
   MEMKERN_DEVICE void find_vector() {
     const bool last = in_segment == blocks.blocks_per_segment - 1;
     const int length = blocks.block + (last ? tile.gap : 0);
     const int n = position(kVector - 1) < length ? kVector : kParts && position(0) < length ? kPart : 0;
-    ahead.word = start + (n > 0 ? position(0) : 0) + n / 4;
+    ahead.word = start + (n > 0 ? position(0) : 0) + (kWhole ? 0 : n / 4);
   }
 
-  MEMKERN_DEVICE void start_at(int64_t block, int64_t element, const void* gradient) {
+  MEMKERN_DEVICE void start_at(int64_t element, const void* gradient) {
     const auto forward = [](auto* array, int64_t bytes) {
       return static_cast<decltype(array)>(static_cast<char*>(const_cast<void*>(array)) + bytes);
     };
-    scales = half.pick(tensor.m_scale, tensor.v_scale) + block;
     tensor.param = forward(tensor.param, element * (param_type == FloatType::kFp32 ? 4 : 2));
     grad = forward(gradient, element * (grad_type == FloatType::kFp32 ? 4 : 2));
     tensor.m = forward(tensor.m, element);
@@ -234,12 +323,16 @@ template <StateKind Kind, class P, class G, bool Copied, int Moments = 2> struct
   }
 };
 
-// Calls use(copied), whether a tile's vectors are copied to shared memory as a constant.
+// Calls use(how): the Loads of a tile, as a constant.
 template <class Work, class P, class G, class Use>
-MEMKERN_DEVICE void with_copies(const Work& work, P, G, Use&& use) {
+MEMKERN_DEVICE void with_loads(const Work& work, P, G, Use&& use) {
   if constexpr (kCanCopy<P, G>)
-    if (any_lane(alignment_of(work.grad) == Alignment::kVector)) return use(std::true_type{});
-  use(std::false_type{});
+    if (any_lane(alignment_of(work.grad) == Alignment::kVector)) {
+      if (any_lane(are_whole(work.tensor.blocks)))
+        return use(std::integral_constant<Loads, Loads::kCopiedWhole>{});
+      return use(std::integral_constant<Loads, Loads::kCopied>{});
+    }
+  use(std::integral_constant<Loads, Loads::kAhead>{});
 }
 
 // The dithers of a lane's elements, by their formula: Rounding with places in the vector for those in the

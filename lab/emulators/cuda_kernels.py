@@ -14,7 +14,7 @@ import runpy
 import shutil
 import subprocess
 import sys
-from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -37,38 +37,42 @@ FLAGS = [
 
 # Of a loop over sixteen-lane blocks of power codes: wide loads and stores, scales and shuffles of eight parameters.
 # bf16 comes by copies to shared memory (LDGSTS), fp32 is loaded into registers, in two parts.
-ADAM = {"LDG.64": 2, "STG.64": 2, "LDG": 5, "STG": 4, "SHFL": 6}
-ADAM_FP32 = {"LDG.128": 4, "STG.128": 2, "LDG": 9, "STG": 7, "SHFL": 6, "MUFU": 34}
-ADAM_BF16 = {"LDGSTS": 5, "STG.128": 1, "STG": 4, "SHFL": 6, "MUFU": 34}
-LION = {"LDG.64": 1, "STG.64": 1, "LDG": 4, "STG": 3, "SHFL": 4}
-LION_FP32 = {"LDG.128": 4, "STG.128": 2, "LDG": 7, "STG": 5, "SHFL": 4}
-LION_BF16 = {"LDGSTS": 4, "STG.128": 1, "STG.64": 1, "STG": 3, "SHFL": 4, "F2FP.BF16": 4}
+ADAM = {"LDG.64": 2, "STG.64": 2, "LDG": 4, "STG": 3, "SHFL": 7}
+ADAM_FP32 = {"LDG.128": 4, "STG.128": 2, "LDG": 8, "STG": 6, "SHFL": 7, "MUFU": 34}
+ADAM_BF16 = {"LDGSTS": 4, "STG.128": 1, "STG": 3, "SHFL": 7, "MUFU": 34}
+LION_FP32 = {"LDG.128": 4, "STG.128": 2, "LDG": 6, "STG": 4, "SHFL": 5}
+LION_BF16 = {"LDGSTS": 3, "STG.128": 1, "STG.64": 1, "STG": 2, "SHFL": 5, "F2FP.BF16": 4}
 PATHS = {
     "AdamW fp32": ("adam_tiles<1, 0>", ADAM_FP32),
     "AdamW bf16": ("adam_tiles<1, 0>", ADAM_BF16 | {"STG.64": 2, "F2FP.BF16": 8}),
     "AdamW bf16+8": (
         "adam_tiles<1, 1>",
-        ADAM | {"LDG.64": 3, "STG.64": 3, "LDG.128": 2, "STG.128": 1, "LDG": 6, "STG": 5},
+        ADAM | {"LDG.64": 3, "STG.64": 3, "LDG.128": 2, "STG.128": 1, "LDG": 5, "STG": 4},
     ),
     "AdamW bf16+16": (
         "adam_tiles<1, 1>",
-        ADAM | {"LDG.128": 3, "STG.128": 2, "LDG": 6, "STG": 5},
+        ADAM | {"LDG.128": 3, "STG.128": 2, "LDG": 5, "STG": 4},
     ),
     "AdamW fp32, v in 4 bits": ("adam_tiles<3, 0>", ADAM_FP32),
     "AdamW bf16, v in 4 bits": ("adam_tiles<3, 0>", ADAM_BF16 | {"STG.64": 1, "F2FP.BF16": 8}),
     "Lion fp32": ("lion_tiles<1, 0>", LION_FP32),
     "Lion bf16": ("lion_tiles<1, 0>", LION_BF16),
-    "LAMB norms fp32": ("lamb_norm_tiles<1, 0>", {"LDG.128": 4, "LDG": 9, "SHFL": 1, "MUFU": 16}),
-    "LAMB norms bf16": ("lamb_norm_tiles<1, 0>", {"LDGSTS": 5, "SHFL": 1, "MUFU": 16}),
+    "LAMB norms fp32": ("lamb_norm_tiles<1, 0>", {"LDG.128": 4, "LDG": 8, "SHFL": 2, "MUFU": 16}),
+    "LAMB norms bf16": ("lamb_norm_tiles<1, 0>", {"LDGSTS": 4, "SHFL": 2, "MUFU": 16}),
     "LAMB bf16": ("lamb_tiles<1, 0>", ADAM_BF16 | {"STG.64": 2, "F2FP.BF16": 4}),
+    "LARS norms fp32": ("lars_norm_tiles<1, 0>", {"LDG.128": 4, "LDG": 6, "SHFL": 1, "F2F": 16}),
+    "LARS norms bf16": ("lars_norm_tiles<1, 0>", {"LDGSTS": 3, "SHFL": 1, "F2F": 16}),
     "LARS fp32": ("lars_tiles<1, 0>", LION_FP32),
     "LARS bf16": ("lars_tiles<1, 0>", LION_BF16),
     "grad norm fp32": ("norm_tiles", {"LDG.128": 4}),
     "grad norm bf16": ("norm_tiles", {"LDG.128": 2}),
 }
 PATHS |= {
-    "Muon momentum fp32": ("muon_tiles<1>", LION | {"LDG.128": 2, "STG.128": 1, "LDG": 4, "STG": 3}),
-    "Muon momentum bf16": ("muon_tiles<1>", LION | {"LDG.128": 1, "STG.128": 1, "LDG": 3, "STG": 3}),
+    "Muon momentum fp32": (
+        "muon_tiles<1>",
+        {"LDG.128": 2, "LDG.64": 1, "STG.64": 1, "STG.128": 1, "LDG": 3, "STG": 2, "SHFL": 5},
+    ),
+    "Muon momentum bf16": ("muon_tiles<1>", {"LDGSTS": 2, "STG.128": 1, "STG.64": 1, "STG": 2, "SHFL": 5}),
     "Muon apply fp32": ("muon_apply_tiles<0>", {"LDG.128": 3, "STG.128": 2}),
     "Muon apply bf16": ("muon_apply_tiles<0>", {"LDG.128": 2, "STG.128": 1}),
 }
@@ -89,6 +93,12 @@ PATHS |= {  # of saved tensors: blocks of 128, rounded to the nearest
     "power codes bf16": ("quantize_whole<1, 1>", {"LDG.128": 1, "STG.64": 1}),
     "power values fp32": ("dequantize_whole<0, 1>", {"LDG": 12, "STG.128": 8}),
     "power values bf16": ("dequantize_whole<1, 1>", {"LDG.64": 4, "STG.128": 4, "F2FP.BF16": 16}),
+}
+# Turns of a batch, whose scales are loaded and stored in a loop around that of the turns (csrc/cuda/whole_blocks.cuh).
+BATCHES = {
+    path: 8 if path.startswith(("AdamW", "LAMB")) else 16
+    for path in PATHS
+    if path.startswith(("AdamW", "LAMB", "Lion", "LARS", "Muon momentum"))
 }
 PARAMETERS = 8  # or elements, that a lane has in one turn of the loop
 # Of several vectors that a lane has in one turn.
@@ -172,18 +182,53 @@ def compiled(arch: str) -> Compiled:
     return folder / f"{arch}.cubin", json.loads((folder / f"{arch}.json").read_text())
 
 
+Ways = dict[str, list[sass.Instruction]]
+
+
 @functools.cache
-def main_paths(binary: Path, arch: str) -> dict[str, list[sass.Instruction]]:
+def main_paths(binary: Path, arch: str) -> Ways:
     """The instructions of a turn of each loop, from an architecture's machine code."""
-    code = {short_name(name): kernel for name, kernel in sass.kernels(binary, arch).items()}
-    # ptxas for sm_100 and sm_120 has one approximate reciprocal more in each turn of a loop.
-    more = {"MUFU": 1} if arch in ("sm_100", "sm_120") else {}
     found = {}
     for path, (kernel, wanted) in PATHS.items():
-        wanted = {opcode: count + more.get(opcode, 0) for opcode, count in wanted.items()}
-        found[path] = sass.shortest_loop(code[kernel], wanted)
+        # ptxas for sm_100 and sm_120 has one approximate reciprocal more in each turn of some loops.
+        found[path] = _loop(_kernels(binary, arch)[kernel], wanted, arch, range(2))
         assert found[path], f"{arch}: no loop of {kernel} has {wanted}, which {path} is known by"
     return found
+
+
+@functools.cache
+def batches(binary: Path, arch: str) -> Ways:
+    """Those of a batch of one turn, with a load, a store and a division more; the turn's where there is no such way."""
+    found = dict(main_paths(binary, arch))
+    for path in BATCHES:
+        kernel, wanted = PATHS[path]
+        stored = 0 if "norms" in path else 1
+        wanted = wanted | {"LDG": wanted.get("LDG", 0) + 1, "STG": wanted.get("STG", 0) + stored}
+        way = _loop(_kernels(binary, arch)[kernel], wanted, arch, range(1, 4))
+        if len(way) > len(found[path]):
+            found[path] = way
+    return found
+
+
+def per_turn(binary: Path, arch: str, path: str, count: Callable[[list[sass.Instruction]], int]) -> float:
+    """What is counted in a turn, with the turn's part of a batch."""
+    turn = count(main_paths(binary, arch)[path])
+    return turn + (count(batches(binary, arch)[path]) - turn) / BATCHES.get(path, 1)
+
+
+@functools.cache
+def _kernels(binary: Path, arch: str) -> Ways:
+    return {short_name(name): kernel for name, kernel in sass.kernels(binary, arch).items()}
+
+
+def _loop(code: list[sass.Instruction], wanted: dict[str, int], arch: str, more: range) -> list[sass.Instruction]:
+    """The shortest way, with so many more approximate roots and reciprocals, of the first number that any has."""
+    if arch in ("sm_89", "sm_120") and "F2F" in wanted:
+        wanted = wanted | {"F2F": wanted["F2F"] // 4}  # csrc/cuda/squares.cuh
+    if "MUFU" not in wanted:
+        return sass.shortest_loop(code, wanted)
+    ways = (sass.shortest_loop(code, wanted | {"MUFU": wanted["MUFU"] + n}) for n in more)
+    return next(filter(None, ways), [])
 
 
 def elements(path: str) -> int:
@@ -193,7 +238,7 @@ def elements(path: str) -> int:
 
 def instructions(binary: Path, arch: str) -> dict[str, float]:
     """Instructions per element on the main paths."""
-    return {path: len(way) / elements(path) for path, way in main_paths(binary, arch).items()}
+    return {path: per_turn(binary, arch, path, len) / elements(path) for path in PATHS}
 
 
 def fp64_instructions(binary: Path, arch: str) -> dict[str, float]:
@@ -207,17 +252,15 @@ def fp64_instructions(binary: Path, arch: str) -> dict[str, float]:
 
 def pipes(binary: Path, arch: str) -> dict[str, dict[str, float]]:
     """Per element: instructions of the pipes that may limit, and words of the first-level cache and shared memory."""
-    found = {}
-    for path, way in main_paths(binary, arch).items():
-        count = Counter(sass.pipe(i.opcode) for i in way)
-        words = {
-            "words": sum(sass.words(i.opcode) for i in way),
-            "shared words": sum(sass.words(i.opcode) for i in way if i.opcode.startswith(("LDS", "STS"))),
-        }
-        found[path] = {
-            key: n / elements(path) for key, n in ({key: count[key] for key in ("fma", "alu", "xu")} | words).items()
-        }
-    return found
+    counted: dict[str, Callable[[list[sass.Instruction]], int]] = {
+        **{key: lambda way, key=key: sum(sass.pipe(i.opcode) == key for i in way) for key in ("fma", "alu", "xu")},
+        "words": lambda way: sum(sass.words(i.opcode) for i in way),
+        "shared words": lambda way: sum(sass.words(i.opcode) for i in way if i.opcode.startswith(("LDS", "STS"))),
+    }
+    return {
+        path: {key: per_turn(binary, arch, path, count) / elements(path) for key, count in counted.items()}
+        for path in PATHS
+    }
 
 
 def measure() -> dict[str, Any]:

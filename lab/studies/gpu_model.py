@@ -101,6 +101,8 @@ BYTES = {
     "LAMB bf16": 2 + 4 + 4 + SCALES,
     "Lion fp32": 4 + 8 + 2 + SCALES / 2,
     "Lion bf16": 2 + 4 + 2 + SCALES / 2,
+    "LARS norms fp32": 4 + 4 + 1 + SCALES / 4,
+    "LARS norms bf16": 2 + 2 + 1 + SCALES / 4,
     "LARS fp32": 4 + 8 + 2 + SCALES / 2,
     "LARS bf16": 2 + 4 + 2 + SCALES / 2,
     "grad norm fp32": 4,
@@ -132,6 +134,8 @@ KERNELS = {
 }
 # The same of those that are not steps.
 OTHERS = {
+    "LARS norms fp32": "lars_norm_tiles<1, 0>",
+    "LARS norms bf16": "lars_norm_tiles<1, 0>",
     "LARS fp32": "lars_tiles<1, 0>",
     "LARS bf16": "lars_tiles<1, 0>",
     "Muon momentum fp32": "muon_tiles<1>",
@@ -148,13 +152,16 @@ WRITTEN = {
     **{"AdamW fp32, v in 4 bits": 5.5 + SCALES / 2, "AdamW bf16, v in 4 bits": 3.5 + SCALES / 2},
     **{f"{name} fp32": 5 + SCALES / 4 for name in ("Lion", "LARS")},
     **{f"{name} bf16": 3 + SCALES / 4 for name in ("Lion", "LARS")},
-    **{f"{name} {dtype}": 0 for name in ("LAMB norms", "grad norm") for dtype in ("fp32", "bf16")},
+    **{f"{name} {dtype}": 0 for name in ("LAMB norms", "LARS norms", "grad norm") for dtype in ("fp32", "bf16")},
     **{"power codes fp32": 1 + 4 / 128, "power codes bf16": 1 + 4 / 128},
     **{f"Muon momentum {dtype}": 3 + SCALES / 4 for dtype in ("fp32", "bf16")},
 }
 # Those whose vectors are copied to shared memory (kCanCopy), so many turns ahead, or one where that is 100 KB
 # (csrc/cuda/tile.cuh).
-COPIED = ("AdamW bf16", "AdamW bf16, v in 4 bits", "LAMB norms bf16", "LAMB bf16", "Lion bf16", "LARS bf16")
+COPIED = (
+    *("AdamW bf16", "AdamW bf16, v in 4 bits", "LAMB norms bf16", "LAMB bf16"),
+    *("Lion bf16", "LARS norms bf16", "LARS bf16", "Muon momentum bf16"),
+)
 COPIES_AHEAD, SMALL_SHARED_MEMORY = 3, ("sm_86", "sm_89", "sm_120")
 MIDDLE, LARGE = (2**22, 2**23, 2**24, 2**25), (2**28, 2**30)
 
@@ -261,7 +268,8 @@ MEASURED = {
     )
     for dtype in ("fp32", "bf16")
 }
-"""Kernels that a case of lab/gpu/headline.py consists of: the case and the contender."""
+"""Kernels that a case of lab/gpu/headline.py consists of: the case and the contender. Steps were measured before
+their scales came in batches (an eighth more instructions in bf16)."""
 
 
 def measured() -> dict[str, float]:

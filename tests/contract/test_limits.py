@@ -16,7 +16,7 @@ LONG_FILES = {
     "memkern/optim/offload/host.py": 506,
     "tests/distributed/test_shards.py": 421,
     "tests/fixtures/make_hashes.py": 475,
-    "tests/gpu/test_cuda_simt.py": 601,
+    "tests/gpu/test_cuda_simt.py": 598,
     "lab/tests/test_make_gpu.py": 509,
     "tests/optim/loop/test_changes.py": 434,
     "tests/optim/offload/test_host.py": 413,

@@ -25,12 +25,7 @@ from memkern.reference.blockwise import dither
 from memkern.schemas import STEP_OPS, StepArgs
 from tests.support import cache
 from tests.support.activation_helpers import LAYOUTS as ACTIVATION_LAYOUTS
-from tests.support.activation_kernels import (
-    compare_activations,
-    compare_bf16_table,
-    compare_forward,
-    compare_gelus,
-)
+from tests.support.activation_kernels import compare_activations, compare_bf16_table, compare_forward, compare_gelus
 from tests.support.bad_steps import BAD_CASES, BAD_STEPS
 from tests.support.helpers import (
     FLOATS,
@@ -257,13 +252,7 @@ def test_bf16_parameters_rounded_from_approximations(lr: float, codec: tuple[int
 
 @over_second_moments
 @pytest.mark.parametrize(
-    ("dtype", "weights"),
-    [
-        (torch.float32, (0, 0)),
-        (torch.bfloat16, (0, 0)),
-        (torch.bfloat16, (1, 2)),
-        (torch.bfloat16, (3, 4)),
-    ],
+    ("dtype", "weights"), [(torch.float32, (0, 0)), *((torch.bfloat16, kept) for kept in ((0, 0), (1, 2), (3, 4)))]
 )
 def test_whole_blocks(dtype: torch.dtype, weights: tuple[int, int], codec: tuple[int, int]) -> None:
     """Several tiles of them, with gradients that are not finite, in one launch with tensors of other blocks."""
@@ -271,6 +260,15 @@ def test_whole_blocks(dtype: torch.dtype, weights: tuple[int, int], codec: tuple
     args = step_args("adam_step_", dtype, dtype, codec=codec, layouts=layouts, weights=weights)
     assert sum(not g.isfinite().all() for g in args.grads) >= 2
     compare_steps("adam_step_", args, scaler() if weights == (1, 2) else {}, steps=3)
+
+
+@over_steps
+@pytest.mark.parametrize("columns", [1024, 1600])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_batches_of_scales(name: str, dtype: torch.dtype, columns: int) -> None:
+    """Tiles of 19 turns, or 30 with one moment: batches of 8, 8 and 3, or of 16 and 14."""
+    args = step_args(name, dtype, dtype, codec=(0, 0), layouts=((300_000 // columns, columns),))
+    compare_steps(name, args, {}, steps=2)
 
 
 # Rows that are no multiple of 128 but of 8: 1,600 is GPT-2-XL's width. Blocks of 96 are shorter than a group of lanes.
@@ -287,8 +285,7 @@ def shifted(x: Tensor, by: int) -> Tensor:
 @pytest.mark.parametrize(
     ("dtype", "grad", "weights"),
     [
-        (torch.float32, torch.float32, (0, 0)),
-        (torch.bfloat16, torch.bfloat16, (0, 0)),
+        *((dtype, dtype, (0, 0)) for dtype in (torch.float32, torch.bfloat16)),
         (torch.float32, torch.float16, (0, 0)),
         (torch.bfloat16, torch.bfloat16, (2, 3)),
     ],

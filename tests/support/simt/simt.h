@@ -240,6 +240,11 @@ inline void __syncwarp(unsigned mask = ~0u) { simt::meet(simt::kSync, mask, 0, 0
 template <class T> T __shfl_sync(unsigned mask, T x, int lane) {
   return simt::from_bits<T>(simt::meet(simt::kShuffle, mask, simt::to_bits(x), lane));
 }
+// Among aligned groups of `width` lanes.
+template <class T> T __shfl_sync(unsigned mask, T x, int lane, int width) {
+  const int first = static_cast<int>(threadIdx.x) % 32 & -width;
+  return __shfl_sync(mask, x, first | (lane & (width - 1)));
+}
 template <class T> T __shfl_xor_sync(unsigned mask, T x, int distance) {
   return simt::from_bits<T>(simt::meet(simt::kShuffleXor, mask, simt::to_bits(x), distance));
 }

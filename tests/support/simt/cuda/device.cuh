@@ -49,8 +49,23 @@ inline float approximate_sqrt(float x) {
   return std::nextafterf(root, up ? INFINITY : 0.0f);
 }
 
+using SharedAddress = uintptr_t;
+inline SharedAddress shared_address(void* shared) { return reinterpret_cast<SharedAddress>(shared); }
+template <class T> T load_shared(SharedAddress at) {
+  T x;
+  std::memcpy(&x, reinterpret_cast<const void*>(at), sizeof(T));
+  return x;
+}
+inline void store_shared(SharedAddress at, uint32_t x) { std::memcpy(reinterpret_cast<void*>(at), &x, sizeof(x)); }
+
+template <int Bytes> const void* element(const void* array, uint32_t i) {
+  return static_cast<const char*>(array) + uint64_t{i} * Bytes;
+}
+
 // At once; lab/emulators/ptx_threads.py has the copies of nvcc's code arrive as late as they may.
-template <int Bytes> void copy_async(void* shared, const void* global) { std::memcpy(shared, global, Bytes); }
+template <int Bytes> void copy_async(SharedAddress shared, const void* global) {
+  std::memcpy(reinterpret_cast<void*>(shared), global, Bytes);
+}
 inline void commit_copies() {}
 template <int Groups> void wait_for_copies() {}
 
