@@ -74,8 +74,8 @@ inline void check_codec(int64_t codec) {
 // does with weights. name: its parts.
 template <class... Name> void* address_of(const Tensor& t, const Name&... name) {
   void* const address = t.data_ptr();
-  if (address == nullptr)
-    MEMKERN_CHECK(t.numel() == 0, message_of(name...), " has no memory: its storage has been freed");
+  MEMKERN_CHECK(address != nullptr || t.numel() == 0, message_of(name...),
+                " has no memory: its storage has been freed");
   return address;
 }
 

@@ -23,7 +23,7 @@ from ..reference.activation import (
     check_values,
 )
 from .activation_formulas import GELU, GELU_LOG, GELU_TANH, GELU_TANH_LOG, activate, gelu_of_bf16
-from .launch import OPTIONS, TILE, cdiv, guard
+from .launch import OPTIONS, TILE, address_of, cdiv, guard
 from .tile import LINE, pointer
 
 _PLAIN, _ODD = tl.constexpr(PLAIN), tl.constexpr(ODD)
@@ -178,11 +178,13 @@ def _fp32(numbers: Sequence[float]) -> tuple[float, ...]:
     return tuple(map(to_fp32, numbers))
 
 
-def _launch(kernel: Any, codes: Tensor, *floats: Tensor, **constants: Any) -> None:
+def _launch(kernel: Any, codes: Tensor, named: dict[str, Tensor], **constants: Any) -> None:
     """Launches a kernel over floating-point tensors of the same strides."""
+    floats = [*named.values()]
     numel, plane, device = floats[0].numel(), codes.shape[1], codes.device
+    address_of(codes, "codes")
     # 16 bytes of the tensor with the widest elements; the same number of elements of the others.
-    aligned = numel % LINE == 0 and not any(t.data_ptr() % 16 for t in floats)
+    aligned = not any([numel % LINE, *(address_of(x, name) % 16 for name, x in named.items())])
     vector = 16 // max(t.element_size() for t in floats) if aligned else 1
     if numel:
         with guard(device):
@@ -198,7 +200,7 @@ def _encode(
     check_values(x, "x")
     codes = x.new_empty((bits, plane_bytes(x.numel())), dtype=torch.uint8)
     _launch(
-        encode_vectors, codes, x, y,
+        encode_vectors, codes, {"x": x, "y": y},
         THRESHOLDS=_fp32(thresholds), FLIPS=tuple(flips), COUNT=len(flips), SYMMETRY=symmetry, BITS=bits, **constants,
     )  # fmt: skip
     return codes
@@ -230,7 +232,7 @@ def few_bit_backward(grad: Tensor, codes: Tensor, levels: Sequence[float]) -> Te
     """grad times its element's level."""
     check_levels(grad, codes, levels)
     result = torch.empty_like(grad)
-    _launch(multiply_by_levels, codes, grad, result, LEVELS=_fp32(levels), BITS=codes.shape[0])
+    _launch(multiply_by_levels, codes, {"grad": grad, "result": result}, LEVELS=_fp32(levels), BITS=codes.shape[0])
     return result
 
 
@@ -249,7 +251,7 @@ def few_bit_backward_from_output(
     result = torch.empty_like(grad)
     reach = (falling_reach, rising_reach)
     _launch(
-        multiply_by_two_branch, codes, grad, output, result,
+        multiply_by_two_branch, codes, {"grad": grad, "output": output, "result": result},
         MINIMUM=to_fp32(minimum), FALLING=_fp32(falling), RISING=_fp32(rising), REACH=_fp32(reach),
         SCALE=_fp32([2 / each for each in reach]), COUNT=len(rising),
     )  # fmt: skip

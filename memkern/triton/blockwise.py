@@ -11,7 +11,7 @@ from ..quant import codec as C
 from ..quant.layout import FLOATS, BlockLayout, check_block_size, check_codes, layout_of
 from ..reference.blockwise import check_codec
 from .codec import decode, decode_unit, dither, dynamic_tables, encode
-from .launch import cdiv, guard, options_of, rows_of
+from .launch import address_of, cdiv, guard, options_of, rows_of
 from .tile import is_flat, next_power_of_two, pointer, tile_of, vector_of
 
 _INF = tl.constexpr(float("inf"))
@@ -72,7 +72,7 @@ def shape_of(layout: BlockLayout, block_size: int, values: Tensor, codes: Tensor
     return {
         "ROWS": rows_of(block),
         "BLOCK": block,
-        "VECTOR": vector_of(layout, values.element_size(), (values.data_ptr(), codes.data_ptr())),
+        "VECTOR": vector_of(layout, values.element_size(), (address_of(values, "x"), address_of(codes, "codes"))),
         "FLAT": is_flat(layout, block),
     }
 
@@ -118,6 +118,7 @@ def dequantize_blockwise(codes: Tensor, scale: Tensor, codec: int, block_size: i
     out = torch.empty_like(codes, dtype=dtype)
     if layout.numel:
         shape = shape_of(layout, block_size, out, codes)
+        address_of(scale, "scale")
         with guard(codes.device):
             dequantize_tiles[(cdiv(layout.blocks, shape["ROWS"]),)](
                 out, codes, scale, dynamic_tables(codes.device), *layout_args(layout),

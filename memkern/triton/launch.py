@@ -38,6 +38,14 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def address_of(x: torch.Tensor, name: str) -> int:
+    """Where a tensor's elements are: nowhere, if its storage was resized to nothing to save memory, as FSDP does."""
+    address = x.data_ptr()
+    if not address and x.numel():
+        raise RuntimeError(f"{name} has no memory: its storage has been freed")
+    return address
+
+
 def guard(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Makes ``device`` the current one: Triton launches there, on its current stream."""
     if device.type == "cuda":  # ROCm's devices are called cuda as well

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..reference import state
 from ..schemas import StepArgs, StepOp
 from . import step_table as st
+from .launch import address_of
 
 
 def bits(x: float) -> int:
@@ -73,9 +74,18 @@ def signature_of(args: StepArgs) -> tuple[Any, ...]:
     )
 
 
-def addresses_of(args: StepArgs) -> list[int]:
-    lists = args.params, args.moments, args.scales, args.steps, args.trust_ratios, args.weight_states
-    return [*map(Tensor.data_ptr, chain.from_iterable(lists))]
+KEPT = ("params", "moments", "scales", "steps", "trust_ratios", "weight_states")
+"""The tensors of which a plan keeps the addresses; it gets those of gradients each time."""
+
+
+def addresses_of(args: StepArgs, *names: str) -> list[int]:
+    """Of the tensors in these fields."""
+    found = [*map(Tensor.data_ptr, chain.from_iterable(getattr(args, name) for name in names))]
+    if 0 in found:  # what has no elements, or no memory
+        for name in names:
+            for i, x in enumerate(getattr(args, name)):
+                address_of(x, f"{name}[{i}]")
+    return found
 
 
 def check_step(op: StepOp, args: StepArgs, device: torch.device) -> None:

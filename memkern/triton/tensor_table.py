@@ -34,7 +34,7 @@ from .launch import (
     rows_of,
     stream_of,
 )
-from .step_args import addresses_of, header_and_group_words, signature_of
+from .step_args import KEPT, addresses_of, header_and_group_words, signature_of
 from .tile import is_flat, next_power_of_two, vector_of
 from .weights import param_dtype
 
@@ -285,8 +285,7 @@ def plan_for(
     ``check`` raises unless the arguments fit together; it is called for a new plan only, before anything is changed.
     ``tiles``: that one program works on, all of one tensor. ``sums_per_program``: fp64 words of ``memory.sums``.
     """
-    signature, addresses = signature_of(args), addresses_of(args)
-    grads = [*map(Tensor.data_ptr, args.grads)]
+    signature, addresses, grads = signature_of(args), addresses_of(args, *KEPT), addresses_of(args, "grads")
     if is_capturing(device):
         return _captured_plan(op, args, device, check, signature, addresses, tiles, sums_per_program)
     key = op, device, stream_of(device), args.params[0].data_ptr() if args.params else 0, len(grads)

@@ -10,7 +10,7 @@ from memkern.quant.codec import ACTIVATIONS
 from tests.support.bad_steps import BAD_CASES, BAD_STEPS, p
 from tests.support.helpers import needs_cpp
 from tests.support.interpreted import interpreted
-from tests.support.op_helpers import SAMPLES, TABLE, op, over_namespaces, step_args
+from tests.support.op_helpers import NAMESPACES, SAMPLES, TABLE, op, over_namespaces, step_args
 
 
 @interpreted(name=("adam_step_", "lion_step_"))
@@ -116,7 +116,14 @@ def freed(x: Tensor) -> Tensor:
     return x
 
 
+# The reference is torch's own functions, which end the process.
+over_kernels = pytest.mark.parametrize("namespace", [x for x in NAMESPACES if x != "memkern_reference"])
+NO_MEMORY = "has no memory: its storage has been freed"
+
+
+@interpreted()
 @needs_cpp
+@over_kernels
 @pytest.mark.parametrize(
     ("name", "args"),
     [
@@ -124,8 +131,25 @@ def freed(x: Tensor) -> Tensor:
         ("dequantize_blockwise", (freed(CODES), p(4, 2), 0, 128, torch.float32)),
         ("dequantize_blockwise", (CODES, freed(p(4, 2)), 0, 128, torch.float32)),
         ("grad_norm_", (p((), dtype=torch.float64), [freed(X)])),
+        ("few_bit_encode", (freed(X), 1, [0.0], [1], 0)),
+        ("few_bit_backward", (freed(X), PLANES[:1], [0.5, 1.0])),
+        ("few_bit_backward", (X, freed(PLANES[:1]), [0.5, 1.0])),
     ],
 )
-def test_freed_memory_is_an_error(name: str, args: tuple[Any, ...]) -> None:
-    with pytest.raises(RuntimeError, match="has no memory: its storage has been freed"):
-        op("memkern", name)(*args)
+def test_freed_memory_is_an_error(namespace: str, name: str, args: tuple[Any, ...]) -> None:
+    with pytest.raises(RuntimeError, match=NO_MEMORY):
+        op(namespace, name)(*args)
+
+
+@interpreted()
+@needs_cpp
+@over_kernels
+@pytest.mark.parametrize("which", ["params", "grads", "moments", "scales", "steps"])
+def test_a_step_on_freed_memory_is_an_error(namespace: str, which: str) -> None:
+    args = step_args("lion_step_", ["codes", "codes"])
+    tensors = getattr(args, which)
+    tensors[1] = freed(tensors[1])
+    before = args.params[0].clone()
+    with pytest.raises(RuntimeError, match=NO_MEMORY):
+        op(namespace, "lion_step_")(*args)
+    assert torch.equal(args.params[0], before)
