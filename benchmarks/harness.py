@@ -27,10 +27,13 @@ from typing import Any
 
 import torch
 
+from . import machine
+
 WARMUP = 2  # the first call allocates the state and may compile; the second gives the time of a call
 MIN_ROUNDS = 5
 COPIES_AHEAD = 4  # queued before a call on a device, so that its kernels are in the queue when the copies end
 HOST_CALLS = 20
+BUSY_CALLS = 20  # queued before nvidia-smi reads the frequency
 
 
 @dataclass
@@ -124,6 +127,12 @@ class Clock:
             times.append(time.perf_counter() - start)
         torch.cuda.synchronize()
         return statistics.median(times)
+
+    def of_multiprocessors(self, call: Callable[[], object]) -> str:
+        """Their frequency while a call runs again and again, such as "1980 MHz"."""
+        for _ in range(BUSY_CALLS):
+            call()
+        return machine.of_gpu("clocks.sm")
 
     def copy_rate(self) -> float:
         """Bytes read and written per second, in GB/s; the median over all copies since the last reset."""
@@ -295,7 +304,8 @@ def measure(
             temporary = largest_temporary(entry.subject.step, device)
             if device == "cuda":
                 host = f"host {1e6 * clock.host_time(entry.subject.step):.0f} us a call"
-                entry.note = "; ".join(filter(None, [entry.note, host]))
+                frequency = f"multiprocessors at {clock.of_multiprocessors(entry.subject.step)}"
+                entry.note = "; ".join(filter(None, [entry.note, host, frequency]))
         _fill(results[name], entry, times[name], temporary, copy_rate)
     reference = results[case.contenders[0].name].ms_median
     for result in results.values():

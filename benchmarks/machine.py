@@ -22,10 +22,14 @@ def _output(*command: str) -> str:
         return ""
 
 
+def of_gpu(field: str) -> str:
+    """What nvidia-smi says of the first GPU."""
+    return _output("nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader").partition("\n")[0] or "unknown"
+
+
 def hardware(device: str) -> str:
     if device == "cuda":
-        driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()
-        return f"{torch.cuda.get_device_name()}, driver {driver[0] if driver else 'unknown'}"
+        return f"{torch.cuda.get_device_name()}, driver {of_gpu('driver_version')}"
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]

@@ -2,6 +2,7 @@
 
 import csv
 import functools
+import os
 import sys
 import threading
 
@@ -11,7 +12,7 @@ import torch
 pytest.importorskip("rich", reason="the benchmarks need the [bench] extra")
 pytest.importorskip("matplotlib", reason="the benchmarks need the [bench] extra")
 
-from benchmarks import harness, report
+from benchmarks import harness, machine, report
 from benchmarks.__main__ import main, topics
 from benchmarks.bench_optim import gpt2_shapes
 from lab.studies import activation_parity, closed_loop, large_batch
@@ -139,6 +140,18 @@ def test_contenders_take_turns():
     assert ["".join(sorted(names)) for names in rounds] == ["ABC", "AB", "AB", "ABC"]
     assert rounds[0] != rounds[3]
     assert {name: len(seconds) for name, seconds in times.items()} == {"A": 4, "B": 4, "C": 2}
+
+
+def test_the_frequency_is_read_while_the_device_is_busy(monkeypatch, tmp_path):
+    calls = []
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text('#!/bin/sh\n[ "$1" = --query-gpu=clocks.sm ] && echo "1980 MHz" && echo "345 MHz"\n')
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert harness.Clock("cpu").of_multiprocessors(lambda: calls.append(1)) == "1980 MHz"
+    assert len(calls) == harness.BUSY_CALLS
+    smi.unlink()
+    assert machine.of_gpu("clocks.sm") == "unknown"
 
 
 def test_a_contender_that_fails_is_a_row():
