@@ -350,7 +350,7 @@ MEMKERN_DEVICE Span packed(const Span& at) { return packed_span(at.offset / 2, k
 MEMKERN_DEVICE Parts packed(const Parts& at) { return {at.offset / 2, at.distance / 2}; }
 
 // Loads a vector of the second moment's codes as they are in memory. 4-bit codes fill the first word or, of a
-// vector in parts, the lower halves of both: joining them here would wait for them.
+// vector in parts, the lower halves of both: joining them here, or converting uint16_t, would wait for them.
 template <StateKind Kind> MEMKERN_DEVICE Codes load_root_codes(const void* array, const Span& at) {
   if constexpr (Kind == StateKind::kPower4) return {load_pairs(array, packed(at)), 0};
   return load_codes(array, at);
@@ -359,8 +359,7 @@ template <StateKind Kind> MEMKERN_DEVICE Codes load_root_codes(const void* array
   if constexpr (Kind != StateKind::kPower4) return load_codes(array, at);
   const Parts bytes = packed(at);
   const uint8_t* p = static_cast<const uint8_t*>(array) + bytes.offset;
-  return {__ldcs(reinterpret_cast<const uint16_t*>(p)),
-          __ldcs(reinterpret_cast<const uint16_t*>(p + bytes.distance))};
+  return {load_half_word(p), load_half_word(p + bytes.distance)};
 }
 
 template <StateKind Kind, class At>
