@@ -124,10 +124,11 @@ def test_loads_are_a_vector_ahead(arch: str) -> None:
         way = ways[path]
         assert sass.loads_before_use(way), path
         # None of the turn's loads is waited for before its end: `arrived` in csrc/cuda/tile.cuh.
-        least = 0.5 if path == "LARS norms fp32" else 0.7  # a turn of 151 instructions, 43 of them up to the last load
+        # LARS's norms in fp32 have turns of 151 to 175 instructions, and 43 to 78 of them up to the last load.
+        least = 0.4 if path == "LARS norms fp32" else 0.7
         assert sass.in_flight(way) > least * len(way), f"{path}: {sass.in_flight(way)} of {len(way)}"
         # Before its last load each loop computes addresses, copies the vector that the turn before has loaded, and has
         # the words of a gradient that starts anywhere: 30 to 87 instructions, of 445 to 547 in Adam and 134 to 378 in
         # the others; fp32 has two loads of each code, as its vectors are in parts.
-        share = 7 if path in adam else 3
+        share = 7 if path in adam else 2 if path == "LARS norms fp32" else 3
         assert max(n for n, i in enumerate(way) if i.opcode.startswith("LDG")) < len(way) / share, path
