@@ -3,8 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 BIN    := $(VENV)/bin
-# memkern/_saved is of the Python files in memkern/saved, too.
-SOURCES := setup.py memkern/quant/codec.py memkern/schemas.py $(wildcard memkern/saved/*.py csrc/*.py csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.cu csrc/*/*.cuh csrc/*/*/*.h csrc/*/*/*.cpp)
+SOURCES := setup.py memkern/quant/codec.py memkern/schemas.py $(wildcard csrc/*.py csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.cu csrc/*/*.cuh csrc/*/*/*.h csrc/*/*/*.cpp)
 # Written by csrc/generate.py.
 GENERATED := csrc/core/tables.h csrc/core/hyperparameters.h csrc/common/schemas.h
 
@@ -24,11 +23,9 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed
 	$(PYTEST) -m "not full and not long and not gpu and not emulated" $(PYTEST_ARGS)
 
-# What `make test` leaves out: ops and optimizers in Triton's interpreter, long comparisons; the quick tests of tests/saved with the
-# hooks in Python, where all other tests have those in C++.
+# What `make test` leaves out: ops and optimizers in Triton's interpreter, long comparisons.
 test-all: lint
 	$(PYTEST) -m "full and not long and not gpu and not emulated" $(PYTEST_ARGS)
-	MEMKERN_SAVED=python $(PYTEST) -m "not full and not long and not gpu and not emulated" tests/saved
 
 # The CUDA and Triton kernels as CPU programs and on emulated GPUs, for every architecture, 10 to 40 minutes (caches): after a change of what
 # lab/emulated.py lists. The outcome is committed (lab/results/emulated.json); `make test` fails while it is of other sources.

@@ -15,9 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 from . import _ops
 from .options import CHECKPOINT_BITS, CHECKPOINTING, OptionError, not_allowed
-from .quant.layout import FLOATS
-from .saved.codecs import BLOCK_SIZE, dense
+from .quant.layout import FLOATS, dense
 from .swap.block_lists import block_lists
+
+BLOCK_SIZE = 128
 
 Calls = list[tuple[Any, Any]]
 """The further arguments of each block, by position and by name."""

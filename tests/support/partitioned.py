@@ -74,7 +74,7 @@ class Traced:
         self.inputs = inputs
         mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
         fakes = [mode.from_tensor(x, static_shapes=True) for x in inputs]
-        trace = aot_function(loss, None, partition_fn=stop, decompositions=select_decomp_table())  # type: ignore[arg-type]
+        trace = aot_function(loss, None, partition_fn=stop, decompositions=select_decomp_table())
         try:
             trace(*fakes)
         except _Traced:

@@ -347,7 +347,7 @@ BAD = [
         "given with --gradient-rounding",
         "False: gradients are added up on the host",
     ),
-    (["--offload-saved"], "--offload-saved", "True given", "False without saved_bits"),
+    (["--saved-bits", "8"], "--saved-bits", "8 given", "None without compile"),
     (["--offload", "--precision", "fp16-mixed"], "--precision", "'fp16-mixed' given", "without offload"),
     (["--loss-chunk", "0"], "--loss-chunk", "0 given", "1 or more"),
     (["--export", "new2"], "--export", "given with --model byte-tiny", "models of transformers"),

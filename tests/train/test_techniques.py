@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from memkern import OptionError, memory, optim
-from memkern.saved import link
 from memkern.train import Corpus, TrainConfig, Trainer, run
 from memkern.train.build import Source
 from memkern.train.fit import fit, given_techniques
@@ -76,18 +75,6 @@ def test_offload_has_the_same_bits(corpus: Corpus, optimizer: dict[str, Any]) ->
     there = trained(corpus, **options, offload=True)
     assert isinstance(there.optimizer, optim.HostOffload)
     assert_same_run(here, there)
-
-
-@pytest.mark.parametrize("loss_chunk", [None, 64])
-def test_saved_tensors_on_the_host_have_the_same_bits(
-    corpus: Corpus, monkeypatch: pytest.MonkeyPatch, loss_chunk: int | None
-) -> None:
-    """Also where the loss is computed in chunks, outside of the model's own forward pass."""
-    monkeypatch.setattr(link, "LEAST_BYTES", 1024)
-    options = {"saved_bits": 8, "loss_chunk": loss_chunk}
-    here, there = trained(corpus, **options), trained(corpus, **options, offload_saved=True)
-    assert_same_run(here, there)
-    assert memory.empty_offload_pool() > 0
 
 
 @pytest.mark.parametrize("optimizer", [ADAMW8, TORCH_ADAM], ids=name_of)
@@ -158,7 +145,7 @@ def test_what_cannot_fit(corpus: Corpus, size: str, message: str) -> None:
 
 
 def test_the_techniques_that_are_given_go_to_the_planner_as_they_are() -> None:
-    config = TrainConfig().replace(precision="fp16-mixed", saved_bits="exact", accumulation=2)
+    config = TrainConfig().replace(precision="fp16-mixed", compile=True, saved_bits="exact", accumulation=2)
     assert given_techniques(config, ()) == {"optimizer": "adamw"}
     assert given_techniques(config, {"precision", "saved_bits", "steps"}) == {
         "optimizer": "adamw",
