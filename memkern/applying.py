@@ -73,7 +73,7 @@ def apply(
     if techniques.compile:
         check_compilable(model, techniques)
     if techniques.checkpointing:
-        check_blocks(model, techniques.checkpointing)
+        check_blocks(model)
     bits, saved, share = techniques.activation_bits, techniques.saved_bits, techniques.linear_share
     if techniques.compile:  # what is saved is for the graphs then
         if share:
@@ -83,7 +83,7 @@ def apply(
         activations = bits or ("recompute" if saved else None)
         compress(model, activations, linear=share, saved_bits=saved, offload=techniques.offload_saved)
     if techniques.checkpointing:
-        checkpoint_blocks(model, techniques.checkpointing, bits=techniques.checkpoint_bits)
+        checkpoint_blocks(model, bits=techniques.checkpoint_bits, every=techniques.checkpoint_every)
     if techniques.weights_on_host:
         streaming.stream(model, to, pin_memory=pin_memory)
 

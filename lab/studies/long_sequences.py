@@ -167,7 +167,7 @@ def error(model: str, precision: str, tokens: int = 2048) -> Row:
         made: Any = zoo.build(MODELS[model], tokens)
         if bits:
             memkern.compress(made, activations=None, saved_bits=bits)
-        memkern.checkpoint_blocks(made, "blocks", bits=bits)
+        memkern.checkpoint_blocks(made, bits=bits)
         autocast = torch.autocast("cpu", torch.bfloat16) if precision != "fp32" else contextlib.nullcontext()
         with autocast:
             loss = made(**zoo.batch(MODELS[model], tokens)).loss

@@ -33,7 +33,6 @@ RATIOS = {"blocks": "0.394", "amp": "0.804"}
 WAYS: dict[str, dict[str, Any]] = {
     "none": {},
     "blocks": {"checkpointing": "blocks"},
-    "sqrt": {"checkpointing": "sqrt"},
     "amp": {"precision": "bf16-mixed"},
 }
 

@@ -27,6 +27,7 @@ SAVING: tuple[dict[str, Any], ...] = (
     {"activation_bits": 3},
     {"activation_bits": 3, "saved_bits": "exact"},
     {"activation_bits": 3, "saved_bits": 8},
+    {"activation_bits": 3, "checkpointing": "blocks", "checkpoint_every": 2},
     {"activation_bits": 3, "checkpointing": "blocks"},
     {"activation_bits": 3, "saved_bits": 8, **CODED_CHECKPOINTS},
     {"activation_bits": 3, "saved_bits": "exact", "offload_saved": True},
@@ -37,7 +38,7 @@ SAVING: tuple[dict[str, Any], ...] = (
 PLACES: tuple[dict[str, Any], ...] = ({}, {"offload": True}, {"weights_on_host": "layers"})
 """Candidates for where the optimizer's states, and with the last the weights, are."""
 NO_SAVING: dict[str, Any] = {
-    "checkpointing": None, "checkpoint_bits": None, "saved_bits": None, "offload_saved": False,
+    "checkpointing": None, "checkpoint_bits": None, "checkpoint_every": 1, "saved_bits": None, "offload_saved": False,
 }  # fmt: skip
 WAYS: dict[str, dict[str, Any]] = {
     "checkpoints": {"checkpointing": "blocks"},

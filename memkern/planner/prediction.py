@@ -137,7 +137,7 @@ class Predictor:
 
     def _needs_all_blocks(self, techniques: Techniques) -> bool:
         """Whether the order in which saved tensors leave depends on all blocks, whose trace takes long."""
-        return techniques.offload_saved and not techniques.checkpointing and self.device != "cpu"
+        return techniques.offload_saved and not techniques.checkpoints_all and self.device != "cpu"
 
     def _trace_of_few(self, techniques: Techniques) -> Any:
         """See :func:`memkern.planner.fake_step.least_trace`. Raises NotTraced where the model's own code raises."""
@@ -171,6 +171,7 @@ class Predictor:
             saved_bits=techniques.saved_bits,
             checkpointing=techniques.checkpointing,
             checkpoint_bits=techniques.checkpoint_bits,
+            checkpoint_every=techniques.checkpoint_every,
         )
         with contextlib.suppress(NotTraced):
             return self.seconds(techniques, techniques.micro_batch * self._saved(one))
@@ -211,7 +212,7 @@ class Predictor:
         """False where few blocks need more than ``memory``, or fewer sequences where those of plain training do."""
         least = techniques.replace(micro_batch=min(techniques.micro_batch, self.least_batch))
         nothing: dict[str, Any] = dict.fromkeys(SAVING_LESS)
-        plain = least.replace(**nothing, offload_saved=False)
+        plain = least.replace(**nothing, checkpoint_every=1, offload_saved=False)
         sizes = [techniques] if self.predict(plain).peak <= memory else list({least: None, techniques: None})
         needs_all = self._needs_all_blocks(techniques)
         return not any(self.least_peak(each) > memory for each in sizes if needs_all or each is not techniques)
@@ -294,9 +295,9 @@ class Predictor:
         given = techniques.weights_on_host
         if given and not self.fixed(techniques).block:
             raise not_allowed("weights_on_host", given, "None for a model without a list of like blocks")
-        if given and techniques.saved_bits and not techniques.checkpointing:
+        if given and techniques.saved_bits and not techniques.checkpoints_all:
             # fully_shard gives each block other tensors than the one before returned, of which more is stored.
-            allowed = f"None with weights_on_host={given!r}, or with checkpointing='blocks': not counted else"
+            allowed = f"None with weights_on_host={given!r}, or with checkpointing of every block: not counted else"
             raise not_allowed("saved_bits", techniques.saved_bits, allowed)
 
     def held_on_host(self, techniques: Techniques) -> int:

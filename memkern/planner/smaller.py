@@ -16,7 +16,7 @@ TOGETHER = (
     ("micro_batch", "accumulation"),
     ("precision", "master_weights"),
     ("saved_bits", "offload_saved"),
-    ("checkpointing", "checkpoint_bits"),
+    ("checkpointing", "checkpoint_bits", "checkpoint_every"),
 )
 """Techniques that are left to the planner in pairs, as one depends on the other."""
 
