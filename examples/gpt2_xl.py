@@ -27,7 +27,7 @@ def main(steps: int = 5, sizes: dict[str, Any] = XL) -> list[float]:
     model = GPT2LMHeadModel(GPT2Config(**sizes, **dropout, use_cache=False))
     torch.set_default_dtype(torch.float32)
 
-    memkern.checkpoint_blocks(model, "blocks")  # each block saves its input, and runs again
+    memkern.checkpoint_blocks(model)  # each block saves its input, and runs again
     memkern.compress(model)  # while it does, its GELU saves 3 bits
     # The logits are never there as a whole.
     loss_fn = memkern.nn.LinearCrossEntropy.from_linear(model.lm_head)

@@ -73,14 +73,14 @@ def apply(
     if techniques.compile:
         check_compilable(model, techniques)
     if techniques.checkpointing:
-        check_blocks(model, techniques.checkpointing)
+        check_blocks(model)
     activations = None if techniques.compile else techniques.activation_bits  # graphs have them of compile_blocks
     if activations or techniques.linear_share:
         compress(model, activations, linear=techniques.linear_share)
     if techniques.compile:
         compile_blocks(model, techniques)
     if techniques.checkpointing:
-        checkpoint_blocks(model, techniques.checkpointing, bits=techniques.checkpoint_bits)
+        checkpoint_blocks(model, bits=techniques.checkpoint_bits, every=techniques.checkpoint_every)
     if techniques.weights_on_host:
         streaming.stream(model, to, pin_memory=pin_memory)
 

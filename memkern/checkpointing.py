@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import functools
-import math
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_leaves, tree_structure, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from . import _ops
-from .options import CHECKPOINT_BITS, CHECKPOINTING, OptionError, not_allowed
+from .options import CHECKPOINT_BITS, OptionError, at_least, not_allowed
 from .quant.layout import FLOATS, dense
 from .swap.block_lists import block_lists
 
 BLOCK_SIZE = 128
-
-Calls = list[tuple[Any, Any]]
-"""The further arguments of each block, by position and by name."""
 
 
 class _Link(torch.autograd.Function):
@@ -48,24 +44,6 @@ class _Decode(torch.autograd.Function):
         return grad, None, None
 
 
-def _checkpoint(run: Callable[[Tensor, Calls], Any], x: Tensor, calls: Calls, bits: int | None) -> Any:
-    """``run(x, calls)`` in a checkpoint, which saves x, or its codes.
-
-    From codes the forward pass goes on with the decoded values, and so does the recomputation: both are one function,
-    and decide alike in a router, a mask or a top-k. The gradient of x is that of its decoded values.
-    """
-    if bits is None or x.dtype not in FLOATS or not torch.is_grad_enabled():
-        return checkpoint(run, x, calls, use_reentrant=False)
-    with torch.no_grad():
-        codes, scale = _ops.quantize_blockwise(dense(x), "power", True, BLOCK_SIZE, None, mark_nonfinite=True)
-    link = (_Link.apply(x),)  # in a tuple: a checkpoint saves the tensors among its arguments
-
-    def decoded(codes: Tensor, scale: Tensor, link: tuple[Tensor], calls: Calls) -> Any:
-        return run(_Decode.apply(*link, codes, scale), calls)
-
-    return checkpoint(decoded, codes, scale, link, calls, use_reentrant=False)
-
-
 def caches_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """transformers' caches of keys and values among a block's arguments."""
     module = sys.modules.get("transformers.cache_utils")
@@ -87,63 +65,53 @@ def without_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[
     return tuple(None if id(x) in caches else x for x in args), kept
 
 
-class _Group:
-    """Blocks that the last one runs in one checkpoint; the blocks before it record their arguments.
+def is_filled(cache: Any) -> bool:
+    """Whether transformers' cache has keys and values already, such as those of a learned prefix."""
+    try:
+        return bool(cache.get_seq_length())
+    except ValueError:  # has none: a cache of linear attention's states
+        return False
 
-    They return what they were given, in the structure of what a block returns: a tensor, or a tuple with one. So the
-    model must hand each block that very tensor, which is seen at every call. returned: that structure, for all groups.
-    While it is empty, a group's first block has a checkpoint of its own, and fills it.
 
-    An object and no closure, so that a copy of the model has groups of its own blocks.
+def _run(
+    block: nn.Module,
+    forward: Callable[..., Any],
+    first: str,
+    bits: int | None,
+    in_checkpoint: bool,
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """A block's forward method in a checkpoint, which saves the first argument, or its codes, and holds the others.
+
+    From codes the forward pass goes on with the decoded values, and so does the recomputation: both are one function,
+    and decide alike in a router, a mask or a top-k. The gradient of the argument is that of its decoded values.
+    first: the argument's name. With a cache that is filled already the block runs without a checkpoint: to run it again
+    would append to the cache again.
     """
+    if not torch.is_grad_enabled() or any(map(is_filled, caches_of(args, kwargs))):
+        return forward(block, *args, **kwargs)
+    args, kwargs = without_cache(args, kwargs)
+    if not in_checkpoint:
+        return forward(block, *args, **kwargs)
+    if not args and first in kwargs:
+        args = (kwargs.pop(first),)
+    x, others = args[:1], args[1:]
 
-    def __init__(self, blocks: list[nn.Module], bits: int | None, returned: list[TreeSpec]) -> None:
-        self.blocks, self.bits, self.returned = blocks, bits, returned
-        self.forwards = [_unbound(block) for block in blocks]
-        self.calls: Calls = []
-        self.given: list[Tensor] = []
-        self.start = 0
-        for index, block in enumerate(blocks):
-            block.forward = functools.partial(self.forward, index)
+    def run(*x: Any) -> Any:
+        return forward(block, *x, *others, **kwargs)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Without what a forward pass that was interrupted has left, which a copy cannot have."""
-        return self.__dict__ | {"calls": [], "given": [], "start": 0}
+    if bits is None or not x or not isinstance(x[0], Tensor) or x[0].dtype not in FLOATS:
+        return checkpoint(run, *x, use_reentrant=False)
+    with torch.no_grad():
+        codes, scale = _ops.quantize_blockwise(dense(*x), "power", True, BLOCK_SIZE, None, mark_nonfinite=True)
+    link = _Link.apply(*x)
 
-    def forward(self, index: int, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """That of the block at an index."""
-        if index == 0:
-            self.start = 0
-        self._record(index, x, args, kwargs)
-        is_first_call = index == 0 and not self.returned
-        if index < len(self.blocks) - 1 and not is_first_call:
-            return _as_returned(x, *self.returned)
-        recorded, run = [*self.calls], functools.partial(self._run, self.start)
-        self.calls.clear()
-        self.given.clear()
-        if is_first_call and len(self.blocks) > 1:
-            self.start = 1
-            out = _checkpoint(run, x, recorded, self.bits)
-            self.returned.append(_structure_of(out))
-            return out
-        return _checkpoint(run, x, recorded, self.bits)
+    def decoded(codes: Tensor, scale: Tensor) -> Any:
+        return run(_Decode.apply(link, codes, scale))
 
-    def _record(self, index: int, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if index == self.start:  # also after a forward pass that was interrupted
-            self.calls.clear()
-            self.given[:] = [x]
-        elif len(self.calls) != index - self.start or self.given[0] is not x:
-            raise RuntimeError(
-                "checkpointing='sqrt' runs several blocks in one checkpoint, and the model does something between "
-                f"blocks {index - 1} and {index} of them; checkpointing='blocks' does not mind"
-            )
-        self.calls.append(without_cache(args, kwargs))
-
-    def _run(self, first: int, x: Any, calls: Calls) -> Any:
-        """As many blocks as there are calls."""
-        for index, (args, kwargs) in enumerate(calls, first):
-            x = self.forwards[index](self.blocks[index], x if isinstance(x, Tensor) else x[0], *args, **kwargs)
-        return x
+    return checkpoint(decoded, codes, scale, use_reentrant=False)
 
 
 def _unbound(block: nn.Module) -> Callable[..., Any]:
@@ -158,55 +126,49 @@ def _call_without_block(forward: Callable[..., Any], block: nn.Module, *args: An
     return forward(*args, **kwargs)
 
 
-def _structure_of(out: Any) -> TreeSpec:
-    first = out[0] if isinstance(out, (tuple, list)) and out else out
-    if [id(x) for x in tree_leaves(out) if isinstance(x, Tensor)] != [id(first)]:
-        raise RuntimeError(
-            "checkpointing='sqrt' runs several blocks in one checkpoint, and these return more than one tensor; "
-            "checkpointing='blocks' does not mind"
-        )
-    return tree_structure(out)
-
-
-def _as_returned(x: Tensor, structure: TreeSpec) -> Any:
-    return tree_unflatten([x, *[None] * (structure.num_leaves - 1)], structure)
-
-
-def _block_lists_of(model: nn.Module, how: str) -> list[list[nn.Module]]:
-    if how not in CHECKPOINTING[1:]:
-        raise not_allowed("how", how, "'blocks', 'sqrt'")
+def _blocks_of(model: nn.Module, name: str) -> list[list[nn.Module]]:
     lists = list(block_lists(model))
     if not lists:
-        raise OptionError("checkpointing", f"{how!r} given, and the model has no list of like blocks")
+        raise OptionError(name, "'blocks' given, and the model has no list of like blocks")
     return lists
 
 
-def check_blocks(model: nn.Module, how: str) -> None:
+def check_blocks(model: nn.Module) -> None:
     """Raises OptionError unless :func:`checkpoint_blocks` can put checkpoints into the model."""
-    _block_lists_of(model, how)
+    _blocks_of(model, "checkpointing")
 
 
-def checkpoint_blocks(model: nn.Module, how: str, *, bits: int | None = None) -> None:
-    """Puts checkpoints around every block ("blocks"), or around groups of sqrt(L) of L blocks ("sqrt"), in place.
+def checkpoint_blocks(model: nn.Module, blocks: str = "blocks", *, bits: int | None = None, every: int = 1) -> None:
+    """Puts a checkpoint around each of a model's blocks, or around every second or third one, in place.
+
+    A checkpoint saves the block's first argument, and runs the block again in the backward pass. It holds the other
+    arguments, which may differ from block to block. What a block takes and returns, and which blocks the model runs,
+    is as without checkpoints.
 
     Args:
+        blocks: "blocks", all lists of like blocks.
         bits: None saves the inputs of checkpoints exactly. 8 saves them in block-wise 8-bit codes, 1.03 bytes per
             element, and each checkpoint computes with the decoded values, in both passes: the loss is that of a model
             whose blocks' inputs are rounded to 8 bits, and the gradient is the exact one of that model
             (docs/what-does-not-fit.md). A NaN or an infinity makes its block of 128 NaN. float64 stays as it is.
+        every: 2 puts checkpoints around the first block of each list, the third, the fifth and so on; 3 around every
+            third. The others save what they save without.
 
-    A block takes a tensor and returns one for the next block, or a tuple that begins with it ("sqrt": and has no other
-    tensor); its other arguments may differ from block to block.
-    Where gradients are asked for, it gets no cache of keys and values (transformers' use_cache): it would be filled
-    anew in the backward pass.
+    Where gradients are asked for, blocks get no empty cache of keys and values (transformers' use_cache): it would be
+    filled anew in the backward pass. With one that is filled, as with a learned prefix, they run without checkpoints.
+    Without gradients nothing is saved, and nothing rounded.
 
     Raises:
-        OptionError: how or bits is none of these, or the model has no list of like blocks.
+        OptionError: blocks, bits or every is none of these, or the model has no list of like blocks.
     """
+    if blocks != "blocks":
+        raise not_allowed("blocks", blocks, "'blocks', with every=2 for every other one and so on")
     if bits not in CHECKPOINT_BITS:
         raise not_allowed("bits", bits, ", ".join(map(repr, CHECKPOINT_BITS)))
-    for blocks in _block_lists_of(model, how):
-        returned: list[TreeSpec] = []
-        size = 1 if how == "blocks" else math.isqrt(len(blocks) - 1) + 1
-        for start in range(0, len(blocks), size):
-            _Group(blocks[start : start + size], bits, returned)
+    if not at_least(1).holds(every):
+        raise not_allowed("every", every, at_least(1).words)
+    for found in _blocks_of(model, "blocks"):
+        for index, block in enumerate(found):
+            first = next(iter(inspect.signature(block.forward).parameters), "")
+            # An object and no closure, so that a copy of the model runs its own blocks.
+            block.forward = functools.partial(_run, block, _unbound(block), first, bits, index % every == 0)

@@ -27,7 +27,7 @@ STATE_BITS = (32, 8, (8, 4))
 MASTER_WEIGHTS = (None, "fp32", "bf16+16", "bf16+8")
 ACTIVATION_BITS = (None, 1, 2, 3, 4)
 SAVED_BITS = (None, "exact", 8)
-CHECKPOINTING = (None, "blocks", "sqrt")
+CHECKPOINTING = (None, "blocks")
 CHECKPOINT_BITS = (None, 8)
 ROUNDINGS = ("nearest", "stochastic")
 LR_RULES = ("none", "linear", "sqrt")
@@ -130,9 +130,9 @@ class Techniques:
     activation_bits: 1 to 4 bits per element that activation functions save; None, torch's activations.
     linear_share: the share of the tokens from which linear layers compute their weights' gradients; None, all tokens
         (:class:`memkern.nn.RandomizedLinear`).
-    checkpointing: "blocks" saves the input of every block, "sqrt" that of every sqrt(L)-th of L blocks; the backward
-        pass recomputes what is between. None, without. checkpoint_bits: 8 saves these inputs in codes, with which the
-        forward pass goes on, too; None, exactly.
+    checkpointing: "blocks" saves the input of every block alone, and the backward pass runs the block again. None,
+        without. checkpoint_every: 2 does so with every other block, and so on. checkpoint_bits: 8 saves these inputs in
+        codes, with which the forward pass goes on, too; None, exactly.
     step_in_backward: each parameter is updated when its gradient is there, which is then freed; with one micro-batch
         only, and without clipping by the norm of all gradients.
     loss_chunk: classes whose logits are in memory at a time (:class:`memkern.nn.LinearCrossEntropy`); None, all.
@@ -172,9 +172,10 @@ class Techniques:
     )
     checkpointing: str | None = option(
         None,
-        "save the inputs of blocks, or of every sqrt(L)-th of L blocks, and recompute the rest in the backward pass",
+        "save the inputs of blocks alone, and run the blocks again in the backward pass",
         CHECKPOINTING,
     )
+    checkpoint_every: int = option(1, "with --checkpointing, 2 for every other block, and so on", at_least(1))
     checkpoint_bits: int | None = option(
         None, "bits per element of what --checkpointing saves; None, exactly", CHECKPOINT_BITS
     )
@@ -199,10 +200,10 @@ class Techniques:
         if isinstance(self.state_bits, list):  # as JSON has it
             object.__setattr__(self, "state_bits", tuple(self.state_bits))
         check_fields(self)
-        if self.checkpoint_bits is not None and self.checkpointing is None:
-            raise not_allowed(
-                "checkpoint_bits", self.checkpoint_bits, "None without checkpointing, whose inputs it is for"
-            )
+        if self.checkpointing is None:
+            for name, plain in (("checkpoint_bits", None), ("checkpoint_every", 1)):
+                if (given := getattr(self, name)) != plain:
+                    raise not_allowed(name, given, f"{plain} without checkpointing, which it is for")
         self._check_precision()
         self._check_optimizer()
         self._check_gradients()
@@ -248,8 +249,6 @@ class Techniques:
         with_it = f"with weights_on_host={self.weights_on_host!r}"
         if self.offload:
             raise not_allowed("offload", True, f"False {with_it}: states and steps are on the host already")
-        if self.checkpointing == "sqrt":
-            raise not_allowed("checkpointing", "sqrt", f"None and 'blocks' {with_it}, which brings a block at a time")
         if self.autocast is not None:
             why = "autocast would keep copies of all weights on the device for the backward pass"
             raise not_allowed("precision", self.precision, f"'fp32' and 'bf16' {with_it}: {why}")
@@ -321,7 +320,8 @@ class Techniques:
             yield f"linear gradients from {100 * self.linear_share:g} % of the tokens"
         if self.checkpointing:
             codes = " in 8 bits" if self.checkpoint_bits else ""
-            yield f"checkpoint every {'block' if self.checkpointing == 'blocks' else 'sqrt(L) blocks'}{codes}"
+            which = "every block" if self.checkpoint_every == 1 else f"one of {self.checkpoint_every} blocks"
+            yield f"checkpoint {which}{codes}"
         if self.step_in_backward:
             yield "step in backward"
         if self.loss_chunk:

@@ -63,7 +63,7 @@ def gpt2(sizes: Sizes, dtype: torch.dtype, device: str) -> Any:
 
 def ours(model: Any) -> Callable[[Tensor], Tensor]:
     memkern.compress(model, 3)
-    memkern.checkpoint_blocks(model, "blocks")
+    memkern.checkpoint_blocks(model)
     loss_fn = memkern.nn.LinearCrossEntropy.from_linear(model.get_output_embeddings(), chunk_size=4096)
     options: dict[str, Any] = {"state_bits": 8, "master_weights": "bf16+8"}
     optimizer = memkern.optim.StepInBackward(memkern.optim.AdamW, model.parameters(), lr=1e-4, **options)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checkpointing import caches_of, without_cache
+from ..checkpointing import caches_of, is_filled, without_cache
 from ..options import OptionError, Techniques, not_allowed
 from ..swap.block_lists import block_lists
 from .compiling import _options_of_inductor
@@ -77,7 +77,7 @@ def _without_empty_cache(forward: Callable[..., Any], compiler: Callable[[Callab
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
         if caches := caches_of(args, kwargs):
-            if not torch.is_grad_enabled() or any(cache.get_seq_length() for cache in caches):
+            if not torch.is_grad_enabled() or any(map(is_filled, caches)):
                 return forward(*args, **kwargs)
             args, kwargs = without_cache(args, kwargs)
         return compiled(*args, **kwargs)

@@ -24,13 +24,14 @@ CODED_CHECKPOINTS: dict[str, Any] = {"checkpointing": "blocks", "checkpoint_bits
 SAVING: tuple[dict[str, Any], ...] = (
     {},
     {"activation_bits": 3},
+    {"activation_bits": 3, "checkpointing": "blocks", "checkpoint_every": 2},
     {"activation_bits": 3, "checkpointing": "blocks"},
     {"activation_bits": 3, **CODED_CHECKPOINTS},
 )
 """Candidates for what is saved for the backward pass. The last needs the least memory on the device."""
 PLACES: tuple[dict[str, Any], ...] = ({}, {"offload": True}, {"weights_on_host": "layers"})
 """Candidates for where the optimizer's states, and with the last the weights, are."""
-NO_SAVING: dict[str, Any] = {"checkpointing": None, "checkpoint_bits": None, "saved_bits": None}
+NO_SAVING: dict[str, Any] = {"checkpointing": None, "checkpoint_bits": None, "checkpoint_every": 1, "saved_bits": None}
 WAYS: dict[str, dict[str, Any]] = {
     "checkpoints": {"checkpointing": "blocks"},
     "checkpoints in codes": CODED_CHECKPOINTS,

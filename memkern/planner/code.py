@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ..options import Techniques
 
-CHECKPOINTS = ("checkpointing", "checkpoint_bits")
+CHECKPOINTS = ("checkpointing", "checkpoint_bits", "checkpoint_every")
 
 
 def training_loop(
@@ -73,8 +73,9 @@ def _model_lines(t: Techniques) -> Iterator[str]:
     if bits or share is not None:
         yield f"memkern.compress(model, {', '.join(options)})"
     if t.checkpointing:
-        coded = f", bits={t.checkpoint_bits}" if t.checkpoint_bits else ""
-        yield f'memkern.checkpoint_blocks(model, "{t.checkpointing}"{coded})'
+        own = f", bits={t.checkpoint_bits}" if t.checkpoint_bits else ""
+        own += f", every={t.checkpoint_every}" if t.checkpoint_every > 1 else ""
+        yield f"memkern.checkpoint_blocks(model{own})"
     yield from _loss_chunk_lines(t)
 
 

@@ -46,8 +46,7 @@ def traces(source: Source, techniques: Techniques, device: str) -> tuple[list[Tr
     """Traces for :func:`memkern.planner.trace.peaks`: for a model with like blocks two, with few of them."""
     if techniques.loss_chunk and not source.is_language_model:
         raise not_allowed("loss_chunk", techniques.loss_chunk, "None for a model that is no language model")
-    # Groups of sqrt(L) blocks are not alike: the last is smaller.
-    if isinstance(source, Configured) and techniques.checkpointing != "sqrt":
+    if isinstance(source, Configured):
         with contextlib.suppress(Exception):  # the model's own, where other sizes depend on the number of blocks
             found = _of_few(source, techniques, device) or _of_kinds(source, techniques, device)
             if found is not None:
@@ -56,21 +55,25 @@ def traces(source: Source, techniques: Techniques, device: str) -> tuple[list[Tr
 
 
 def _of_few(source: Configured, techniques: Techniques, device: str) -> tuple[list[Trace], int] | None:
-    """Traces of two models with few blocks, the second with one more, where all blocks are alike."""
-    depth = source.depth
-    if depth is None or depth <= FEW + 1:
+    """Traces of two models with few blocks, the second with one more, where all blocks are alike.
+
+    Where one of several has a checkpoint, several blocks are what one is here.
+    """
+    depth, each = source.depth, techniques.checkpoint_every
+    if depth is None or depth <= each * (FEW + 1):
         return None
-    many = trace(source.with_depth(FEW + 1), techniques, device)
-    if (fewer := without_block(many, FEW - 2)) is not None:
-        return [fewer, many], depth - FEW
-    fewer = trace(source.with_depth(FEW), techniques, device)
-    return None if aligned(fewer, many) is None else ([fewer, many], depth - FEW)
+    few = each * FEW + depth % each
+    many = trace(source.with_depth(few + each), techniques, device)
+    if each == 1 and (fewer := without_block(many, few - 2)) is not None:
+        return [fewer, many], depth - few
+    fewer = trace(source.with_depth(few), techniques, device)
+    return None if aligned(fewer, many) is None else ([fewer, many], (depth - few) // each)
 
 
 def _of_kinds(source: Configured, techniques: Techniques, device: str) -> tuple[list[Trace], int] | None:
     """The same where blocks are of several kinds that run the same operators, such as with another mask."""
     kinds = source.kinds
-    if len(kinds) <= len(set(kinds)) + 2:
+    if techniques.checkpoint_every > 1 or len(kinds) <= len(set(kinds)) + 2:
         return None
     found = [trace(source.with_kinds([kinds[0], *sorted(set(kinds)), kinds[-1]]), techniques, device)]
     while len(found[0].blocks) > FEW:

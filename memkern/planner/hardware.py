@@ -51,10 +51,10 @@ def rate_of(hardware: Hardware, techniques: Techniques) -> float:
 
 
 def passes_of(techniques: Techniques) -> float:
-    """Forward pass, gradients of activations and of weights; with checkpoints the forward pass twice."""
+    """Forward pass, gradients of activations and of weights; blocks with a checkpoint run forward twice."""
     passes = 3.0
     if techniques.checkpointing:
-        passes += 1
+        passes += 1 / techniques.checkpoint_every
     if techniques.linear_share is not None:
         passes -= 1 - techniques.linear_share
     return passes

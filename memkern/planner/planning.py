@@ -23,7 +23,7 @@ from .smaller import Asked, would_fit
 ALONE: dict[str, dict[str, Any]] = {
     "as it is": {},
     "checkpoint every block": {"checkpointing": "blocks"},
-    "checkpoint every sqrt(L) blocks": {"checkpointing": "sqrt"},
+    "checkpoint every other block": {"checkpointing": "blocks", "checkpoint_every": 2},
     "bf16 autocast": {"precision": "bf16-mixed"},
     "8-bit states": {"state_bits": 8},
     "3-bit activations": {"activation_bits": 3},
@@ -45,7 +45,7 @@ COMPILED: dict[str, dict[str, Any]] = {
 """Rows beside these where ``compile`` is given: each takes seconds of the compiler."""
 UNSHARDED: dict[str, Any] = {
     "step_in_backward": False, "offload": False, "loss_chunk": None, "saved_bits": None,
-    "checkpoint_bits": None, "weights_on_host": None, "compile": False, "memory_budget": None,
+    "checkpoint_bits": None, "checkpoint_every": 1, "weights_on_host": None, "compile": False, "memory_budget": None,
 }  # fmt: skip
 """Techniques that are not counted with shards: with several devices they stay as they are here."""
 ON_CPU_TENSORS = "cuda, on fake CPU tensors"
@@ -220,6 +220,9 @@ def _check_given(given: Mapping[str, Any]) -> None:
     # Checks the values. What others of them need is the planner's choice if it is not given.
     needed: dict[str, Any] = {"precision": "bf16"} if given.get("master_weights") else {}
     needed |= {"compile": True} if given.get("saved_bits") and "compile" not in given else {}
+    needed |= (
+        {"checkpointing": "blocks"} if given.get("checkpoint_bits") or given.get("checkpoint_every", 1) != 1 else {}
+    )
     Techniques(**needed | dict(given))
 
 
@@ -228,8 +231,6 @@ def _sharded(given: Mapping[str, Any], by: str) -> dict[str, Any]:
     for name, plain in UNSHARDED.items():
         if given.get(name, plain) != plain:
             raise not_allowed(name, given[name], f"{plain!r} with {by} above 1")
-    if given.get("checkpointing") == "sqrt":  # one block calls the forward methods of others, past their hooks
-        raise not_allowed("checkpointing", "sqrt", f"'blocks' with {by} above 1")
     if given.get("optimizer") == "muon":
         raise not_allowed("optimizer", "muon", f"one whose step needs no other device's shards, with {by} above 1")
     if by == "tensor_parallel" and given.get("linear_share") is not None:
@@ -275,7 +276,7 @@ def _alone(predictor: Predictor, rows: dict[str, dict[str, Any]]) -> tuple[dict[
             continue
         if {"offload", "weights_on_host"} & changes.keys() and predictor.device == "cpu":
             continue
-        is_counted = not UNSHARDED.keys() & changes.keys() and changes.get("checkpointing") != "sqrt"
+        is_counted = not UNSHARDED.keys() & changes.keys()
         is_parallel = getattr(predictor.source, "tensor_parallel", 1) > 1
         if (predictor.devices > 1 or is_parallel) and not is_counted:
             continue

@@ -176,7 +176,7 @@ class Predictor:
         """False where few blocks need more than ``memory``, or fewer sequences where those of plain training do."""
         least = techniques.replace(micro_batch=min(techniques.micro_batch, self.least_batch))
         nothing: dict[str, Any] = dict.fromkeys(SAVING_LESS)
-        plain = least.replace(**nothing)
+        plain = least.replace(**nothing, checkpoint_every=1)
         return self.predict(plain).peak <= memory or least == techniques or self.predict(least).peak <= memory
 
     def _streams(self, techniques: Techniques) -> bool:

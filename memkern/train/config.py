@@ -286,6 +286,7 @@ class TrainConfig:
             optimizer=torchs if torchs in OPTIMIZERS else techniques.optimizer,
             checkpointing=techniques.checkpointing,
             checkpoint_bits=techniques.checkpoint_bits,
+            checkpoint_every=techniques.checkpoint_every,
             loss_chunk=techniques.loss_chunk,
             micro_batch=techniques.micro_batch,
             accumulation=techniques.accumulation,

@@ -129,8 +129,6 @@ def data_parallel(objective: Objective, config: TrainConfig, group: Processes, d
         return nn.parallel.DistributedDataParallel(
             objective, device_ids=[device] if device.type == "cuda" else None, gradient_as_bucket_view=True
         )
-    if config.techniques.checkpointing == "sqrt":
-        raise OptionError("checkpointing", "'sqrt' given with --parallel fsdp, which shards by block; allowed: blocks")
     from .sharding import shard
 
     shard(objective, group.world, device)

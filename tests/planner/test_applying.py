@@ -23,7 +23,7 @@ def kinds(of: nn.Module) -> list[str]:
 
 def test_a_model_has_what_compress_and_checkpoint_blocks_make() -> None:
     applied, by_hand = model(), model()
-    memkern.apply(applied, Techniques(activation_bits=2, linear_share=0.5, checkpointing="sqrt"))
+    memkern.apply(applied, Techniques(activation_bits=2, linear_share=0.5, checkpointing="blocks", checkpoint_every=2))
     memkern.compress(by_hand, 2, linear=0.5)
     assert kinds(applied) == kinds(by_hand) != kinds(model())
     assert (applied[0][0][0].share, applied[0][0][1].bits) == (0.5, 2)
@@ -34,16 +34,16 @@ def test_a_model_has_what_compress_and_checkpoint_blocks_make() -> None:
 SMALL = {"GPT-2": {"n_embd": 64, "n_head": 2}, "Llama": {"hidden_size": 64}}
 
 
-@pytest.mark.parametrize("how", ["blocks", "sqrt"])
+@pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("name", SMALL)
-def test_a_checkpointed_block_fills_no_cache(name: str, how: str) -> None:
+def test_a_checkpointed_block_fills_no_cache(name: str, every: int) -> None:
     """transformers' use_cache is on by default: a cache would live through the backward pass and be filled twice."""
     pytest.importorskip("transformers")
     ids = torch.randint(zoo.VOCABULARY, (2, 32))
     peaks, gradients, filled = [], [], []
     for use_cache in (False, True):
         gpt = zoo.build(name, 32, **SMALL[name])
-        memkern.checkpoint_blocks(gpt, how)
+        memkern.checkpoint_blocks(gpt, every=every)
         live = LiveBytes([*gpt.parameters()])
         with live:
             output = gpt.base_model(ids, use_cache=use_cache)
@@ -56,6 +56,29 @@ def test_a_checkpointed_block_fills_no_cache(name: str, how: str) -> None:
     assert all(map(torch.equal, *gradients))
     assert peaks[0] == peaks[1]
     assert filled == [None, 32]
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("name", SMALL)
+def test_a_filled_cache_is_used(name: str, every: int) -> None:
+    """That of a learned prefix (prefix tuning), whose gradient is as without checkpoints."""
+    transformers = pytest.importorskip("transformers")
+    ids = torch.randint(zoo.VOCABULARY, (2, 8))
+    found = []
+    for checkpointed in (False, True):
+        gpt = zoo.build(name, 32, **SMALL[name])
+        if checkpointed:
+            memkern.checkpoint_blocks(gpt, every=every)
+        cache, prefix = transformers.DynamicCache(), []
+        for layer in range(zoo.LAYERS):
+            heads = getattr(gpt.config, "num_key_value_heads", 2)
+            size = (2, heads, 3, 64 // gpt.config.num_attention_heads)
+            prefix.append(torch.randn(size, generator=torch.Generator().manual_seed(layer)).requires_grad_())
+            cache.update(prefix[-1], prefix[-1], layer)
+        out = gpt(ids, past_key_values=cache).logits
+        out.square().mean().backward()
+        found.append([out, *(x.grad for x in prefix), *(p.grad for p in gpt.parameters())])
+    assert all(map(torch.equal, *found))
 
 
 def test_plain_techniques_change_nothing() -> None:
@@ -115,34 +138,8 @@ def test_what_cannot_be_applied_changes_nothing() -> None:
         (
             lambda: memkern.checkpoint_blocks(model(), "all"),
             ValueError,
-            "how: 'all' given; allowed: 'blocks', 'sqrt'",
+            "blocks: 'all' given; allowed: 'blocks'",
         ),
     ):
         with pytest.raises(error, match=message):
             call()
-
-
-class Adds(nn.Module):
-    """Changes what a block gives before the next one gets it."""
-
-    def __init__(self, between: bool) -> None:
-        super().__init__()
-        self.blocks, self.between = model()[0], between
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x) + 1 if self.between else block(x)
-        return x
-
-
-def test_groups_of_blocks_need_nothing_between_them() -> None:
-    x = torch.randn(2, 8)
-    plain = Adds(False)
-    expected = plain(x)
-    memkern.checkpoint_blocks(plain, "sqrt")
-    plain.blocks[0](x)  # a forward pass that is interrupted here leaves nothing behind
-    assert torch.equal(plain(x), expected)
-    other = Adds(True)
-    memkern.checkpoint_blocks(other, "sqrt")
-    with pytest.raises(RuntimeError, match=r"does something between blocks 0 and 1.*'blocks' does not mind"):
-        other(x)

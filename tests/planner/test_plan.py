@@ -106,7 +106,7 @@ def test_a_model_is_left_as_it_is() -> None:
     "changes",
     first_full(
         [
-            {"activation_bits": 3, "checkpointing": "sqrt"},
+            {"activation_bits": 3, "checkpointing": "blocks", "checkpoint_every": 2},
             {"step_in_backward": True, "loss_chunk": 512, "linear_share": 0.5},
             {"offload": True, "precision": "bf16", "master_weights": "bf16+8", "state_bits": 8},
             {"precision": "fp16-mixed", "accumulation": 2, "optimizer": "torch-adamw"},

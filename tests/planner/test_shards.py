@@ -75,7 +75,7 @@ def test_gradients_of_blocks_are_reduced_when_the_block_ends() -> None:
     ("techniques", "name"),
     [
         ({"loss_chunk": 8}, "loss_chunk"),
-        ({"checkpointing": "sqrt"}, "checkpointing"),
+        ({"checkpointing": "blocks", "checkpoint_every": 2}, "checkpoint_every"),
         ({"optimizer": "muon"}, "optimizer"),
     ],
 )

@@ -26,7 +26,7 @@ from tests.support.planned_models import WIDTH, Block, Stack, predictor_of
         {"activation_bits": 3},
         {"checkpointing": "blocks"},
         {"checkpointing": "blocks", "checkpoint_bits": 8},
-        {"checkpointing": "sqrt"},
+        {"checkpointing": "blocks", "checkpoint_every": 2},
         {"precision": "bf16"},
         {"linear_share": 0.2},
     ],

@@ -18,7 +18,6 @@ from memkern.train.config import TrainConfig
     [
         ({"weights_on_host": "model"}, "weights_on_host: 'model' given; allowed: None, 'layers'"),
         ({"offload": True}, "offload: True given; allowed: False with weights_on_host='layers'"),
-        ({"checkpointing": "sqrt"}, "checkpointing: 'sqrt' given; allowed: None and 'blocks' with weights_on_host"),
         ({"precision": "bf16-mixed"}, "precision: 'bf16-mixed' given; allowed: 'fp32' and 'bf16' with"),
         ({"precision": "fp16-mixed"}, "precision: 'fp16-mixed' given"),
     ],

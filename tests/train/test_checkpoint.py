@@ -58,13 +58,19 @@ def test_a_resumed_run_repeats_every_bit(
     assert straight.history.peak_bytes == resumed.history.peak_bytes
 
 
-@pytest.mark.parametrize("checkpointing", [None, "blocks", "sqrt"])
-def test_a_compressed_run_resumes_bit_for_bit(corpus: Corpus, tmp_path: Path, checkpointing: str | None) -> None:
-    config = SMALL.replace(activation_bits=3, linear_share=0.25, checkpointing=checkpointing)
+@pytest.mark.parametrize("every", [None, 1, 2])
+@pytest.mark.parametrize("bits", [None, 8])
+def test_a_compressed_run_resumes_bit_for_bit(
+    corpus: Corpus, tmp_path: Path, every: int | None, bits: int | None
+) -> None:
+    config = SMALL.replace(activation_bits=3, linear_share=0.25)
+    if every is not None:
+        config = config.replace(checkpointing="blocks", checkpoint_every=every, checkpoint_bits=bits)
     straight, resumed = straight_and_resumed(config, corpus, tmp_path)
     assert_same_run(straight, resumed)
     assert straight.history.saved_bytes == resumed.history.saved_bytes
-    assert_same_run(straight, trained(corpus, activation_bits=3, linear_share=0.25))
+    if bits is None:
+        assert_same_run(straight, trained(corpus, activation_bits=3, linear_share=0.25))
 
 
 def test_sums_with_stochastic_rounding_resume_bit_for_bit(corpus: Corpus, tmp_path: Path) -> None:

@@ -327,7 +327,7 @@ BAD = [
     (["--epochs", "2"], "--epochs", "given with --steps", "one of the two"),
     (["--warmup-epochs", "9"], "--warmup-epochs", "9 given", "fewer than the 4 steps"),
     (["--dropout", "1"], "--dropout", "1.0 given", "below 1"),
-    (["--checkpointing", "some"], "--checkpointing", "'some'", "sqrt"),
+    (["--checkpointing", "some"], "--checkpointing", "'some'", "blocks"),
     (["--master-weights", "bf16+8"], "--master-weights", "'bf16+8' given", "precision is 'bf16'"),
     (
         ["--master-weights", "fp32", "--precision", "bf16", "--optimizer", "torch-adamw"],

@@ -40,7 +40,7 @@ RUNS: dict[str, tuple[dict[str, Any], float]] = {
     "8 bits": ({"saved_bits": 8}, 1e-4),
     "few bits": ({"activation_bits": 3}, 1e-4),
     "checkpoints": ({"checkpointing": "blocks", "saved_bits": 8}, 1e-4),
-    "checkpoints in codes": ({"checkpointing": "sqrt", "checkpoint_bits": 8}, 1e-4),
+    "checkpoints in codes": ({"checkpointing": "blocks", "checkpoint_every": 2, "checkpoint_bits": 8}, 1e-4),
     "autocast": ({"precision": "bf16-mixed", "saved_bits": 8, "accumulation": 2}, 1e-3),
     "fp16": ({"precision": "fp16-mixed"}, 1e-4),
     "bf16": ({"precision": "bf16", "accumulation": 2, "gradient_rounding": "stochastic"}, 1e-3),

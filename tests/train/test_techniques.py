@@ -115,7 +115,8 @@ def test_options_that_are_given_stay(corpus: Corpus) -> None:
     given = {
         "optimizer": "lion",
         "state_bits": 8,
-        "checkpointing": "sqrt",
+        "checkpointing": "blocks",
+        "checkpoint_every": 2,
         "precision": "bf16",
         "accumulation": 2,
         "clip": 1.0,

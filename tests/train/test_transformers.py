@@ -109,20 +109,14 @@ def test_accumulation_weighs_tokens_alike(small: TrainConfig, source: Source, sh
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("mode", ["blocks", "sqrt"])
-def test_checkpointing_changes_bytes_and_no_bit(small: TrainConfig, source: Source, mode: str) -> None:
+@pytest.mark.parametrize(("every", "limit"), [(1, 0.5), (2, 0.75)])
+def test_checkpointing_changes_bytes_and_no_bit(small: TrainConfig, source: Source, every: int, limit: float) -> None:
     options = {"micro_batch": 8, "dropout": 0.1}
-    kept, again = (trained(small, source, checkpointing=each, **options) for each in (None, mode))
+    checkpoints = {"checkpointing": "blocks", "checkpoint_every": every}
+    kept, again = (trained(small, source, **each, **options) for each in ({}, checkpoints))
     assert_same_run(kept, again)
-    limit = {"blocks": 0.5, "sqrt": 0.45}[mode]
     assert again.result().saved_bytes < limit * kept.result().saved_bytes
     assert again.result().peak_bytes < kept.result().peak_bytes
-
-
-def test_segments_save_sqrt_of_the_inputs(small: TrainConfig, source: Source) -> None:
-    hidden = 4 * 32 * 32 * 4  # bytes of a block's input
-    every, sqrt = (trained(small, source, checkpointing=mode).result().saved_bytes for mode in ("blocks", "sqrt"))
-    assert every - sqrt == 3 * hidden  # 5 blocks in segments of 3 and 2
 
 
 def test_half_precision_is_built_without_an_fp32_copy(small: TrainConfig, source: Source) -> None:
@@ -212,7 +206,7 @@ def test_a_tokenizer_is_trained_on_the_text(small: TrainConfig, text: Path, tmp_
 def test_what_is_exported_is_loaded_and_has_the_same_loss(small: TrainConfig, tmp_path: Path) -> None:
     from memkern.train import huggingface
 
-    config = small.replace(bytes=False, activation_bits=3, checkpointing="sqrt")
+    config = small.replace(bytes=False, activation_bits=3, checkpointing="blocks", checkpoint_every=2)
     source = load(config)
     trainer = trained(config, source)
     huggingface.export(trainer.model, trainer.weights(), source.tokenizer, tmp_path / "model")

@@ -1,0 +1,126 @@
+"""Lists of blocks in all forms, and what takes them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memkern
+from memkern import Techniques
+from memkern.memory import saved_bytes
+from memkern.swap.block_lists import block_lists
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.act = nn.Linear(64, 64), nn.GELU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.act(self.linear(x))
+
+
+class Net(nn.Module):
+    """layers: modules, Nones and lists of modules, which run in their order."""
+
+    def __init__(self, *layers: Any) -> None:
+        super().__init__()
+        self.mixers = nn.ModuleList([None] * 3)  # type: ignore[list-item]
+        self.layers = nn.ModuleList(layers)
+        self.norms = nn.ModuleList([nn.LayerNorm(64), None])  # type: ignore[list-item]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            for block in layer if isinstance(layer, nn.ModuleList) else [layer]:
+                x = x if block is None else block(x)
+        return self.norms[0](x)
+
+
+def plain() -> Net:
+    return Net(Block(), Block(), Block(), Block())
+
+
+def with_none() -> Net:
+    return Net(Block(), None, Block(), None, Block(), Block())
+
+
+def none_first() -> Net:
+    return Net(None, *(Block() for _ in range(4)))
+
+
+def shared() -> Net:
+    """Layers that share their weights."""
+    first, second = Block(), Block()
+    return Net(first, second, first, second)
+
+
+def pairs() -> Net:
+    """Lists of lists, as of x-transformers and vit-pytorch: those inside are lists of blocks."""
+    return Net(*(nn.ModuleList([Block(), None, Block()]) for _ in range(2)))
+
+
+MODELS = (plain, with_none, none_first, shared, pairs)
+X = torch.randn(4, 64, generator=torch.Generator().manual_seed(1))
+
+
+def gradients(made: Callable[[], Net], take: Callable[[nn.Module], Any] | None = None) -> list[Tensor]:
+    torch.manual_seed(0)
+    model, x = made(), X.clone().requires_grad_()
+    if take is not None:
+        take(model)
+    out = model(x)
+    out.square().mean().backward()
+    return [out.detach(), *(p.grad for p in (x, *model.parameters()) if p.grad is not None)]
+
+
+@pytest.mark.parametrize(
+    ("made", "counts"), [(plain, [4]), (with_none, [4]), (none_first, [4]), (shared, [2]), (pairs, [2, 2])]
+)
+def test_blocks_are_modules_that_are_called_and_each_is_there_once(made: Callable[[], Net], counts: list[int]) -> None:
+    model = made()
+    found = list(block_lists(model))
+    assert [len(blocks) for blocks in found] == counts
+    assert {block for blocks in found for block in blocks} == {m for m in model.modules() if isinstance(m, Block)}
+
+
+@pytest.mark.parametrize(
+    "take",
+    [
+        memkern.checkpoint_blocks,
+        lambda m: memkern.checkpoint_blocks(m, every=2),
+        lambda m: memkern.apply(m, Techniques(checkpointing="blocks")),
+        lambda m: memkern.compress(m, None),
+        lambda m: memkern.compress(m, None, saved_bits="exact"),
+    ],
+)
+@pytest.mark.parametrize("made", MODELS)
+def test_who_takes_lists_of_blocks_takes_these(made: Callable[[], Net], take: Callable[[nn.Module], Any]) -> None:
+    for found, expected in zip(gradients(made, take), gradients(made), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("made", MODELS)
+def test_checkpoints_of_all_forms_save_the_inputs_alone(made: Callable[[], Net]) -> None:
+    model = made()
+    memkern.checkpoint_blocks(model)
+    calls = sum(
+        isinstance(b, Block) for each in model.layers for b in (each if isinstance(each, nn.ModuleList) else [each])
+    )
+    assert saved_bytes(lambda: model(X.clone().requires_grad_())) < (calls + 2) * X.nbytes
+
+
+@pytest.mark.parametrize("options", [{}, {"devices": 2}], ids=str)
+@pytest.mark.parametrize("made", MODELS[1:])
+def test_plans_of_all_forms(made: Callable[[], Net], options: Any) -> None:
+    plan = memkern.plan(made(), memory="4GiB", inputs=X, device="cpu", **options)
+    assert "checkpoint every block" in plan.alone
+    assert plan.recommended is not None
+
+
+def test_a_model_with_lists_of_lists_of_unlike_modules_has_none() -> None:
+    """No checkpoint would be called: its blocks are lists."""
+    model = Net(*(nn.ModuleList([nn.LayerNorm(64), Block()]) for _ in range(3)))
+    with pytest.raises(memkern.OptionError, match="the model has no list of like blocks"):
+        memkern.checkpoint_blocks(model)
