@@ -228,9 +228,9 @@ def train(trainers: Sequence[Trainer], save_to: Path | None) -> tuple[Phases, st
         save = Saver(save_to, interrupted) if save_to else None
 
         def on_step(trainer: Trainer) -> None:
-            show(trainer)
-            if save:
+            if save:  # before anything is shown
                 save(trainer)
+            show(trainer)
 
         try:
             run(trainers, on_step)
