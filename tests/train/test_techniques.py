@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from memkern import OptionError, memory, optim
+from memkern.options import OPTIMIZERS
 from memkern.train import Corpus, TrainConfig, Trainer, run
 from memkern.train.build import Source
 from memkern.train.fit import fit, given_techniques
@@ -53,6 +55,32 @@ def test_the_loss_in_chunks_follows_and_saves_no_logits(corpus: Corpus) -> None:
     assert chunked.history.train_loss == pytest.approx(whole.history.train_loss, rel=1e-4)
     logits = 4 * 32 * 256 * 4
     assert whole.result().saved_bytes - chunked.result().saved_bytes > 0.9 * logits
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-mixed"])
+@pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name.startswith("torch-")])
+def test_torchs_optimizers_step_as_torchs_loops_over_tensors(corpus: Corpus, optimizer: str, precision: str) -> None:
+    def after_steps(**options: bool) -> Tensor:
+        trainer = Trainer(SMALL.replace(optimizer=optimizer, state_bits=32, precision=precision), corpus)
+        for group in trainer.optimizer.param_groups:
+            group |= options
+        for _ in range(4):
+            trainer.step()
+        state = [x for own in trainer.optimizer.state.values() for x in own.values() if x is not None]
+        return torch.cat([x.double().flatten() for x in (*state, *weights(trainer))])
+
+    found, expected = after_steps(), after_steps(fused=False, foreach=False)
+    assert (found - expected).norm() <= (1e-4 if precision == "fp32" else 1e-2) * expected.norm()
+
+
+@pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name.startswith("torch-")])
+def test_torchs_optimizers_step_weights_on_the_host(corpus: Corpus, optimizer: str) -> None:
+    options: dict[str, Any] = {"optimizer": optimizer, "state_bits": 32, "precision": "bf16"}
+    try:
+        on_host = trained(corpus, **options, weights_on_host="layers")
+        assert on_host.history.train_loss == pytest.approx(trained(corpus, **options).history.train_loss, rel=1e-2)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.full
