@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from .._version import __version__
 from ..options import SAVED_BITS
 from . import budget as budgets
-from . import codecs, few_bit, norms
+from . import codecs, few_bit, norms, written
 from .attention import FORWARD
 from .budget import Choice, size_of, storages
 from .codable import Rules, codec_of, is_candidate, mark, share_normalized
@@ -78,6 +78,7 @@ class Partitioner(CustomPartitionerFn):
             gm.graph = partitioners.fx_graph_cse(gm.graph)
         if self.bits == 8:
             share_normalized(gm.graph, operations)
+        written.read_copies(gm.graph, kwargs["num_fwd_outputs"])
         gradients = Gradients(gm.graph, operations)
         is_coded = self.bits == 8 and bool(gradients.nodes)
         if is_coded:
@@ -87,6 +88,7 @@ class Partitioner(CustomPartitionerFn):
         choice = Choice(self.memory_budget, is_coded)
         with choice.instead():
             fw, bw = partitioners.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        written.leave_out(fw)
         if self.activations is not None:
             _Saved(fw, bw, kwargs["num_fwd_outputs"], operations).derive(self.activations)
         saved = _Saved(fw, bw, kwargs["num_fwd_outputs"], operations)
