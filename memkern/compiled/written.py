@@ -53,7 +53,7 @@ def read_copies(graph: fx.Graph, returned: int) -> None:
     for x, copy in copies.items():
         copy.meta |= {_COPY: True, "recompute": CheckpointPolicy.MUST_SAVE}
         x.replace_all_uses_with(copy, delete_user_cb=lambda user: user not in {*writing, output, *copies.values()})
-    given = output.args[0]
+    given: Any = output.args[0]
     of_backward = tree_map_only(fx.Node, lambda x: copies.get(x, x), given[returned:])
     output.args = ((*given[:returned], *of_backward),)
 
