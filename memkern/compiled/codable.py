@@ -45,6 +45,7 @@ _BY_SIDES = {"hardswish", "hardsigmoid", "hardtanh"}
 _COMPARISONS = {aten.le, aten.gt, aten.lt, aten.ge, aten.eq, aten.ne}
 _COPIES = CASTS | VIEWS - {operator.getitem, aten.expand, prims.broadcast_in_dim}
 """What has the codec of what it is of: casts, copies, views; not larger copies, as of the keys of several heads."""
+_SPLITS = {aten.split, aten.split_with_sizes, aten.unbind}
 _SAVED_ARGUMENTS = {"output": "out"}  # by the attribute's name, that of the backward pass where it is another
 
 
@@ -64,9 +65,16 @@ def _before(node: Any, copies: Collection[Any]) -> Any:
     return node
 
 
+def _made(node: fx.Node) -> fx.Node:
+    """The node whose operation made a value, before copies and views, of which a split gives several."""
+    while packet(base := _before(node, _COPIES)) is operator.getitem and packet(base.args[0]) in _SPLITS:
+        node = base.args[0].all_input_nodes[0]  # type: ignore[union-attr]
+    return base
+
+
 def codec_of(operations: Operations, node: fx.Node) -> str | None:
     """The name of the codec of a value, by what made it."""
-    base = _before(node, _COPIES)
+    base = _made(node)
     if NOT_CODED in base.meta:
         return None
     of = operations.of(base)
@@ -119,7 +127,7 @@ class Rules:
 
         counts: of which users it is asked; None for all.
         """
-        x, seq = value(first), self.operations.of(_before(first, _COPIES)).seq
+        x, norms = value(first), self._norms_of(_made(first))
         waiting, own = list(nodes), set(nodes)  # own: the value itself, as a view, in another dtype, negative
         seen = set(nodes)
         while waiting:
@@ -131,7 +139,7 @@ class Rules:
                     return False
                 if counts is not None and not counts[user]:
                     continue
-                if self._is_other_norm(user, seq):
+                if self._is_other_norm(user, norms):
                     return False
                 is_same = node in own and (
                     packet(user) in VIEWS or packet(user) in CASTS or self._is_negative_result(user)
@@ -149,13 +157,18 @@ class Rules:
                     waiting.append(user)
         return True
 
-    def _is_other_norm(self, user: fx.Node, seq: int) -> bool:
+    def _norms_of(self, made: fx.Node) -> set[int]:
+        """The numbers of the norms that have normalized a value: of one input several have one normalized value."""
+        sharing = {self.operations.of(u).seq for u in made.users if packet(u) is aten.mul and not is_backward(u)}
+        return {self.operations.of(made).seq} | (sharing if packet(made) is aten.mul else set())
+
+    def _is_other_norm(self, user: fx.Node, norms: set[int]) -> bool:
         """Whether a node is of a norm's backward pass and codes are not of what this norm has normalized.
 
         There a multiple of the mean is subtracted from a multiple of x, for which codes of x are too coarse.
         """
         of = self.operations.of(user)
-        return of.name in _NORMS and of.seq != seq and (is_backward(user) or user in self.gradients.nodes)
+        return of.name in _NORMS and of.seq not in norms and (is_backward(user) or user in self.gradients.nodes)
 
     def _is_negative_result(self, node: fx.Node) -> bool:
         """Of softmax's backward pass, g p - p sum(g p), which torch computes as fma(-p, sum(g p), g p)."""
