@@ -6,6 +6,7 @@ of the data, as on a GPU. An operation that they do not know gets exactly what i
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Collection
 from typing import Any
@@ -20,7 +21,7 @@ from ..saved.users import MOST_EXPONENT
 from .gradients import Gradients
 from .nodes import CASTS, CODEC, NOT_AGAIN, VIEWS, arguments, aten, is_backward, numel, packet, prims, value
 from .operations import Operation, Operations
-from .torch_internals import must_recompute
+from .torch_internals import guard_or_false, must_recompute, statically_known_true
 
 _NORMS = {"NativeLayerNormBackward0", "NativeGroupNormBackward0", "NativeBatchNormBackward0"}
 _RESULT_CODECS = {
@@ -43,6 +44,15 @@ _SAVED_ARGUMENTS = {"output": "out"}  # by the attribute's name, that of the bac
 
 def is_candidate(x: Any) -> bool:
     return isinstance(x, Tensor) and x.dtype in FLOATS and x.dim() > 0
+
+
+def has_known_blocks(x: Tensor) -> bool:
+    """Whether blocks of codes are laid over rows of x alike at all sizes; with a guard for rows of a symbolic length.
+
+    Shorter rows have few elements, and several to a block, whose number would divide by that length.
+    """
+    row = math.prod(x.shape[1:] if x.shape[0] != 1 else x.shape)
+    return isinstance(row, int) or bool(guard_or_false(row >= BLOCK_SIZE))
 
 
 def _is_decision(x: Any) -> bool:
@@ -222,7 +232,7 @@ class Rules:
         """Not of rows that a norm scales each by its own deviation, if one block of codes holds values of several."""
         others = [value(a) for a in user.all_input_nodes if a is not node]
         scales = [y for y in others if isinstance(y, Tensor) and y.dim() and y.shape[-1] == 1 and y.numel() > 1]
-        return not scales or bool(x.shape[-1] % BLOCK_SIZE == 0)
+        return not scales or bool(statically_known_true(x.shape[-1] % BLOCK_SIZE == 0))
 
 
 def mark(graph: fx.Graph, rules: Rules, is_recomputable: Any) -> None:
@@ -260,7 +270,7 @@ def _codable(graph: fx.Graph, rules: Rules, is_recomputable: Any, saved: set[fx.
             continue
         x = value(node)
         codec = codec_of(rules.operations, node) if is_candidate(x) else None
-        if codec is not None and rules.may_be_coded([node], codec, node, counts):
+        if codec is not None and rules.may_be_coded([node], codec, node, counts) and has_known_blocks(x):
             found[node] = codec
     return found
 

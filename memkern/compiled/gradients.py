@@ -9,8 +9,9 @@ from collections.abc import Iterable, Iterator
 from torch import fx
 
 from ..saved.users import AMPLIFIED, BOUNDED, MANY, MEANS, REDUCED, SPARSE, UNKNOWN, passed_on, spread
-from .nodes import is_sum_of_gradients, numel, packet, tangents
+from .nodes import is_sum_of_gradients, numel, packet, tangents, value
 from .operations import Operation, Operations
+from .torch_internals import guard_or_false
 
 
 def _is_square(operation: Operation, name: str) -> bool:
@@ -21,7 +22,11 @@ def _is_square(operation: Operation, name: str) -> bool:
 
 
 def _is_mean_of_many(operation: Operation, name: str) -> bool:
-    return name in MEANS and numel(operation.first_source) >= MANY * numel(operation.nodes[0])
+    """With a guard for symbolic sizes: what may be coded depends on it."""
+    if name not in MEANS:
+        return False
+    of, mean = value(operation.first_source), value(operation.nodes[0])
+    return bool(guard_or_false(of.numel() >= MANY * mean.numel()))
 
 
 _WORSE = {BOUNDED: 0, REDUCED: 1, UNKNOWN: 2, AMPLIFIED: 3}

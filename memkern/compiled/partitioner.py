@@ -21,7 +21,7 @@ from ..saved.store import MIN_NUMEL
 from . import budget as budgets
 from . import codecs, few_bit, written
 from .budget import Choice, size_of, storages
-from .codable import Rules, codec_of, is_candidate, mark, share_normalized
+from .codable import Rules, codec_of, has_known_blocks, is_candidate, mark, share_normalized
 from .gradients import Gradients
 from .nodes import CASTS, CODEC, NOT_AGAIN, VIEWS, arguments, aten, numel, packet, value, views
 from .operations import Operations
@@ -73,6 +73,10 @@ class Partitioner(CustomPartitionerFn):
         return get_hash_for_files(tuple(map(str, sources)), f"{__version__} {options}")
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        with budgets.symbolic_sizes(gm.graph, self.memory_budget):
+            return self._cut(gm, joint_inputs, **kwargs)
+
+    def _cut(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         operations = Operations(gm.graph)
         if functorch_config.cse:  # as torch does next: the uses of all equal nodes count
             gm.graph = partitioners.fx_graph_cse(gm.graph)
@@ -181,7 +185,8 @@ class _Saved:
             for first, those in [(base, members)] if whole else [(m, [m]) for m in members]:
                 x = value(first)
                 codec = codec_of(self.operations, first) if is_candidate(x) and numel(first) >= MIN_NUMEL else None
-                if codec is not None and self.rules.may_be_coded([self.holders[m.name] for m in those], codec, first):
+                holders = [self.holders[m.name] for m in those]
+                if codec is not None and self.rules.may_be_coded(holders, codec, first) and has_known_blocks(x):
                     found.append((first, those, codec))
         if in_order:
             found.sort(
