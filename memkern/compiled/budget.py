@@ -8,17 +8,19 @@ computed again.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from . import codecs, written
-from .nodes import CODEC, NOT_AGAIN, arguments, value, views
+from .nodes import CODEC, NOT_AGAIN, arguments, number, value, views
 from .peaks import Backward
-from .torch_internals import MinCutOptions, functorch_config, partitioners
+from .torch_internals import HINT, MinCutOptions, functorch_config, guard_or_false, partitioners
 
 _LIFTED = {
     # torch saves an elementwise result that a product needs; here it is computed again.
@@ -59,6 +61,29 @@ def check(budget: Any) -> None:
 def size_in_codes(node: fx.Node, size: int) -> int:
     codec = node.meta.get(CODEC)
     return size if codec is None else max(1, int(size * codecs.CODECS["ops"][codec].bytes / value(node).element_size()))
+
+
+@contextlib.contextmanager
+def symbolic_sizes(graph: fx.Graph, budget: float | int | None) -> Iterator[None]:
+    """Has torch's cut not ask for hints of symbolic sizes, by which the first call would decide for later ones.
+
+    A budget in bytes is kept for sizes up to a power of two, for which there are guards: longer ones have a graph anew.
+    """
+    symbols: dict[Any, int] = {}
+    if isinstance(budget, int):
+        given = [value(node) for node in graph.find_nodes(op="placeholder")]
+        sizes = [n for x in given for n in (x.shape if isinstance(x, Tensor) else (x,)) if isinstance(n, torch.SymInt)]
+        for size in sizes:
+            if size.node.expr.is_symbol and size.node.hint is not None:
+                most = 1 << (size.node.hint - 1).bit_length()
+                if guard_or_false(size <= most):
+                    symbols[size.node.expr] = most
+    hint = getattr(partitioners, HINT)
+    setattr(partitioners, HINT, functools.partial(number, symbols=symbols))
+    try:
+        yield
+    finally:
+        setattr(partitioners, HINT, hint)
 
 
 @contextlib.contextmanager

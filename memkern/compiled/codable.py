@@ -5,6 +5,7 @@ The tables are in :mod:`memkern.compiled.rules`. An operation that they do not k
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Collection
 from typing import Any
@@ -27,7 +28,7 @@ from .rules import (
     TANH,
     UNSIGNED,
 )
-from .torch_internals import must_recompute
+from .torch_internals import guard_or_false, must_recompute, statically_known_true
 
 _NORMS = {"native_layer_norm", "native_group_norm", "native_batch_norm"}
 _RESULT_CODECS = {
@@ -53,6 +54,15 @@ def is_candidate(x: Any) -> bool:
     return isinstance(x, Tensor) and x.dtype in FLOATS and x.dim() > 0
 
 
+def has_known_blocks(x: Tensor) -> bool:
+    """Whether blocks of codes are laid over rows of x alike at all sizes; with a guard for rows of a symbolic length.
+
+    Shorter rows have few elements, and several to a block, whose number would divide by that length.
+    """
+    row = math.prod(x.shape[1:] if x.shape[0] != 1 else x.shape)
+    return isinstance(row, int) or bool(guard_or_false(row >= BLOCK_SIZE))
+
+
 def _is_decision(x: Any) -> bool:
     """A comparison's result: it was allowed where it was made."""
     return isinstance(x, Tensor) and not x.dtype.is_floating_point
@@ -68,7 +78,7 @@ def _before(node: Any, copies: Collection[Any]) -> Any:
 def _made(node: fx.Node) -> fx.Node:
     """The node whose operation made a value, before copies and views, of which a split gives several."""
     while packet(base := _before(node, _COPIES)) is operator.getitem and packet(base.args[0]) in _SPLITS:
-        node = base.args[0].all_input_nodes[0]  # type: ignore[union-attr]
+        node = base.args[0].all_input_nodes[0]
     return base
 
 
@@ -243,7 +253,7 @@ class Rules:
         """Not of rows that a norm scales each by its own deviation, if one block of codes holds values of several."""
         others = [value(a) for a in user.all_input_nodes if a is not node]
         scales = [y for y in others if isinstance(y, Tensor) and y.dim() and y.shape[-1] == 1 and y.numel() > 1]
-        return not scales or bool(x.shape[-1] % BLOCK_SIZE == 0)
+        return not scales or bool(statically_known_true(x.shape[-1] % BLOCK_SIZE == 0))
 
 
 def mark(graph: fx.Graph, rules: Rules, is_recomputable: Any) -> None:
@@ -281,7 +291,7 @@ def _codable(graph: fx.Graph, rules: Rules, is_recomputable: Any, saved: set[fx.
             continue
         x = value(node)
         codec = codec_of(rules.operations, node) if is_candidate(x) else None
-        if codec is not None and rules.may_be_coded([node], codec, node, counts):
+        if codec is not None and rules.may_be_coded([node], codec, node, counts) and has_known_blocks(x):
             found[node] = codec
     return found
 

@@ -17,7 +17,7 @@ from ..fewbit.levels import Levels, check_bits
 from ..quant.codec import MAX_BITS
 from ..quant.layout import FLOATS
 from . import codecs
-from .nodes import aten, is_backward, packet, value
+from .nodes import aten, is_backward, numel, packet, value
 from .operations import Operation, Operations
 from .rules import MIN_NUMEL
 from .torch_internals import is_contiguous_or_false
@@ -93,7 +93,7 @@ def derivatives(
             isinstance(value(n), Tensor) and (value(n).shape, value(n).dtype) == (given.shape, given.dtype)
             for n in (gradient, result)
         )
-        if same and given.dtype in FLOATS and given.numel() >= MIN_NUMEL and is_contiguous_or_false(given):
+        if same and given.dtype in FLOATS and numel(x) >= MIN_NUMEL and is_contiguous_or_false(given):
             found.append(Derivative(x, levels, gradient, result, _unused_without(result, gradient)))
     return found
 

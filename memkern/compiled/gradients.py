@@ -8,9 +8,10 @@ from collections.abc import Iterable, Iterator
 
 from torch import fx
 
-from .nodes import is_sum_of_gradients, numel, packet, tangents
+from .nodes import is_sum_of_gradients, numel, packet, tangents, value
 from .operations import Operation, Operations
 from .rules import User
+from .torch_internals import guard_or_false
 
 # How large the gradient may be that comes to an operation's output, seen from the operations after it.
 UNKNOWN = 0  # none of them tells
@@ -37,7 +38,11 @@ def _is_square(operation: Operation) -> bool:
 
 
 def _is_mean_of_many(operation: Operation) -> bool:
-    return operation.name == "mean" and numel(operation.first_source) >= _MANY * numel(operation.nodes[0])
+    """With a guard for symbolic sizes: what may be coded depends on it."""
+    if operation.name != "mean":
+        return False
+    of, mean = value(operation.first_source), value(operation.nodes[0])
+    return bool(guard_or_false(of.numel() >= _MANY * mean.numel()))
 
 
 def _passed_on(operation: Operation, state: int) -> int:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from sympy import Integer
 from torch import Tensor, fx
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -24,8 +26,8 @@ NOT_AGAIN = "memkern_not_again"
 """The key of what must not be computed again where values are in codes."""
 NOT_CODED = "memkern_not_coded"
 """The key of what has a norm's mean in it: codes are too coarse for a difference from it."""
-_UNKNOWN_NUMEL = 2**20
-"""Of a symbolic size without a hint: many elements."""
+_SYMBOL = 2**12
+"""What stands for a symbol of a size, not its hint: the first call's sizes must not decide for those of later ones."""
 
 
 def packet(node: Any) -> Any:
@@ -62,13 +64,25 @@ def arguments(node: fx.Node) -> dict[str, Any]:
     return given | dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | dict(node.kwargs)
 
 
+def number(size: int | torch.SymInt, fallback: int = _SYMBOL, symbols: Mapping[Any, int] | None = None) -> int:
+    """A size; a symbolic one with numbers in place of its symbols, those of ``symbols`` or one for all.
+
+    fallback: where it divides by 0 then.
+    """
+    if isinstance(size, int):
+        return size
+    expression = size.node.expr
+    numbers = {s: Integer((symbols or {}).get(s, _SYMBOL)) for s in expression.free_symbols}
+    try:
+        return int(expression.xreplace(numbers))
+    except ZeroDivisionError:
+        return fallback
+
+
 def numel(node: Any) -> int:
-    """Of a tensor; 1 of anything else. Of a symbolic size its hint."""
+    """Of a tensor; 1 of anything else."""
     x = value(node)
-    if not isinstance(x, Tensor):
-        return 1
-    count = x.numel()
-    return count if isinstance(count, int) else int(count.node.hint or _UNKNOWN_NUMEL)
+    return number(x.numel()) if isinstance(x, Tensor) else 1
 
 
 def is_backward(node: fx.Node) -> bool:

@@ -20,7 +20,7 @@ from . import budget as budgets
 from . import codecs, few_bit, norms, written
 from .attention import FORWARD
 from .budget import Choice, size_of, storages
-from .codable import Rules, codec_of, is_candidate, mark, share_normalized
+from .codable import Rules, codec_of, has_known_blocks, is_candidate, mark, share_normalized
 from .gradients import Gradients
 from .nodes import CASTS, CODEC, NOT_AGAIN, NOT_CODED, VIEWS, arguments, aten, numel, packet, value, views
 from .operations import Operations
@@ -71,6 +71,10 @@ class Partitioner(CustomPartitionerFn):
         return get_hash_for_files(tuple(map(str, sources)), f"{__version__} {options}")
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        with budgets.symbolic_sizes(gm.graph, self.memory_budget):
+            return self._cut(gm, joint_inputs, **kwargs)
+
+    def _cut(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         if self.bits == 8:
             norms.use_normalized(gm.graph)
         operations = Operations(gm.graph)
@@ -181,7 +185,8 @@ class _Saved:
             for first, those in [(base, members)] if whole else [(m, [m]) for m in members]:
                 x = value(first)
                 codec = codec_of(self.operations, first) if is_candidate(x) and numel(first) >= MIN_NUMEL else None
-                if codec is not None and self.rules.may_be_coded([self.holders[m.name] for m in those], codec, first):
+                holders = [self.holders[m.name] for m in those]
+                if codec is not None and self.rules.may_be_coded(holders, codec, first) and has_known_blocks(x):
                     found.append((first, those, codec))
         if in_order:
             found.sort(

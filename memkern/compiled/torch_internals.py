@@ -18,12 +18,16 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._prims_common import is_contiguous_or_false
 from torch._subclasses.fake_tensor import extract_tensor_metadata
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_known_true
 
 if not hasattr(inductor_config, "custom_partitioner_fn"):
     raise ImportError("torch._inductor.config has no custom_partitioner_fn")
 
+HINT = "optimization_hint" if hasattr(partitioners, "optimization_hint") else "hint_int"
+"""By what torch's cut makes a number of a symbolic size: a name of its module."""
+
 __all__ = [
+    "HINT",
     "CustomPartitionerFn",
     "MinCutOptions",
     "TorchCompileInductorWrapper",
@@ -31,6 +35,7 @@ __all__ = [
     "extract_tensor_metadata",
     "functorch_config",
     "get_hash_for_files",
+    "guard_or_false",
     "inductor_config",
     "is_contiguous_or_false",
     "list_mode_options",
