@@ -28,7 +28,7 @@ from .dtensor import collectives, shards
 from .format import Format, takes_8bit_state
 from .plan import Entry, StepPlan, Values, rounds_of
 from .shared_options import DEFAULTS, SharedOptions, check_names, full_signature
-from .state import State, converted, initial_state
+from .state import State, check_entries, converted, initial_state
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -171,6 +171,9 @@ class BlockwiseOptimizer(Optimizer):
         replaced.check_not_flattened(self.param_groups, self._snapshots, self._needs_norms(norm))
         for group in self.param_groups:
             self._check_params(group)
+        for group in self.param_groups:
+            for p in group["params"]:
+                self._check_entries(p, group)
         for old, new, state in replaced.moved(self.param_groups, self.state, self._snapshots):
             del self.state[old]
             if state:
@@ -198,6 +201,7 @@ class BlockwiseOptimizer(Optimizer):
         for p, group in changed:
             with step_errors.of_parameter(p, self.param_groups):
                 self._check_param(p, group)
+            self._check_entries(p, group)
         for p, group in changed:
             state = self._known(p, group)
             if "step" not in state:
@@ -208,6 +212,12 @@ class BlockwiseOptimizer(Optimizer):
             state.note_checked(p)
         if changed:
             self._rounds = rounds_of([p for group in self.param_groups for p in self._trained(group)])
+
+    def _check_entries(self, p: Tensor, group: dict[str, Any]) -> None:
+        """Checks that a parameter's state, if it has one, has its shape."""
+        if state := self.state.get(p):
+            with step_errors.of_parameter(p, self.param_groups):
+                check_entries(self._op_of(group), State.of(state, Format.of(group)), p)
 
     @torch.no_grad()
     @torch.inference_mode(False)
