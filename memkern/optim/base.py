@@ -28,7 +28,7 @@ from .dtensor import collectives, shards
 from .format import Format, takes_8bit_state
 from .plan import Entry, StepPlan, Values, rounds_of
 from .shared_options import DEFAULTS, SharedOptions, check_names, full_signature
-from .state import State, check_entries, converted, initial_state
+from .state import State, converted, initial_state, misfit
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -215,9 +215,9 @@ class BlockwiseOptimizer(Optimizer):
 
     def _check_entries(self, p: Tensor, group: dict[str, Any]) -> None:
         """Checks that a parameter's state, if it has one, has its shape."""
-        if state := self.state.get(p):
-            with step_errors.of_parameter(p, self.param_groups):
-                check_entries(self._op_of(group), State.of(state, Format.of(group)), p)
+        state = self.state.get(p)
+        if state and (found := misfit(self._op_of(group), State.of(state, Format.of(group)), p)) is not None:
+            raise ValueError(f"{found[0]} of {step_errors.named(p, self.param_groups)} {found[1]}")
 
     @torch.no_grad()
     @torch.inference_mode(False)

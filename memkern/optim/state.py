@@ -228,14 +228,14 @@ def load_moment(name: str, state: State) -> Tensor:
     return x * x if codec == "power" and codes.dtype == torch.uint8 else x
 
 
-def check_entries(op: StepOp, state: State, p: Tensor) -> None:
-    """Raises ValueError where a state's moments, scales or weights are not of the shape of a parameter, or no codes.
+def misfit(op: StepOp, state: State, p: Tensor) -> tuple[str, str] | None:
+    """A moment, a scale or a weight of a state that is not of the shape of a parameter, or no codes; and what is wrong.
 
     Whoever cuts or joins rows of a parameter, as 3D Gaussian splatting does, edits the entries by hand.
     """
     format, entries = state.format, own_entries(state)
     if format is None or shards.is_flat_shard(p):  # which FullyShardedDataParallel may have gathered
-        return
+        return None
     like = state.get(next(iter(op.moments)), p)  # codes may lie in another memory format than the parameter now
     layout = layout_of(dense_like(like if like.shape == p.shape else p), format.block_size)
     coded = has_scales(entries)
@@ -252,10 +252,11 @@ def check_entries(op: StepOp, state: State, p: Tensor) -> None:
             "; codes and scales belong to blocks, whose elements cannot be cut out or joined: set state_bits=32 of the "
             "group and call optimizer.state_dict(), which makes floats of them, edit those, and set state_bits back"
         )
-        raise ValueError(
-            f"{key} of its state must be {'' if dtype is None else f'{dtype} '}of shape {shape}, got {x.dtype} of "
-            f"shape {tuple(x.shape)}{way if coded and key not in weights.KEYS else ''}"
+        return key, (
+            f"must be {'' if dtype is None else f'{dtype} '}of shape {shape}, got {x.dtype} of shape {tuple(x.shape)}"
+            + (way if coded and key not in weights.KEYS else "")
         )
+    return None
 
 
 # ---- conversion

@@ -33,6 +33,13 @@ def names_of(groups: Sequence[dict[str, Any]]) -> list[str | None]:
     return names
 
 
+def named(p: Tensor, groups: Sequence[dict[str, Any]]) -> str:
+    """A parameter by its number in ``state_dict()``, its name, if it has one, and its shape."""
+    number = next(i for i, q in enumerate(q for g in groups for q in g["params"]) if q is p)
+    name = names_of(groups)[number]
+    return f"parameter {number} ({'' if name is None else f'{name!r}, '}shape {tuple(p.shape)})"
+
+
 @contextlib.contextmanager
 def of_parameter(p: Tensor, groups: Sequence[dict[str, Any]]) -> Iterator[None]:
     """Errors of checks as ones that say which parameter it is, as :func:`in_words` does."""

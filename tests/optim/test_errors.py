@@ -260,7 +260,8 @@ GRADIENTS: dict[str, tuple[Callable[[torch.nn.Parameter], None], type, str]] = {
         TypeError,
         "gradients must be float32, bfloat16 or float16",
     ),
-    "another shape": (resized, RuntimeError, "parameter's shape and device"),
+    # Of a parameter that has a state, this does not fit either.
+    "another shape": (resized, (RuntimeError, ValueError), "parameter's shape and device|must be of shape"),
 }
 
 
@@ -301,7 +302,7 @@ def spoilt(key: str, x: Any) -> Callable[[Any, Any], None]:
 MISFITS: dict[str, tuple[Callable[[Any, torch.nn.Parameter], None], str]] = {
     "shape": (
         of_another_shape,
-        r"\w+ of parameter 1 \('b', shape \(3, 5\)\) must have its parameter's shape",
+        r"\w+ of parameter 1 \('b', shape \(3, 5\)\) must be of shape \(3, 5\), got",
     ),
     "infinite step": (
         spoilt("step", torch.tensor(math.inf)),
