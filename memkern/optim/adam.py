@@ -31,7 +31,7 @@ class Adam(BlockwiseOptimizer):
             moments and its update are float64, on the plain PyTorch reference of every backend, which is slow and waits
             for the device. A parameter with gaps between its elements is stepped in a buffer that all such ones share.
         lr: learning rate, a float or a 0-dim tensor. Default 1e-3.
-        betas: decay of the two moments; floats, or tensors on the CPU that each step reads. Default (0.9, 0.999).
+        betas: decay of the two moments. Default (0.9, 0.999).
         eps: added to the root. Default 1e-8.
         weight_decay: default 0.
         amsgrad: the largest v so far in place of v, kept as ``max_exp_avg_sq``. For 32-bit states, and on the reference
@@ -58,6 +58,9 @@ class Adam(BlockwiseOptimizer):
             written it: a copy counts where it rounds to it, an error is relative to it. Default None.
         stochastic_rounding: bf16 parameters are rounded up or down with the probability of their nearness, nothing is
             kept. Random bits come from the position in a block and the step, so runs repeat. Default False.
+
+    Every number may be NumPy's or a 0-dim tensor. ``lr``, ``betas``, ``eps``, ``weight_decay``, and other optimizers'
+    ``momentum``, ``dampening`` and ``trust_coeff``, stay tensors, on the CPU but for lr, which each step reads.
 
     ``state_bits``, ``block_size``, ``codec``, ``master_weights``, ``stochastic_rounding``, ``min_8bit_size`` and
     ``capturable`` can differ between groups. The first four may change between steps: the next one converts the group's

@@ -15,12 +15,20 @@ from torch.optim import Optimizer
 
 from ..schemas import StepOp
 from . import foreign, loading, replaced, step_errors
-from .checks import check_gradient, check_group, check_norm_of_group, check_param, place_lr
+from .checks import (
+    READ_AT_EACH_STEP,
+    check_gradient,
+    check_group,
+    check_norm_of_group,
+    check_param,
+    make_plain,
+    place_lr,
+)
 from .dtensor import collectives, shards
 from .format import Format, takes_8bit_state
 from .plan import Entry, StepPlan, Values, rounds_of
 from .shared_options import DEFAULTS, SharedOptions, check_names, full_signature
-from .state import State, converted, initial_state
+from .state import State, converted, initial_state, misfit
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -37,7 +45,7 @@ class BlockwiseOptimizer(Optimizer):
     storage_options: ClassVar[tuple[str, ...]] = (
         "state_bits", "block_size", "codec", "master_weights", "min_8bit_size",
     )  # fmt: skip
-    """Options that say how a group's states are stored."""
+    """Options that say how a group's states are stored, and others that are checked where they change."""
     converters: ClassVar[tuple[str, ...]] = ()
     """Functions of memkern.optim that convert other libraries' states for the class."""
     __signature__: ClassVar[inspect.Signature]  # with the shared options, for help() and editors
@@ -56,7 +64,9 @@ class BlockwiseOptimizer(Optimizer):
     def __init__(self, params: Any, defaults: dict[str, Any], options: SharedOptions) -> None:
         """``defaults``: the class's own options. ``options``: the shared ones that were given."""
         check_names(getattr(type(self), "optimizer_class", type(self)).__name__, options)
-        super().__init__(params, {**defaults, **self.option_defaults, **options})
+        defaults = {**defaults, **self.option_defaults, **options}
+        make_plain(defaults, defaults)
+        super().__init__(params, defaults)
         self.state = defaultdict(State, self.state)
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
@@ -71,6 +81,7 @@ class BlockwiseOptimizer(Optimizer):
         if params is not None and not isinstance(params, set):  # torch has errors for these
             params = [params] if isinstance(params, Tensor) else list(params)
             param_group = {**param_group, "params": params}
+            make_plain(param_group, self.defaults)
             foreign.check_arguments(type(self), param_group)
             tensors = [item[1] if isinstance(item, tuple) else item for item in params]
             foreign.check_overrides(tensors)
@@ -80,7 +91,6 @@ class BlockwiseOptimizer(Optimizer):
             check_norm_of_group(param_group, norm)
         super().add_param_group(param_group)
         place_lr(self.param_groups[-1])
-        self.param_groups[-1]["state_bits"] = Format.of(self.param_groups[-1]).state_bits
         self._snapshots = [*getattr(self, "_snapshots", []), self._snapshot()[-1]]
         self._find_ranks()
 
@@ -153,13 +163,17 @@ class BlockwiseOptimizer(Optimizer):
             ValueError, TypeError, RuntimeError: an option or a parameter that is not supported, or a state that does
                 not fit the parameter in its place; before anything is changed.
         """
-        if self._snapshot() == self._snapshots:
+        if replaced.are_same(self._snapshot(), self._snapshots):
             return
+        for group in self.param_groups:
+            make_plain(group, self.defaults)
         norm = replaced.max_grad_norm(self.param_groups, self.defaults["max_grad_norm"])
         replaced.check_not_flattened(self.param_groups, self._snapshots, self._needs_norms(norm))
         for group in self.param_groups:
-            group["state_bits"] = Format.of(group).state_bits
             self._check_params(group)
+        for group in self.param_groups:
+            for p in group["params"]:
+                self._check_entries(p, group)
         for old, new, state in replaced.moved(self.param_groups, self.state, self._snapshots):
             del self.state[old]
             if state:
@@ -187,6 +201,7 @@ class BlockwiseOptimizer(Optimizer):
         for p, group in changed:
             with step_errors.of_parameter(p, self.param_groups):
                 self._check_param(p, group)
+            self._check_entries(p, group)
         for p, group in changed:
             state = self._known(p, group)
             if "step" not in state:
@@ -197,6 +212,12 @@ class BlockwiseOptimizer(Optimizer):
             state.note_checked(p)
         if changed:
             self._rounds = rounds_of([p for group in self.param_groups for p in self._trained(group)])
+
+    def _check_entries(self, p: Tensor, group: dict[str, Any]) -> None:
+        """Checks that a parameter's state, if it has one, has its shape."""
+        state = self.state.get(p)
+        if state and (found := misfit(self._op_of(group), State.of(state, Format.of(group)), p)) is not None:
+            raise ValueError(f"{found[0]} of {step_errors.named(p, self.param_groups)} {found[1]}")
 
     @torch.no_grad()
     @torch.inference_mode(False)
@@ -315,6 +336,7 @@ class BlockwiseOptimizer(Optimizer):
         """An op's error, or one of the checks' where they say more."""
         try:
             for group in self.param_groups:
+                make_plain(group, self.defaults)
                 self._check_params(group)
             for p, g in zip(params, grads, strict=True):
                 check_gradient(p, g)
@@ -324,7 +346,12 @@ class BlockwiseOptimizer(Optimizer):
 
     def _reads_tensors(self) -> bool:
         """Whether hyperparameters are tensors. A compiled op would have the numbers of the first step."""
-        return any(isinstance(b, Tensor) for group in self.param_groups for b in group.get("betas", ()))
+        options = [group[key] for group in self.param_groups for key in READ_AT_EACH_STEP[1:] if key in group]
+        return any(
+            isinstance(x, Tensor)
+            for option in options
+            for x in (option if isinstance(option, (tuple, list)) else [option])
+        )
 
     @torch._disable_dynamo
     def _untraced_step(self) -> None:
@@ -378,7 +405,7 @@ class BlockwiseOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         for group in (self.defaults, *self.param_groups):
-            group["state_bits"] = Format.of(group).state_bits
+            make_plain(group, self.defaults)
         groups = {p: group for group in self.param_groups for p in group["params"]}
         self.state = defaultdict(
             State, {p: loading.restored(values, p, groups.get(p)) for p, values in self.state.items()}

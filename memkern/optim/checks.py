@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import Iterable
 from numbers import Real
 from typing import Any
 
@@ -24,9 +26,43 @@ def check_torch_options(optimizer: str, **options: bool) -> None:
             raise ValueError(f"memkern.optim.{optimizer} does not support {name}={value!r}; leave it False")
 
 
+READ_AT_EACH_STEP = ("lr", "betas", "eps", "weight_decay", "momentum", "dampening", "trust_coeff")
+"""Options that may be tensors, which whoever made them may fill in place."""
+
+
+def make_plain(group: dict[str, Any], options: Iterable[str]) -> None:
+    """Makes Python's numbers of NumPy's and of tensors of one number, but for :data:`READ_AT_EACH_STEP`'s, in place."""
+    for key in {*options, "betas"} & group.keys():
+        group[key] = plain(group[key], tensors=key not in READ_AT_EACH_STEP)
+    if isinstance(group.get("state_bits"), list):  # as a file or a checkpoint has it
+        group["state_bits"] = tuple(group["state_bits"])
+
+
+def plain(x: Any, tensors: bool = True) -> Any:
+    """A number of NumPy's, or a tensor of one number where ``tensors``, as Python's; in a tuple or a list each one."""
+    if isinstance(x, (tuple, list)):
+        return type(x)(plain(y, tensors) for y in x)
+    numpy = sys.modules.get("numpy")
+    is_numpys = numpy is not None and isinstance(x, (numpy.generic, numpy.ndarray))
+    return x.item() if (is_numpys and x.ndim == 0) or (tensors and isinstance(x, Tensor) and x.numel() == 1) else x
+
+
+def number(name: str, x: Any) -> float:
+    """An option's value, which may be a tensor of one number. NaN, which no range has, where it is no number.
+
+    A text is none, as YAML reads ``1e-3``.
+    """
+    if isinstance(x, Tensor) and (x.numel() != 1 or x.is_complex() or x.device.type != "cpu"):
+        raise ValueError(
+            f"{name} must be a number, or a tensor of one element on the CPU (a step that read it elsewhere would wait "
+            f"for the device), got {x.dtype} of shape {tuple(x.shape)} on {x.device}"
+        )
+    return float(x) if isinstance(x, (Real, Tensor)) else math.nan
+
+
 def check_number(name: str, value: Any) -> None:
-    """Raises ValueError unless ``value`` is a finite number, 0 or more. A text is none, as YAML reads ``1e-3``."""
-    if not isinstance(value, Real) or not 0 <= float(value) < math.inf:
+    """Raises ValueError unless ``value`` is a finite number, 0 or more."""
+    if not 0 <= number(name, value) < math.inf:
         raise ValueError(f"{name} must be 0 or more and finite, got {value!r}")
 
 
@@ -41,27 +77,20 @@ def check_lr(lr: Any) -> None:
 
 
 def check_betas(betas: Any) -> None:
-    """Checks for numbers or tensors of one element, or one of each: OneCycleLR puts a number in the first place."""
-    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+    """Checks for numbers or tensors of one number, or one of each: OneCycleLR puts a number in the first place."""
+    two = isinstance(betas, (tuple, list)) and len(betas) == 2
+    if not two or not all(0 <= number("each of betas", b) < 1 for b in betas):
         raise ValueError(f"betas must be two floats from 0 to below 1, got {betas!r}")
-    for b in betas:
-        if isinstance(b, Tensor) and (b.numel() != 1 or not b.is_floating_point() or b.device.type != "cpu"):
-            raise ValueError(
-                "betas must be floats or tensors of one element on the CPU (a step that read them elsewhere would "
-                f"wait for the device), got {b.dtype} of shape {tuple(b.shape)} on {b.device}"
-            )
-    if not all(isinstance(b, (Real, Tensor)) and 0 <= float(b) < 1 for b in betas):
-        raise ValueError(f"betas must be two floats from 0 to below 1, got {betas}")
 
 
 def check_momentum(group: dict[str, Any]) -> None:
-    """Checks SGD's options of momentum."""
-    momentum, dampening = group["momentum"], group["dampening"]
-    if not (isinstance(momentum, Real) and 0 <= float(momentum) < 1):
+    """Checks SGD's options of momentum, or Muon's, which has no dampening."""
+    momentum, dampening = group["momentum"], group.get("dampening", 0.0)
+    if not 0 <= number("momentum", momentum) < 1:
         raise ValueError(f"momentum must be from 0 to below 1, got {momentum!r}")
-    if not (isinstance(dampening, Real) and 0 <= float(dampening) <= 1):
+    if not 0 <= number("dampening", dampening) <= 1:
         raise ValueError(f"dampening must be from 0 to 1, got {dampening!r}")
-    if group["nesterov"] and (momentum == 0 or dampening):
+    if "dampening" in group and group["nesterov"] and (momentum == 0 or dampening):
         raise ValueError(
             f"nesterov needs a momentum above 0 and no dampening, got momentum {momentum}, dampening {dampening}"
         )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ..schemas import LARS_STEP
-from .checks import check_momentum, check_torch_options
+from .checks import check_momentum, check_torch_options, number
 from .layerwise import LayerwiseOptimizer
 from .shared_options import DEFAULTS_8BIT, SharedOptions
 
@@ -120,7 +120,7 @@ class LARS(LayerwiseOptimizer):
         super()._check_group(group)
         check_momentum(group)
         coeff = group["trust_coeff"]
-        if coeff is not None and not (isinstance(coeff, (int, float)) and 0 < coeff < math.inf):
+        if coeff is not None and not 0 < number("trust_coeff", coeff) < math.inf:
             raise ValueError(f"trust_coeff must be None or above 0 and finite, got {coeff!r}")
         if coeff is None and (group["dampening"] or group["nesterov"]):
             raise ValueError(

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from . import replaced
+from . import replaced, step_errors
 from .base import BlockwiseOptimizer
 from .state import layers_number, layers_of
 from .trust_bounds import check_trust_bounds
@@ -24,14 +24,13 @@ class LayerwiseOptimizer(BlockwiseOptimizer):
             For each parameter that has stepped, under its name (where the optimizer was given named parameters) or
             its number, a float32 tensor of shape (layers,) on its device. 1 where a layer was not adapted.
         """
-        found, number = {}, 0
         states = replaced.states_of(self)
-        for group in self.param_groups:
-            for p, name in zip(group["params"], group.get("param_names", [None] * len(group["params"])), strict=True):
-                if p in states:
-                    found[str(number) if name is None else name] = states[p]["trust_ratio"]
-                number += 1
-        return found
+        params = [p for group in self.param_groups for p in group["params"]]
+        return {
+            str(number) if name is None else name: states[p]["trust_ratio"]
+            for number, (p, name) in enumerate(zip(params, step_errors.names_of(self.param_groups), strict=True))
+            if p in states
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for group in state["param_groups"]:

@@ -8,10 +8,12 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from ..quant.layout import is_dense, layout_of, same_layout
 from ..schemas import StepOp
 from . import weights
+from .checks import make_plain
 from .dtensor.shards import is_dtensor, is_flat_shard, local, placed
 from .format import Format, takes_8bit_state
 from .state import (
@@ -43,6 +45,11 @@ class Target(NamedTuple):
     converters: Sequence[str]  # functions of memkern.optim that convert other libraries' states for it
     op_of: Callable[[Group], StepOp]  # the op that a group's options ask for
     check_group: Callable[[Group], None]  # raises for options that it does not support
+
+
+def _on_cpu(option: Any) -> Any:
+    """An option whose tensors a loop has moved to the device with the rest of the state."""
+    return tree_map_only(Tensor, Tensor.cpu, option)
 
 
 class HiddenState:
@@ -93,7 +100,10 @@ def prepared(target: Target, state_dict: dict[str, Any]) -> tuple[dict[str, Any]
                 f"the state_dict's group {k} has algorithm {algorithm!r}, and this optimizer's has "
                 f"{own.get('algorithm')!r}, whose states are others: give the optimizer the groups that were saved"
             )
-        older.append({**given, "state_bits": Format.of(given).state_bits})
+        older.append(
+            {key: _on_cpu(x) if key in (*target.defaults, "betas") and key != "lr" else x for key, x in given.items()}
+        )
+        make_plain(older[k], target.defaults)
         target.check_group({**older[k], "params": own["params"]})
         fixed = {key: own[key] for key in OWN_OPTIONS} | target.fixed_options
         if fixed["state_bits"] == (8, 4):

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..reference.muon import ADJUST_LR_FNS, NS_COEFFICIENTS, check_newton_schulz
 from ..schemas import ADAM_STEP, MUON_STEP, StepOp
 from .base import BlockwiseOptimizer
+from .checks import check_momentum
 from .dtensor.shards import check_whole
 from .muon_step import check_split
 from .shared_options import DEFAULTS_8BIT, SharedOptions
@@ -82,7 +83,10 @@ class Muon(BlockwiseOptimizer):
 
     op = ADAM_STEP
     converters = ("from_torch_muon_state_dict",)
-    storage_options = (*BlockwiseOptimizer.storage_options, "algorithm")
+    storage_options = (
+        *(*BlockwiseOptimizer.storage_options, "algorithm", "split"),
+        *("ns_coefficients", "ns_steps", "adjust_lr_fn"),
+    )
     _betas: tuple[float, float]
     product_devices: Mapping[Tensor, torch.device] | None = None
     """The devices of matrix products, where they are not the parameters' own. HostOffload sets it."""
@@ -178,8 +182,7 @@ class Muon(BlockwiseOptimizer):
         super()._check_group(group)
         if "betas" not in group:
             raise ValueError(f"betas must be in every group, got only {', '.join(map(str, group))}")
-        if not 0 <= group["momentum"] < 1:
-            raise ValueError(f"momentum must be from 0 to below 1, got {group['momentum']!r}")
+        check_momentum(group)
         if group["adjust_lr_fn"] not in ADJUST_LR_FNS:
             raise ValueError(f"adjust_lr_fn must be one of {ADJUST_LR_FNS}, got {group['adjust_lr_fn']!r}")
         if group["capturable"]:

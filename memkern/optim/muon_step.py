@@ -108,7 +108,7 @@ def orthogonalize_(updates: Sequence[Tensor], sums: Sequence[Tensor], groups: Se
         updates, sums, groups = _in_parts(updates, sums, groups)
     batches: dict[Any, list[int]] = {}
     for i, (u, group) in enumerate(zip(updates, groups, strict=True)):
-        options = tuple(group["ns_coefficients"]), group["ns_steps"], group["eps"]
+        options = tuple(group["ns_coefficients"]), group["ns_steps"], float(group["eps"])
         batches.setdefault((u.shape, options), []).append(i)
     for (_, options), numbers in batches.items():
         if len(numbers) == 1 or on_cpu(updates[numbers[0]]):

@@ -6,6 +6,7 @@ the model's), and users edit options and lists by hand.
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -27,6 +28,14 @@ parameter may have the id of one that is gone, but not of one that has a state.
 def snapshots(groups: Sequence[Group], keys: Sequence[str]) -> list[Snapshot]:
     """The groups as the next step compares them. ``keys``: the options."""
     return [([*map(id, g["params"])], [g[key] for key in keys]) for g in groups]
+
+
+def are_same(groups: Sequence[Snapshot], before: Sequence[Snapshot]) -> bool:
+    """Whether nothing has changed. Options are compared by identity: an equal one may be of another type."""
+    return len(groups) == len(before) and all(
+        ids == old_ids and all(map(operator.is_, options, old))
+        for (ids, options), (old_ids, old) in zip(groups, before, strict=True)
+    )
 
 
 def max_grad_norm(groups: Sequence[Group], default: float | None) -> float | None:

@@ -12,7 +12,7 @@ from torch.utils._pytree import register_pytree_node
 
 from .. import _ops
 from ..quant.blockwise import dequantize_blockwise
-from ..quant.layout import EVERY_ROW, arithmetic, is_dense, layer_count, same_layout
+from ..quant.layout import EVERY_ROW, arithmetic, is_dense, layer_count, layout_of, same_layout
 from ..reference.blockwise import dequantize_packed, quantize_packed, sqrt
 from ..schemas import AMSGRAD_STEP, STEP_OPS, StepOp
 from . import weights
@@ -226,6 +226,37 @@ def load_moment(name: str, state: State) -> Tensor:
     else:
         x = dequantize_blockwise(codes, scale, codec=codec, block_size=block_size)
     return x * x if codec == "power" and codes.dtype == torch.uint8 else x
+
+
+def misfit(op: StepOp, state: State, p: Tensor) -> tuple[str, str] | None:
+    """A moment, a scale or a weight of a state that is not of the shape of a parameter, or no codes; and what is wrong.
+
+    Whoever cuts or joins rows of a parameter, as 3D Gaussian splatting does, edits the entries by hand.
+    """
+    format, entries = state.format, own_entries(state)
+    if format is None or shards.is_flat_shard(p):  # which FullyShardedDataParallel may have gathered
+        return None
+    like = state.get(next(iter(op.moments)), p)  # codes may lie in another memory format than the parameter now
+    layout = layout_of(dense_like(like if like.shape == p.shape else p), format.block_size)
+    coded = has_scales(entries)
+    wanted: dict[str, tuple[tuple[int, ...], Any]] = dict.fromkeys(weights.KEYS, (tuple(p.shape), None))
+    for name, signed in op.moments.items():
+        codes = torch.int8 if signed else torch.uint8
+        packed = coded and format.has_4bit_codes and not signed
+        wanted[name] = (layout.packed_shape if packed else tuple(p.shape), codes if coded else None)
+        wanted[f"{name}_scale"] = (layout.scale_shape, torch.float32)
+    for key, (shape, dtype) in wanted.items():
+        if (x := entries.get(key)) is None or (tuple(x.shape) == shape and x.dtype == (dtype or x.dtype)):
+            continue
+        way = (
+            "; codes and scales belong to blocks, whose elements cannot be cut out or joined: set state_bits=32 of the "
+            "group and call optimizer.state_dict(), which makes floats of them, edit those, and set state_bits back"
+        )
+        return key, (
+            f"must be {'' if dtype is None else f'{dtype} '}of shape {shape}, got {x.dtype} of shape {tuple(x.shape)}"
+            + (way if coded and key not in weights.KEYS else "")
+        )
+    return None
 
 
 # ---- conversion

@@ -24,13 +24,29 @@ _LISTS = {
 }
 
 
+def names_of(groups: Sequence[dict[str, Any]]) -> list[str | None]:
+    """The name of each parameter; None where a group has none, or its list was edited without them."""
+    names: list[str | None] = []
+    for group in groups:
+        own, count = group.get("param_names", ()), len(group["params"])
+        names += own if len(own) == count else [None] * count
+    return names
+
+
+def named(p: Tensor, groups: Sequence[dict[str, Any]]) -> str:
+    """A parameter by its number in ``state_dict()``, its name, if it has one, and its shape."""
+    number = next(i for i, q in enumerate(q for g in groups for q in g["params"]) if q is p)
+    name = names_of(groups)[number]
+    return f"parameter {number} ({'' if name is None else f'{name!r}, '}shape {tuple(p.shape)})"
+
+
 @contextlib.contextmanager
 def of_parameter(p: Tensor, groups: Sequence[dict[str, Any]]) -> Iterator[None]:
     """Errors of checks as ones that say which parameter it is, as :func:`in_words` does."""
     try:
         yield
     except OP_ERRORS as error:
-        names = [name for g in groups for name in g.get("param_names", [None] * len(g["params"]))]
+        names = names_of(groups)
         number = next(i for i, q in enumerate(q for g in groups for q in g["params"]) if q is p)
         name = "" if names[number] is None else f" ({names[number]!r})"
         raise type(error)(f"parameter {number}{name}: {error}") from None
@@ -43,7 +59,7 @@ def in_words(error: Exception, args: StepArgs, groups: Sequence[dict[str, Any]])
     """
     if type(error) not in OP_ERRORS:
         return error
-    names = [name for g in groups for name in g.get("param_names", [None] * len(g["params"]))]
+    names = names_of(groups)
     numbers = {id(p): i for i, p in enumerate(p for g in groups for p in g["params"])}
     with_weight_state = [i for i, k in enumerate(args.group) if args.storage_of(k) in WEIGHT_STATES]
 

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from ..optim.dtensor.shards import local, sharded
+from ..optim.state import State
 from ..swap.block_lists import block_lists
 from .objective import Objective
 
@@ -51,7 +52,9 @@ def load_whole(model: nn.Module, state: dict[str, Any]) -> None:
 def load_whole_states(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Loads an optimizer's state of whole tensors, where its parameters are shards."""
     optimizer.load_state_dict(state)
-    for p, own in optimizer.state.items():  # memkern's have cut them already, torch's have not
+    for p, own in optimizer.state.items():
+        if isinstance(own, State):  # memkern's optimizers have placed theirs, and trust ratios stay whole
+            continue
         for key, x in own.items():
             if isinstance(p, DTensor) and isinstance(x, torch.Tensor) and not isinstance(x, DTensor) and x.dim():
                 own[key] = sharded(x, p)

@@ -17,7 +17,7 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 4,
     "intermediate_size": 256,
 }
-# Over eager torch's bytes, at most. Two norms of GPT-NeoX share what is normalized; its q, k and v are parts of one product.
+# Over eager torch's bytes, at most. Two norms of GPT-NeoX share what is normalized; its q, k and v are of one product.
 SHARES = {"Llama": 0.14, "GPTNeoX": 0.15, "Phi": 0.13, "Gemma2": 0.27, "Qwen3": 0.15}
 
 

@@ -73,7 +73,10 @@ def test_steps_and_states_stay_on_the_host(mesh: DeviceMesh, name: str) -> None:
     assert all(map(torch.equal, plain[0], again[0]))
 
 
-def test_whole_tensors_load_into_them(mesh: DeviceMesh) -> None:
+@pytest.mark.parametrize("name", ["torch", *(name for name in CLASSES if name != "Muon")])
+def test_whole_tensors_load_into_them(name: str, mesh: DeviceMesh) -> None:
+    cls, options = CLASSES.get(name, (torch.optim.AdamW, {"fused": True}))
+
     def model() -> nn.Module:
         made = nn.Sequential(nn.Linear(64, 128), nn.LayerNorm(128))
         for module in made:
@@ -89,7 +92,7 @@ def test_whole_tensors_load_into_them(mesh: DeviceMesh) -> None:
         return {name: local(p).detach().clone() for name, p in made.named_parameters()}
 
     one, two = model(), model()
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1, fused=True) for m in (one, two)]
+    optimizers = [cls(m.parameters(), **{"lr": 0.1, **options}) for m in (one, two)]
     stepped(one, optimizers[0])
     load_whole(two, whole(one.state_dict()))
     load_whole_states(optimizers[1], copy.deepcopy(whole(optimizers[0].state_dict())))  # torch shares steps

@@ -45,6 +45,11 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"weight_decay": math.nan}, "weight_decay must be 0 or more"),
     ({"weight_decay": math.inf}, "weight_decay must be 0 or more and finite, got inf"),
     ({"weight_decay": "0.1"}, "weight_decay must be 0 or more and finite, got '0.1'"),
+    ({"weight_decay": torch.tensor(-0.1)}, "weight_decay must be 0 or more and finite, got tensor"),
+    ({"weight_decay": torch.zeros(2)}, r"weight_decay must be a number, or a tensor of one element .* of shape \(2,\)"),
+    ({"weight_decay": torch.tensor(0.1, device="meta")}, "weight_decay must be a number, or .* on the CPU.* on meta"),
+    ({"block_size": torch.tensor(12)}, "block_size must be a multiple of 8"),
+    ({"max_grad_norm": torch.tensor(-1.0)}, "max_grad_norm must be None or more than 0, got -1.0"),
     ({"state_bits": 4}, r"state_bits must be 8(, 32 or \(8, 4\)| or 32), got 4"),
     ({"state_bits": "8"}, "state_bits must be 8.* got '8'"),
     ({"block_size": 0}, "block_size must be a multiple of 8"),
@@ -73,7 +78,7 @@ BETAS: list[tuple[dict[str, Any], str]] = [
     ({"betas": (torch.tensor(0.9), torch.tensor(1.0))}, "betas must be two floats from 0 to below 1"),
     (
         {"betas": (torch.tensor(0.9), torch.tensor([0.9, 0.99]))},
-        "betas must be floats or tensors of one element",
+        "each of betas must be a number, or a tensor of one element",
     ),
     ({"betas": (torch.tensor(0.9), torch.tensor(0.9, device="meta"))}, "on the CPU.*on meta"),
 ]
@@ -255,7 +260,8 @@ GRADIENTS: dict[str, tuple[Callable[[torch.nn.Parameter], None], type, str]] = {
         TypeError,
         "gradients must be float32, bfloat16 or float16",
     ),
-    "another shape": (resized, RuntimeError, "parameter's shape and device"),
+    # Of a parameter that has a state, this does not fit either.
+    "another shape": (resized, (RuntimeError, ValueError), "parameter's shape and device|must be of shape"),
 }
 
 
@@ -296,7 +302,7 @@ def spoilt(key: str, x: Any) -> Callable[[Any, Any], None]:
 MISFITS: dict[str, tuple[Callable[[Any, torch.nn.Parameter], None], str]] = {
     "shape": (
         of_another_shape,
-        r"\w+ of parameter 1 \('b', shape \(3, 5\)\) must have its parameter's shape",
+        r"\w+ of parameter 1 \('b', shape \(3, 5\)\) must be of shape \(3, 5\), got",
     ),
     "infinite step": (
         spoilt("step", torch.tensor(math.inf)),

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...schemas import StepOp
 from ..base import BlockwiseOptimizer
+from ..checks import READ_AT_EACH_STEP, plain
 from ..loading import block_order
 from ..replaced import states_of
 from ..state import State, load_moment, moment_dtype
@@ -57,8 +58,7 @@ def groups_to(optimizer: BlockwiseOptimizer, added: dict[str, Any]) -> list[dict
     groups, first = [], 0
     for group in optimizer.param_groups:
         kept = {key: value for key, value in group.items() if key not in (*OPTIONS, "params")}
-        if "betas" in kept:
-            kept["betas"] = numbers(kept["betas"])
+        kept |= {key: plain(kept[key]) for key in READ_AT_EACH_STEP[1:] if key in kept}
         count = len(group["params"])
         groups.append({**kept, **added, "params": list(range(first, first + count))})
         first += count

@@ -36,7 +36,7 @@ def from_torch_state_dict(optimizer: Adam, state_dict: dict[str, Any]) -> dict[s
             not changed. Its groups say how states are stored (state_bits, block_size, codec, min_8bit_size).
         state_dict: of torch.optim.AdamW or Adam, foreach, fused and capturable too: ``exp_avg`` and
             ``exp_avg_sq`` (with amsgrad ``max_exp_avg_sq``) of the parameter's shape in any floating-point dtype, and
-            ``step``.
+            ``step``. Of torchao's Adam8bit, AdamW8bit, AdamW4bit and AdamWFp8 too, whose moments are read as floats.
 
     Returns:
         A state dict of new tensors. ``step`` is float32 on the CPU. Moments that the group stores in 8 bits
@@ -49,8 +49,8 @@ def from_torch_state_dict(optimizer: Adam, state_dict: dict[str, Any]) -> dict[s
     Raises:
         TypeError: ``optimizer`` is not memkern's Adam, or an entry of the state is not what torch.optim
             makes.
-        ValueError: the state does not fit the parameters, has negative second moments, or has amsgrad where the
-            optimizer stores 8 bits.
+        ValueError: the state does not fit the parameters, has negative second moments or entries of another optimizer
+            (NAdam's), or has amsgrad where the optimizer stores 8 bits.
     """
     check_optimizer(optimizer, Adam)
     entries = entries_of(optimizer, state_dict)
@@ -80,6 +80,11 @@ def adam_state(
         x = values[name]
         check_moment(f"{where}[{name!r}]", x, p)
         state |= store_moment(name, x, p, group, int(step))
+    if others := {*values} - {*moments, "max_exp_avg_sq", "step"}:
+        raise ValueError(
+            f"{where} must be of torch.optim.Adam or AdamW, which keep {', '.join(moments)} and step, got "
+            f"{', '.join(sorted(map(str, others)))} too, as another optimizer keeps (NAdam: mu_product)"
+        )
     return state | weights.initial_state(p, group)
 
 

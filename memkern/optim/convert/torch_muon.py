@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from .. import weights
+from ..checks import plain
 from ..muon import Muon
 from ..replaced import states_of
 from ..state import store_moment
@@ -18,7 +19,6 @@ from .states import (
     check_optimizer,
     floats_of,
     loadable,
-    numbers,
 )
 from .torch import adam_state
 
@@ -127,9 +127,8 @@ def to_torch_muon_state_dict(optimizer: Muon) -> tuple[dict[str, Any], dict[str,
                     "torch.optim.Muon has no such option"
                 )
         first = sum(len(each["params"]) for each in part["param_groups"])
-        options = {key: group[key] for key in (TORCHS if is_muon else _OF_ADAMW)}
+        options = {key: plain(group[key], key != "lr") for key in (TORCHS if is_muon else _OF_ADAMW)}
         if not is_muon:
-            options |= {"betas": numbers(group["betas"])}
             options |= {**TORCH_ONLY, "amsgrad": False, "decoupled_weight_decay": True}
         part["param_groups"].append({**options, "params": list(range(first, first + len(group["params"])))})
         for i, p in enumerate(group["params"], first):

@@ -128,6 +128,17 @@ def test_a_model_from_meta() -> None:
     assert not torch.equal(model.weight, torch.full_like(model.weight, 0.5))
 
 
+def test_names_of_a_list_that_was_extended_without_them() -> None:
+    named = [(name, p) for name, p in zip("abc", parameters(), strict=True)]
+    optimizer = optim.LAMB8bit(named[:2])
+    optimizer.param_groups[0]["params"].append(named[2][1])
+    train(optimizer, 0, 1)
+    assert [*optimizer.trust_ratios()] == ["0", "1", "2"]
+    optimizer.state[named[2][1]]["exp_avg"] = torch.zeros(3)
+    with pytest.raises(ValueError, match=r"exp_avg of parameter 2 \(shape .* must be of shape"):
+        train(optimizer, 1, 2)
+
+
 def test_a_parameter_between_groups_of_other_storage() -> None:
     a, b, c = parameters()
     groups = [{"params": [a, c]}, {"params": [b], "codec": "dynamic", "block_size": 64}]

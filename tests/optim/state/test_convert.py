@@ -266,6 +266,21 @@ def test_bad_states(case: str) -> None:
     assert not ours.state
 
 
+def test_states_of_other_optimizers_that_keep_more() -> None:
+    """NAdam has Adam's two moments, and one entry more."""
+    for kept in (torch.optim.NAdam, torch.optim.Adam):
+        model = torch.nn.Linear(8, 8)
+        theirs = kept(model.parameters())
+        model(torch.ones(2, 8)).sum().backward()
+        theirs.step()
+        ours = optim.AdamW8bit(model.parameters())
+        if kept is torch.optim.Adam:
+            theirs.state[model.weight]["slow_buffer"] = torch.zeros(8, 8)  # of a wrapper
+        extra = "mu_product" if kept is torch.optim.NAdam else "slow_buffer"
+        with pytest.raises(ValueError, match=rf"must be of torch\.optim\.Adam or AdamW, .* got {extra} too"):
+            optim.from_torch_state_dict(ours, theirs.state_dict())
+
+
 def test_optimizers_and_states_of_another_kind() -> None:
     params = [nn.Parameter(torch.randn(96, 64))]
     adam, lion, theirs = optim.AdamW8bit(params), optim.Lion8bit(params), torch.optim.AdamW(params)

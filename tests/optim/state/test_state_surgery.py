@@ -1,0 +1,158 @@
+"""Rows of a parameter that are cut out or joined, with its state, as 3D Gaussian splatting prunes and clones."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from memkern import optim
+from tests.support.helpers import OPTIMIZERS, assert_same, name_of, snapshot
+
+ROWS, WIDTH = 300, 48  # rows are shorter than a block
+
+
+def parameter(width: int = WIDTH) -> nn.Parameter:
+    return nn.Parameter(torch.randn(ROWS, width, generator=torch.Generator().manual_seed(0)))
+
+
+def step(optimizer: Any, number: int) -> None:
+    generator = torch.Generator().manual_seed(number)
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+    optimizer.step()
+
+
+def pruned(x: Tensor) -> Tensor:
+    return x[torch.arange(len(x)) % 3 > 0]
+
+
+def cloned(x: Tensor) -> Tensor:
+    return torch.cat([x, torch.zeros(50, *x.shape[1:])])  # floats, as the published code has them
+
+
+def operate(optimizer: Any, change: Callable[[Tensor], Tensor], keys: Any = None) -> nn.Parameter:
+    """As the published code does it: the first group's parameter is another one, with its edited state."""
+    group = optimizer.param_groups[0]
+    p = group["params"][0]
+    state = optimizer.state.pop(p)
+    for key in keys or [key for key, x in state.items() if x.shape == p.shape]:
+        state[key] = change(state[key])
+    group["params"][0] = new = nn.Parameter(change(p.detach()))
+    optimizer.state[new] = state
+    return new
+
+
+def with_two(build: Any, width: int = WIDTH, **options: Any) -> Any:
+    groups = [{"params": [("sh", parameter(width))]}, {"params": [("xyz", parameter(width))]}]
+    return build(groups, lr=1e-2, **{"min_8bit_size": 0, **options})
+
+
+@pytest.mark.parametrize("change", [pruned, cloned], ids=name_of)
+@pytest.mark.parametrize("build", OPTIMIZERS, ids=name_of)
+def test_codes_cannot_be_cut_or_joined(build: Any, change: Callable[[Tensor], Tensor]) -> None:
+    optimizer = with_two(build)
+    step(optimizer, 0)
+    p = operate(optimizer, change)
+    if optimizer.param_groups[0]["state_bits"] == 32:
+        step(optimizer, 1)
+        assert all(x.shape == p.shape for key, x in optimizer.state[p].items() if key.startswith("exp_avg"))
+        return
+    before = snapshot(optimizer)
+    name = next(iter(build.op.moments))
+    what = name if change is cloned else f"{name}_scale"
+    with pytest.raises(
+        ValueError, match=rf"^{what} of parameter 0 \('sh', .* must be torch\..*set state_bits=32 of the group"
+    ):
+        step(optimizer, 1)
+    assert_same(snapshot(optimizer), before)
+
+
+@pytest.mark.parametrize("change", [pruned, cloned], ids=name_of)
+@pytest.mark.parametrize("build", [optim.AdamW8bit, optim.SGD8bit, optim.HostOffload], ids=name_of)
+@pytest.mark.parametrize("bits", [8, (8, 4)])
+def test_the_way_that_the_error_names(build: Any, change: Callable[[Tensor], Tensor], bits: Any) -> None:
+    if build is optim.SGD8bit and bits != 8:
+        return
+    make = build if build is not optim.HostOffload else lambda *a, **o: optim.HostOffload(optim.AdamW8bit, *a, **o)
+    optimizer = with_two(make, state_bits=bits)
+    step(optimizer, 0)
+    optimizer.param_groups[0]["state_bits"] = 32
+    optimizer.state_dict()
+    p = operate(optimizer, change)
+    floats = {key: x.clone() for key, x in optimizer.state[p].items() if x.shape == p.shape}
+    optimizer.param_groups[0]["state_bits"] = bits
+    optimizer.state_dict()
+    assert any(key.endswith("_scale") for key in optimizer.state[p])
+    optimizer.param_groups[0]["state_bits"] = 32
+    optimizer.state_dict()
+    for key, x in floats.items():
+        assert float((optimizer.state[p][key] - x).abs().max()) <= 0.2 * float(x.abs().max())
+    step(optimizer, 1)
+
+
+def test_rows_of_whole_blocks_may_be_cut_with_their_scales() -> None:
+    cut, whole = (with_two(optim.AdamW8bit, width=256) for _ in range(2))
+    for optimizer in (cut, whole):
+        step(optimizer, 0)
+    operate(cut, pruned, ["exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale"])
+    for optimizer in (cut, whole):
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.grad = torch.ones_like(p)
+        optimizer.step()
+    p, q = (optimizer.param_groups[0]["params"][0].detach() for optimizer in (cut, whole))
+    assert_same(p, pruned(q))
+
+
+WRONG: dict[str, tuple[dict[str, Any], Callable[[Any], Any], str, str]] = {
+    "scale": (
+        {},
+        lambda s: {"exp_avg_scale": s["exp_avg_scale"][1:]},
+        "exp_avg_scale",
+        "must be torch.float32",
+    ),
+    "dtype": ({}, lambda s: {"exp_avg_sq": s["exp_avg_sq"].char()}, "exp_avg_sq", "must be torch.uint8"),
+    "packed": (
+        {"state_bits": (8, 4)},
+        lambda s: {"exp_avg_sq": s["exp_avg_sq"][1:]},
+        "exp_avg_sq",
+        "must be torch.uint8",
+    ),
+    "floats": ({"state_bits": 32}, lambda s: {"exp_avg": s["exp_avg"][1:]}, "exp_avg", "must be of shape"),
+    "weight": (
+        {"master_weights": "fp32"},
+        lambda s: {"master_weight": s["master_weight"][1:]},
+        "master_weight",
+        "must be of shape",
+    ),
+    "error": (
+        {"master_weights": "bf16+8"},
+        lambda s: {"weight_error": s["weight_error"][1:]},
+        "weight_error",
+        "must be of shape",
+    ),
+}
+
+
+@pytest.mark.parametrize("then", ["step", "other bits", "state_dict"])
+@pytest.mark.parametrize("wrong", WRONG)
+def test_every_entry_is_checked_before_anything_is_changed(wrong: str, then: str) -> None:
+    options, edit, key, message = WRONG[wrong]
+    params = [parameter().bfloat16() if "master_weights" in options else parameter() for _ in range(2)]
+    optimizer = optim.AdamW8bit([nn.Parameter(p.detach()) for p in params], lr=1e-2, min_8bit_size=0, **options)
+    step(optimizer, 0)
+    p = optimizer.param_groups[0]["params"][1]
+    optimizer.state[p].update(edit(optimizer.state[p]))
+    if then != "step":
+        bits = 8 if options.get("state_bits") == 32 else 32
+        optimizer.param_groups[0]["state_bits"] = bits
+    before = snapshot(optimizer)
+    with pytest.raises(ValueError, match=rf"^{key} of parameter 1 \(shape .* {re.escape(message)}"):
+        optimizer.state_dict() if then == "state_dict" else step(optimizer, 1)
+    assert_same(snapshot(optimizer), before)

@@ -1,0 +1,149 @@
+"""Options as NumPy's numbers and 0-dim tensors, as files, RLlib's set_state and schedules make them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from memkern import optim
+from memkern.optim.checks import READ_AT_EACH_STEP
+from tests.support.helpers import OPTIMIZERS, assert_same, name_of, snapshot
+
+LARS = {"trust_coeff": 0.25, "dampening": 0.25, "layers": 2, "trust_bounds": (0.5, 8.0)}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "SGD": {"momentum": 0.5, "dampening": 0.25},
+    "LAMB": {"layers": 2, "trust_bounds": (0.5, 8.0)},
+    "LARS": LARS,
+    "Muon": {"split": (32, 32)},
+}
+KINDS: dict[str, Callable[[Any], Any]] = {
+    "numpy": lambda x: {bool: np.bool_, int: np.int64, float: np.float64, str: np.str_}[type(x)](x),
+    "float32": lambda x: np.float32(x) if type(x) is float else x,
+    "arrays": lambda x: x if type(x) is str else np.array(x),
+    "tensors": lambda x: x if type(x) is str else torch.tensor(x, dtype=torch.float64 if type(x) is float else None),
+    "small tensors": lambda x: torch.tensor(x) if type(x) is float else x,
+}
+
+
+def mapped(x: Any, kind: Callable[[Any], Any]) -> Any:
+    if isinstance(x, tuple):
+        return tuple(mapped(y, kind) for y in x)
+    return x if x is None else kind(x)
+
+
+def parameters() -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(64, 80, generator=generator)) for _ in range(2)]
+
+
+def step(optimizer: Any, number: int) -> None:
+    generator = torch.Generator().manual_seed(number)
+    for p in optimizer.param_groups[0]["params"]:
+        p.grad = torch.randn(p.shape, generator=generator)
+    optimizer.step()
+
+
+def numbers_of(build: Any) -> dict[str, Any]:
+    """All of a class's options that have a value, and numbers that float32 has."""
+    given = OPTIONS.get(build.__name__.removesuffix("8bit"), {})
+    group = build(parameters(), **given).param_groups[0]
+    options = {key: x for key, x in group.items() if key not in ("params", "decoupled_weight_decay")}
+    exact = {"lr": 2.0**-10, "betas": (0.5, 0.75), "eps": 2.0**-20, "weight_decay": 0.125, "max_grad_norm": 0.5}
+    exact |= {"ns_coefficients": (3.5, -4.75, 2.0), "momentum": 0.5}
+    return options | {key: x for key, x in exact.items() if key in options}
+
+
+def given(build: Any, options: dict[str, Any]) -> Any:
+    taken = {key: x for key, x in options.items() if key in build.__signature__.parameters}
+    return build(parameters(), **taken)
+
+
+def of_group(build: Any, options: dict[str, Any]) -> Any:
+    norm = options["max_grad_norm"]
+    return build([{"params": parameters(), **options}], max_grad_norm=norm)
+
+
+def set_between(build: Any, options: dict[str, Any]) -> Any:
+    optimizer = of_group(build, {**options, "lr": 0.0})
+    optimizer.param_groups[0].update(options)
+    return optimizer
+
+
+def loaded(build: Any, options: dict[str, Any]) -> Any:
+    optimizer = of_group(build, {key: x for key, x in options.items() if key == "max_grad_norm"})
+    state = copy.deepcopy(optimizer.state_dict())
+    state["param_groups"][0].update(options)
+    optimizer.load_state_dict(state)
+    return optimizer
+
+
+@pytest.mark.parametrize("way", [given, of_group, set_between, loaded], ids=name_of)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("build", [*OPTIMIZERS, optim.Muon, optim.Muon8bit], ids=name_of)
+def test_numbers_of_every_kind(build: type, kind: str, way: Callable[..., Any]) -> None:
+    options = numbers_of(build)
+    found = []
+    for each in (options, {key: mapped(x, KINDS[kind]) for key, x in options.items()}):
+        optimizer = way(build, each)
+        for k in range(2):
+            step(optimizer, k)
+        again = build(parameters(), **OPTIONS.get(build.__name__.removesuffix("8bit"), {}), max_grad_norm=0.5)
+        again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        step(again, 2)
+        found.append((snapshot(optimizer), snapshot(again)))
+        for key, x in optimizer.param_groups[0].items():
+            if key not in ("params", *READ_AT_EACH_STEP) and way is not set_between:
+                values = x if isinstance(x, tuple) else (x,)
+                assert {*map(type, values)} <= {bool, int, float, str, type(None)}, key
+    assert_same(found[1], found[0])
+
+
+def test_tensors_are_read_at_each_step() -> None:
+    found = []
+    for filled in (False, True):
+        decay, momentum = torch.tensor(0.5), torch.tensor(0.25)
+        optimizer = optim.SGD(parameters(), lr=0.125, weight_decay=decay, momentum=momentum)
+        step(optimizer, 0)
+        if filled:
+            decay.fill_(0.25)
+            momentum.fill_(0.75)
+        else:
+            optimizer.param_groups[0].update(weight_decay=0.25, momentum=0.75)
+        step(optimizer, 1)
+        found.append(snapshot(optimizer))
+    assert_same(found[1], found[0])
+
+
+@pytest.mark.full
+def test_tensors_are_read_by_a_compiled_step() -> None:
+    found = []
+    for compiled in (False, True):
+        decay = torch.tensor(0.5)
+        optimizer = optim.AdamW8bit(parameters(), lr=0.125, weight_decay=decay)
+        run = torch.compile(optimizer.step) if compiled else optimizer.step
+        for k in range(3):
+            decay.fill_(0.5 / (k + 1))
+            for p in optimizer.param_groups[0]["params"]:
+                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(k))
+            run()
+        found.append(snapshot(optimizer))
+    assert_same(found[1], found[0])
+
+
+def test_what_is_exported_is_plain() -> None:
+    tensors = {"lr": torch.tensor(0.125), "eps": torch.tensor(2.0**-20), "weight_decay": torch.tensor(0.5)}
+    optimizer = optim.AdamW8bit(parameters(), **tensors)
+    step(optimizer, 0)
+    (group,) = optim.to_bitsandbytes_state_dict(optimizer)["param_groups"]
+    assert (group["lr"], group["eps"], group["weight_decay"]) == (0.125, 2.0**-20, 0.5)
+    (group,) = optim.to_torch_state_dict(optimizer)["param_groups"]
+    assert (type(group["eps"]), type(group["weight_decay"])) == (float, float)
+    muon = optim.Muon8bit(parameters(), momentum=torch.tensor(0.5), weight_decay=torch.tensor(0.5))
+    (group,) = optim.to_torch_muon_state_dict(muon)[0]["param_groups"]
+    assert (type(group["momentum"]), type(group["weight_decay"])) == (float, float)
