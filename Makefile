@@ -3,8 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 BIN    := $(VENV)/bin
-# memkern/_saved is of the Python files in memkern/saved, too.
-SOURCES := setup.py memkern/quant/codec.py memkern/schemas.py $(wildcard memkern/saved/*.py csrc/*.py csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.cu csrc/*/*.cuh csrc/*/*/*.h csrc/*/*/*.cpp)
+SOURCES := setup.py memkern/quant/codec.py memkern/schemas.py $(wildcard csrc/*.py csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.cu csrc/*/*.cuh csrc/*/*/*.h csrc/*/*/*.cpp)
 # Written by csrc/generate.py.
 GENERATED := csrc/core/tables.h csrc/core/hyperparameters.h csrc/common/schemas.h
 
@@ -13,7 +12,7 @@ JOBS   ?= 2
 # worksteal gives each worker neighbouring tests, so that it makes what a file's tests share once.
 PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal
 
-.PHONY: demo test test-all emulate test-long frameworks docs lint format bench evidence gpu gpu-wheels gpu-rehearse clean
+.PHONY: demo test test-all emulate test-long frameworks docs lint format bench evidence gpu clean
 
 # Trains a small GPT twice, with torch's AdamW and GELU and with 8-bit states and 3-bit GELU: same loss, a quarter of
 # the state, less saved for the backward pass.
@@ -24,11 +23,9 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed
 	$(PYTEST) -m "not full and not long and not gpu and not emulated" $(PYTEST_ARGS)
 
-# What `make test` leaves out: ops and optimizers in Triton's interpreter, long comparisons; the quick tests of tests/saved with the
-# hooks in Python, where all other tests have those in C++.
+# What `make test` leaves out: ops and optimizers in Triton's interpreter, long comparisons.
 test-all: lint
 	$(PYTEST) -m "full and not long and not gpu and not emulated" $(PYTEST_ARGS)
-	MEMKERN_SAVED=python $(PYTEST) -m "not full and not long and not gpu and not emulated" tests/saved
 
 # The CUDA and Triton kernels as CPU programs and on emulated GPUs, for every architecture, 10 to 40 minutes (caches): after a change of what
 # lab/emulated.py lists. The outcome is committed (lab/results/emulated.json); `make test` fails while it is of other sources.
@@ -69,19 +66,10 @@ evidence: $(VENV)/.installed
 	$(BIN)/python -m lab.studies.convergence $(EVIDENCE_ARGS)
 	$(BIN)/python -m lab.studies.convergence table
 
-# On a machine with a GPU, without a network: uses the torch that $(PYTHON) already has, and needs nothing else but nvcc or
-# Triton. In 9 minutes; all results in one file, gpu-results.tar.gz. One part: make gpu PART=headline. Only by name:
-# PART=tune, other sizes of tiles and thread blocks.
+# On a machine with a GPU: uses the torch that $(PYTHON) already has. The parts are a list in lab/gpu/__main__.py; one of them:
+# make gpu PART=headline.
 gpu:
 	$(PYTHON) -m lab.gpu $(if $(PART),--part "$(PART)") $(GPU_ARGS)
-
-# What makes `make gpu` do more on a machine without a network, under 60 MiB: to be carried there with the working tree.
-gpu-wheels:
-	$(PYTHON) -m lab.gpu.wheels fetch $(GPU_ARGS)
-
-# Builds, loads and runs up to where a GPU is needed, with CUDA builds of torch (several GB) and nothing else installed.
-gpu-rehearse:
-	$(PYTHON) -m lab.gpu.rehearse $(GPU_ARGS)
 
 # Python compiles a module when it is first imported: of the 14,000 that these packages have, few are.
 PIP := $(BIN)/python -m pip install -q --no-compile

@@ -1,10 +1,7 @@
-"""The three optional extensions; everything else is in pyproject.toml.
+"""The two optional extensions; everything else is in pyproject.toml.
 
 ``memkern/libmemkern.so``  every op, against LibTorch's stable ABI: no Python.h, one binary for torch >= 2.10.
 ``memkern/_host``          pybind11: build facts, CPU features, tables.
-``memkern/_saved``         the hooks of saved tensors, against the C++ interface of the torch that is installed, which
-                       is another one in every version. Where it cannot be built the reason is printed, and Python's
-                       hooks do the same, more slowly.
 
 A build needs torch, setuptools and a C++ compiler; pybind11's headers come with torch. With ninja installed, a build in
 place compiles again only what has changed.
@@ -103,37 +100,6 @@ def for_any_python() -> bool:
     if choice not in ("python", "any"):
         raise SystemExit(f"MEMKERN_WHEEL must be python or any, got {choice!r}")
     return choice == "any"
-
-
-def saved_extension(includes: list[str], torch_dir: Path, extra: list[str], link: list[str]) -> Extension | None:
-    """``memkern._saved``, with a stamp by which it is known what it was built for; None where it cannot be."""
-    import torch
-
-    built_for = runpy.run_path(str(ROOT / "memkern/saved/built_for.py"))
-    if reason := built_for["too_old"](torch.__version__):
-        print(f"memkern: {reason}; Python's hooks are used")
-        return None
-    try:
-        generate = runpy.run_path(str(ROOT / CSRC / "saved/generate.py"))
-        generate["write_nodes"](torch_dir / "include", ROOT / CSRC / "saved/nodes.inc")
-    except (OSError, ValueError) as error:
-        print(f"memkern: memkern._saved is not built ({error}); Python's hooks are used")
-        return None
-    version = runpy.run_path(str(ROOT / "memkern/_version.py"))["__version__"]
-    stamp = built_for["stamp"](version, torch.__version__, torch.version.git_version)
-    return Extension(
-        "memkern._saved",
-        ["csrc/saved/module.cpp"],
-        include_dirs=[*includes, sysconfig.get_path("include")],
-        library_dirs=[str(torch_dir / "lib")],
-        libraries=["torch_python", "torch_cpu", "torch", "c10"],
-        define_macros=[("MEMKERN_STAMP", f'"{stamp}"')],
-        extra_compile_args={"cxx": [*CXX_FLAGS, "-O2", "-std=c++20", *extra]},
-        extra_link_args=link,
-        depends=[*sources("saved/*"), *map(str, sorted(Path("memkern/saved").glob("*.py")))],
-        language="c++",
-        optional=True,
-    )
 
 
 class Wheel(bdist_wheel):
@@ -344,12 +310,8 @@ def extensions(kind: str) -> tuple[list[Extension], dict[str, type]]:
                 language="c++",
             )
         )
-        saved = saved_extension(includes, torch_dir, extra, link)
-        found += [saved] if saved else []
 
     with_ninja = cpp_extension.BuildExtension.with_options(use_ninja=cpp_extension.is_ninja_available())
-
-    not_built: list[Extension] = []
 
     class BuildExtension(with_ninja):  # type: ignore[misc, valid-type]
         def get_ext_filename(self, ext_name: str) -> str:
@@ -357,22 +319,6 @@ def extensions(kind: str) -> tuple[list[Extension], dict[str, type]]:
             if ext_name.endswith("_ops"):
                 return os.path.join(*ext_name.split(".")[:-1], "libmemkern.so")
             return super().get_ext_filename(ext_name)
-
-        def build_extension(self, ext: Extension) -> None:
-            if not ext.optional:
-                return super().build_extension(ext)
-            try:
-                super().build_extension(ext)
-            except Exception as error:
-                print(f"memkern: {ext.name} is not built, Python's hooks are used: {error}")
-                # What an earlier build has left is of other sources.
-                Path(self.get_ext_fullpath(ext.name)).unlink(missing_ok=True)
-                not_built.append(ext)
-
-        def copy_extensions_to_source(self) -> None:
-            super().copy_extensions_to_source()
-            for ext in not_built:
-                (ROOT / self.get_ext_filename(ext.name)).unlink(missing_ok=True)
 
         def build_extensions(self) -> None:
             if archs:

@@ -17,7 +17,7 @@ from typing import Any
 import benchmarks
 
 BYTES_PER_PARAMETER = 120  # of all contenders of the largest case together
-PAGES = ("README.md", "docs/benchmarks.md", "docs/choosing.md", "docs/saved-tensors.md")
+PAGES = ("README.md", "docs/benchmarks.md", "docs/choosing.md", "docs/compiled.md")
 QUICK_SIZE, QUICK_ROUNDS, QUICK_SECONDS = 2**16, 5, 0.2
 
 

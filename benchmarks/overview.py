@@ -1,4 +1,4 @@
-"""The README's picture and the tables of README, choosing.md and saved-tensors.md, from the results.
+"""The README's picture and the tables of README, choosing.md and compiled.md, from the results.
 
 ``python -m benchmarks table`` writes them, with the tables of docs/benchmarks.md.
 """
@@ -10,12 +10,11 @@ import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from . import RESULTS, machine, report
 from .plot import OTHERS, OURS
 
-PICTURE = machine.ROOT / "docs" / "assets" / "saves.png"
+PICTURE = machine.ROOT / "docs" / "assets" / "time-and-peak.png"
 XL_PARAMETERS, FP32_ADAMW_BYTES = 1_557_611_200, 16  # weight, gradient and two moments in fp32
 # topic, case, ours, peer: the peers that a reader compares with, and the cases in which memkern loses
 TIMES = (
@@ -31,11 +30,7 @@ TIMES = (
     ("activation", "GELU, fp32, small", "memkern GELU, 3 bits", "torch GELU"),
 )
 PROCESSORS = {"amd-epyc": "AMD EPYC", "intel": "Intel Xeon"}  # by a part of the names of their results' files
-MODES = {
-    "compress": "`compress(model)`",
-    "exact": '`compress(model, saved_bits="exact")`',
-    "8": "`compress(model, saved_bits=8)`",
-}
+MODES = {"compress": "`compress(model)`"}
 
 
 Rows = dict[tuple[str, ...], report.Row]
@@ -86,23 +81,20 @@ def savings() -> Iterator[tuple[str, str, tuple[str, float], list[tuple[str, flo
         [
             ("torch's fused GELU in it", kb["torch's fused tanh-GELU"]),
             ("`compress(model)`", kb["compress, 3 bits"]),
-            ('`compress(model, saved_bits="exact")`', kb["compress, what is saved once, exactly"]),
-            ("`compress(model, saved_bits=8)`", kb["compress, what is saved in 8 bits"]),
         ],
     )
-    models = _last("saved-models.csv", "model", "precision", "tokens", "mode")
-    for precision in ("fp32", "bf16 autocast"):
-        llama = {
-            mode: float(models["Llama", precision, "2048", mode]["saved_per_token"]) / 1000
-            for mode in ("torch", "exact", "8")
-        }
+    compiled = _last(machine.ROOT / "lab/results/saved-compiled.csv", "model", "precision", "mode")
+    for model, precision in (("GPT-2", "fp32"), ("Llama", "fp32"), ("Llama", "bf16 autocast")):
+        of = {mode: compiled[model, precision, mode] for mode in COMPILED}
+        kilobytes = {mode: float(row["saved_per_token"]) / 1000 for mode, row in of.items()}
         yield (
-            f"saved for the backward pass, Llama-like model (4 layers, {precision})",
+            f"saved for the backward pass, {model}-like model (4 layers, {precision})",
             "kB per token",
-            ("as it is", llama["torch"]),
+            ("as it is", kilobytes["compiled"] / float(of["compiled"]["share"])),
             [
-                ('`compress(model, saved_bits="exact")`', llama["exact"]),
-                ("`compress(model, saved_bits=8)`", llama["8"]),
+                ("torch.compile", kilobytes["compiled"]),
+                ("`memkern.compile(model)`", kilobytes["exact"]),
+                ("`memkern.compile(model, saved_bits=8)`", kilobytes["8"]),
             ],
         )
     if (RESULTS / "gpt2-xl.csv").exists():
@@ -236,12 +228,13 @@ def gpu_table() -> str:
     return "\n".join(lines)
 
 
+COMPILED = ("compiled", "exact", "8")
 GPU_BYTES = ("saved_mib", "peak_mib")
 GPU_MODES = {
     **{"torch": "torch", "checkpointing": "checkpoints of every block"},
     **MODES,
     **{
-        "compress, 8 bits": MODES["8"],
+        "half checkpointed": "checkpoints of every other block",
         "torch.compile": "torch.compile",
         "memkern.compile, 8 bits": "`memkern.compile(model, saved_bits=8)`",
         "memkern.compile, exact": "`memkern.compile(model)`",
@@ -278,9 +271,6 @@ def gpu_compiled_table() -> str:
     return gpu_models_table("gpu-compiled.csv")
 
 
-COMPILED = ("compiled", "exact", "8")
-
-
 def compiled_table() -> str:
     """What compiled models save over torch without a compiler (lab.studies.saved_compiled)."""
     found = _last(machine.ROOT / "lab/results/saved-compiled.csv", "model", "precision", "mode")
@@ -295,24 +285,6 @@ def compiled_table() -> str:
             cells += [f"{statistics.median(float(row['share']) for row in rows[mode]):.3f}" for mode in COMPILED]
             cells.append(f"{100 * statistics.median(float(row['gradient_error']) for row in rows['8']):.1f} %")
         lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def compiled_least_table() -> str:
-    """What "exact" saves beside the least that could be (lab.studies.least_saved), of models that have both."""
-    found = _last(machine.ROOT / "lab/results/saved-compiled.csv", "precision", "mode", "model")
-    lines = ["| | models | exact, median | least, median | exact over least, at most |", "|---|---:|---:|---:|---:|"]
-    for precision in dict.fromkeys(key[0] for key in found if key[1] == "least"):
-        models = [model for p, mode, model in found if (p, mode) == (precision, "least")]
-        exact, least = (
-            [int(found[precision, mode, model]["saved_per_token"]) for model in models] for mode in ("exact", "least")
-        )
-        shares = [
-            statistics.median(float(found[precision, mode, model]["share"]) for model in models)
-            for mode in ("exact", "least")
-        ]
-        most = max(a / b for a, b in zip(exact, least, strict=True))
-        lines.append(f"| {precision} | {len(models)} | {shares[0]:.3f} | {shares[1]:.3f} | {most:.3f} |")
     return "\n".join(lines)
 
 
@@ -336,14 +308,41 @@ def compiled_blocks_table() -> str:
     return "\n".join(lines)
 
 
+def gpu_points() -> dict[str, dict[str, tuple[float, float]]]:
+    """Of models on a GPU, the peak and the time of a step by each way of saving less, over torch's own."""
+    found: dict[str, dict[str, tuple[float, float]]] = {}
+    for name in ("gpu-compiled.csv", "gpu-models.csv"):
+        rows = _last(name, "model", "precision", "mode")
+        for (model, precision, mode), row in rows.items():
+            if not model.startswith("small") and (name == "gpu-compiled.csv" or f"{model}, {precision}" in found):
+                torchs = rows[model, precision, "torch"]
+                peak, ms = (float(row[figure]) / float(torchs[figure]) for figure in ("peak_mib", "ms"))
+                found.setdefault(f"{model}, {precision}", {}).setdefault(mode, (peak, ms))
+    return found
+
+
+def gpu_ways_table() -> str:
+    """The points of the picture."""
+    models = gpu_points()
+    modes = dict.fromkeys(mode for points in models.values() for mode in points)
+    lines = [
+        "| over torch: time / peak | " + " | ".join(models) + " |",
+        "|---|" + "---:|" * len(models),
+    ]
+    for mode in modes:
+        cells = [f"{p[mode][1]:.2f} / {p[mode][0]:.2f}" if mode in p else "" for p in models.values()]
+        lines.append("| " + " | ".join([GPU_MODES[mode], *cells]) + " |")
+    return "\n".join(lines)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "compiled_blocks": compiled_blocks_table,
     "saves": saves_table,
     "gpu": gpu_table,
     "gpu_models": gpu_models_table,
+    "gpu_ways": gpu_ways_table,
     "gpu_compiled": gpu_compiled_table,
     "compiled": compiled_table,
-    "compiled_least": compiled_least_table,
     "speed": speed_table,
     "models": models_table,
     "wheels": wheels_table,
@@ -360,38 +359,27 @@ def fill(page: str, tables: Mapping[str, Callable[[], str]] = TABLES) -> str:
 
 
 def draw(path: Path = PICTURE) -> Path:
-    """Bars of ``savings``: what is there without memkern, and with it."""
+    """The time of a step against its peak, a point for each way of saving less (``gpu_points``)."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    shown = list(savings())
-    heights = [len(ways) + 2.2 for *_, ways in shown]
-    figure, axes = plt.subplots(
-        len(shown),
-        figsize=(9, 0.3 * sum(heights)),
-        height_ratios=heights,
-        layout="constrained",
-        squeeze=False,
-    )
-    for axis, (what, unit, before, ways) in zip(axes.flat, shown, strict=True):
-        _draw_bars(axis, f"{what}: {unit}", before, ways)
+    models = gpu_points()
+    modes = list(dict.fromkeys(mode for points in models.values() for mode in points))
+    figure, every = plt.subplots(1, len(models), figsize=(4.2 * len(models), 4), layout="constrained", squeeze=False)
+    for axes, (model, points) in zip(every.flat, models.items(), strict=True):
+        for mode, (peak, time) in points.items():
+            ours = mode.startswith(("memkern", "compress"))
+            label = GPU_MODES[mode].replace("`", "")
+            axes.plot(peak, time, "osDv^P*X"[modes.index(mode)], color=OURS if ours else OTHERS, label=label)
+        axes.legend(fontsize=7, frameon=False, loc="upper left")
+        axes.set(title=model, xlabel="peak of a step over torch's", ylabel="time of a step over torch's")
+        axes.set_xlim(0, 1.15)
+        axes.set_ylim(0, 2.1)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle("One H200: less memory to the left, less time below", fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
     plt.close(figure)
     return path
-
-
-def _draw_bars(axis: Any, title: str, before: tuple[str, float], ways: list[tuple[str, float]]) -> None:
-    axis.set_title(title[0].upper() + title[1:], fontsize=10, loc="left")
-    bars = [before, *ways]
-    for y, (way, value) in enumerate(bars):
-        ours = y > 0 and not way.startswith("torch")
-        axis.barh(y, value, height=0.72, color=OURS if ours else OTHERS)
-        axis.text(value + before[1] * 0.01, y, f"{value:.3g}", va="center", fontsize=9)
-    axis.set_yticks(range(len(bars)), [way.replace("`", "") for way, _ in bars], fontsize=9)
-    axis.set_ylim(len(bars) - 0.5, -0.6)
-    axis.set_xlim(0, before[1] * 1.08)
-    axis.spines[:].set_visible(False)
-    axis.tick_params(length=0, labelbottom=False)

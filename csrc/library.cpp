@@ -15,8 +15,6 @@ MEMKERN_LIBRARY(MEMKERN_NAMESPACE, m) {
 
 MEMKERN_LIBRARY_IMPL(MEMKERN_NAMESPACE, CPU, m) {
   MEMKERN_REGISTER_OPS(m, cpu);
-  m.impl("quantize_with_norms", TORCH_BOX(&memkern::quantize_with_norms_cpu));
-  m.impl("attention_statistics", TORCH_BOX(&memkern::attention_statistics_cpu));
 }
 
 MEMKERN_LIBRARY_IMPL(MEMKERN_NAMESPACE, CompositeExplicitAutograd, m) {

@@ -18,7 +18,7 @@ def main(steps: int = 200, width: int = 256, layers: int = 4, length: int = 128,
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=256, n_positions=length, n_embd=width, n_layer=layers, n_head=width // 32)
     model = GPT2LMHeadModel(config)
-    memkern.compress(model, saved_bits=8)  # before prepare, which may wrap the model
+    memkern.compress(model)  # before prepare, which may wrap the model
     optimizer = memkern.optim.AdamW8bit(memkern.optim.param_groups(model, weight_decay=0.1), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     windows: Any = TEXT.unfold(0, length, 1)  # rows that DataLoader indexes

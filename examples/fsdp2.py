@@ -23,7 +23,7 @@ def main(steps: int = 100, width: int = 256, layers: int = 4, length: int = 128)
     torch.manual_seed(0)  # the same weights on every rank
     config = GPT2Config(vocab_size=256, n_positions=length, n_embd=width, n_layer=layers, n_head=width // 32)
     model = GPT2LMHeadModel(config).to(device)
-    memkern.compress(model, saved_bits=8)  # before sharding
+    memkern.compress(model)  # before sharding
     for block in model.transformer.h:
         fully_shard(block)
     fully_shard(model)

@@ -39,7 +39,7 @@ def main(steps: int = 200, width: int = 256, layers: int = 4, length: int = 128)
     trainer = Trainer(
         max_steps=steps,
         gradient_clip_val=1.0,
-        callbacks=[CompressCallback(saved_bits=8)],
+        callbacks=[CompressCallback()],
         logger=False,
         enable_checkpointing=False,
         default_root_dir="out/lightning",

@@ -17,7 +17,7 @@ def main(steps: int = 100, width: int = 256, layers: int = 4, length: int = 128,
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=256, n_positions=length, n_embd=width, n_layer=layers, n_head=width // 32)
     base = GPT2LMHeadModel(config)  # put GPT2LMHeadModel.from_pretrained("gpt2") here
-    memkern.compress(base, saved_bits=8)
+    memkern.compress(base)
     lora = LoraConfig(r=rank, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True)
     model = get_peft_model(base, lora)
 

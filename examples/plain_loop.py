@@ -23,7 +23,7 @@ def main(
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=256, n_positions=length, n_embd=width, n_layer=layers, n_head=width // 32)
     model = GPT2LMHeadModel(config)
-    print(memkern.compress(model, saved_bits=8, example=batch(8, length)))
+    print(memkern.compress(model))
 
     groups = memkern.optim.param_groups(model, weight_decay=0.1)
     optimizer = memkern.optim.AdamW8bit(groups, lr=1e-3, max_grad_norm=1.0)

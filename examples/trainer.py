@@ -46,7 +46,7 @@ def main(
         args,
         train_dataset=Windows(length),
         optimizer_cls_and_kwargs=optimizer_cls_and_kwargs(args, "adamw8bit"),
-        callbacks=[CompressCallback(saved_bits=8)],
+        callbacks=[CompressCallback()],
     )
     trainer.train()
     log: list[dict[str, Any]] = trainer.state.log_history

@@ -10,12 +10,15 @@ from __future__ import annotations
 import argparse
 import datetime
 import hashlib
+import io
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tokenize
+from pathlib import Path
 
 from benchmarks import ROOT
 from lab import RESULTS
@@ -48,8 +51,20 @@ GENERATED = {"csrc/core/tables.h", "csrc/core/hyperparameters.h", "csrc/common/s
 SUFFIXES = {".py", ".cpp", ".h", ".cu", ".cuh", ".csv"}
 
 
+def code(path: Path) -> bytes:
+    """A source without comments, blank lines and indentation of C++: what can change a kernel."""
+    text = path.read_text()
+    if path.suffix == ".py":
+        ignored = (tokenize.COMMENT, tokenize.NL)
+        tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+        return repr([(t.type, t.string) for t in tokens if t.type not in ignored]).encode()
+    if path.suffix != ".csv":  # C++'s literals have no "//" in them
+        text = re.sub(r"//[^\n]*", "", re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL))
+    return "\n".join(line for line in map(str.strip, text.splitlines()) if line).encode()
+
+
 def digest() -> str:
-    """SHA-256 of the names and contents of the sources."""
+    """SHA-256 of the names and the code of the sources."""
     names = {
         path.relative_to(ROOT).as_posix()
         for pattern in SOURCES
@@ -58,7 +73,7 @@ def digest() -> str:
     }
     found = hashlib.sha256()
     for name in sorted(names - GENERATED):
-        found.update(f"{name}\0".encode() + (ROOT / name).read_bytes() + b"\0")
+        found.update(f"{name}\0".encode() + code(ROOT / name) + b"\0")
     return found.hexdigest()
 
 

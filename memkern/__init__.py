@@ -16,12 +16,10 @@ if TYPE_CHECKING:
     from .backend import report, use_backend
     from .checkpointing import checkpoint_blocks
     from .compiled.compiling import compile
-    from .cuda_graphs import graphed
     from .options import OptionError, Techniques
     from .planner.planning import plan
     from .quant.affine import dequantize_affine, quantize_affine
     from .quant.blockwise import dequantize_blockwise, quantize_blockwise
-    from .saved.context import quantize_saved
     from .swap.compress import compress, restore
 
 __all__ = [
@@ -36,7 +34,6 @@ __all__ = [
     "dequantize_affine",
     "dequantize_blockwise",
     "functional",
-    "graphed",
     "make_optimizer",
     "memory",
     "nn",
@@ -45,7 +42,6 @@ __all__ = [
     "planner",
     "quantize_affine",
     "quantize_blockwise",
-    "quantize_saved",
     "report",
     "restore",
     "train",
@@ -61,12 +57,10 @@ _LAZY = {
     "compress": "swap.compress",
     "dequantize_affine": "quant.affine",
     "dequantize_blockwise": "quant.blockwise",
-    "graphed": "cuda_graphs",
     "make_optimizer": "applying",
     "plan": "planner.planning",
     "quantize_affine": "quant.affine",
     "quantize_blockwise": "quant.blockwise",
-    "quantize_saved": "saved.context",
     "report": "backend",
     "restore": "swap.compress",
     "use_backend": "backend",

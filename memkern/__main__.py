@@ -13,6 +13,7 @@ from .flags import flag
 from .options import OptionError
 from .planner import cli as plan_cli
 from .train import cli as train_cli
+from .train.interrupt import unfailing_output
 
 
 def lines(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, str]]:
@@ -72,19 +73,21 @@ def main(argv: Sequence[str] | None = None) -> None:
             sys.exit(plan_cli.main(args))
         except OptionError as error:
             plan_parser.error(f"argument {flag(error.name)}: {error.message}")
-    try:
-        train_cli.main(args)
-    except OptionError as error:
-        train_parser.error(f"argument {flag(error.name)}: {error.message}")
-    except KeyboardInterrupt as interrupt:
-        print(*interrupt.args, file=sys.stderr)
-        sys.exit(getattr(interrupt, "status", 130))
+    with unfailing_output():
+        try:
+            train_cli.main(args)
+        except OptionError as error:
+            train_parser.error(f"argument {flag(error.name)}: {error.message}")
+        except KeyboardInterrupt as interrupt:
+            print(*interrupt.args, file=sys.stderr)
+            sys.exit(getattr(interrupt, "status", 130))
 
 
 if __name__ == "__main__":
     try:
         main()
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed: >&-
+            sys.stdout.flush()
     except BrokenPipeError:  # the reader, such as head, has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)

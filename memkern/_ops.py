@@ -24,7 +24,7 @@ from .fewbit.levels import Levels, TwoBranch
 from .library import NAMESPACE
 from .quant.codec import ACTIVATIONS, CODECS
 from .quant.layout import laid_out_alike
-from .schemas import ADAM_STEP, AMSGRAD_STEP, FAKES, HOST_OPS, SCHEMAS, STEP_OPS, STEP_SCHEMA, StepArgs, StepOp
+from .schemas import ADAM_STEP, AMSGRAD_STEP, FAKES, SCHEMAS, STEP_OPS, STEP_SCHEMA, StepArgs, StepOp
 
 NAMESPACES = {
     "cpu": NAMESPACE,
@@ -74,7 +74,7 @@ MUON_OPS: dict[str, Callable[..., Any]] = {"muon_momentum_": _muon_momentum, "mu
 
 def _kernel(namespace: str, name: str) -> Callable[..., Any]:
     """The implementation of an op on a device that has no C++ kernel of its own."""
-    if namespace == NAMESPACES["triton"] and name not in HOST_OPS:
+    if namespace == NAMESPACES["triton"]:
         run = _triton_step if name in STEP_OPS else _triton_muon if name in MUON_OPS else _triton
         return functools.partial(run, name)
     if name in MUON_OPS:
@@ -265,20 +265,3 @@ def few_bit_backward(grad: Tensor, codes: Tensor, levels: Sequence[float]) -> Te
 
 def few_bit_backward_from_output(grad: Tensor, output: Tensor, codes: Tensor, two_branch: TwoBranch) -> Tensor:
     return _op("few_bit_backward_from_output", grad.device)(grad, output, codes, *two_branch[1:])
-
-
-def _host_op(name: str, device: torch.device) -> Any:
-    """One of HOST_OPS: compiled, or the reference's where another backend has been asked for."""
-    return _op(name, device) if _namespace(device, backend._asked_for) == NAMESPACE else _reference(name)
-
-
-def quantize_with_norms(x: Tensor, signed: bool, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Power codes and scales of a tensor on a CPU, and two norms: of x, and of the scales."""
-    return _host_op("quantize_with_norms", x.device)(x, signed, block_size)
-
-
-def attention_statistics(
-    query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale: float, sample: int
-) -> Tensor:
-    """Of tensors on a CPU: four sums, of which :mod:`memkern.reference.attention` says what they are."""
-    return _host_op("attention_statistics", query.device)(query, key, mask, is_causal, scale, sample)

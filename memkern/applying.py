@@ -36,8 +36,8 @@ def apply(
     device: torch.device | str | None = None,
     pin_memory: bool = True,
 ) -> None:
-    """Applies the techniques that change a model, in place: activations, linear layers, saved tensors, checkpoints,
-    compiled blocks, and weights that stay on the host.
+    """Applies the techniques that change a model, in place: activations, linear layers, checkpoints, compiled blocks,
+    and weights that stay on the host.
 
     Args:
         device: for ``weights_on_host``, where a block's weights are while it runs; default, the CUDA device if there is
@@ -74,14 +74,11 @@ def apply(
         check_compilable(model, techniques)
     if techniques.checkpointing:
         check_blocks(model)
-    bits, saved, share = techniques.activation_bits, techniques.saved_bits, techniques.linear_share
-    if techniques.compile:  # what is saved is for the graphs then
-        if share:
-            compress(model, None, linear=share)
+    activations = None if techniques.compile else techniques.activation_bits  # graphs have them of compile_blocks
+    if activations or techniques.linear_share:
+        compress(model, activations, linear=techniques.linear_share)
+    if techniques.compile:
         compile_blocks(model, techniques)
-    elif bits or saved or share:
-        activations = bits or ("recompute" if saved else None)
-        compress(model, activations, linear=share, saved_bits=saved, offload=techniques.offload_saved)
     if techniques.checkpointing:
         checkpoint_blocks(model, bits=techniques.checkpoint_bits, every=techniques.checkpoint_every)
     if techniques.weights_on_host:

@@ -293,8 +293,6 @@ def report() -> dict[str, Any]:
     a bug report needs."""
     import torch
 
-    from .saved import extension
-
     try:
         from . import _host
     except ImportError:
@@ -325,7 +323,6 @@ def report() -> dict[str, Any]:
         "build": {
             **(_host.build_info() if _host else {}),
             "library": str(LIBRARY) if LIBRARY.exists() else None,
-            "saved_tensors": f"Python: {reason}" if (reason := extension.missing()) else "C++",
         },
         "executable": sys.executable,
     }

@@ -14,9 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 from . import _ops
 from .options import CHECKPOINT_BITS, OptionError, at_least, not_allowed
-from .quant.layout import FLOATS
-from .saved.codecs import BLOCK_SIZE, dense
+from .quant.layout import FLOATS, dense
 from .swap.block_lists import block_lists
+
+BLOCK_SIZE = 128
 
 
 class _Link(torch.autograd.Function):

@@ -27,7 +27,6 @@ from .functions.activation import FewBit, activate, check_dtype
 from .functions.autograd import apply, constant, needs_gradient
 from .functions.cross_entropy import linear_cross_entropy
 from .functions.glu import GELU, GELU_TANH, SILU, glu
-from .functions.mlp import mlp
 from .functions.randomized_linear import randomized_linear
 
 __all__ = [
@@ -44,7 +43,6 @@ __all__ = [
     "linear_cross_entropy",
     "logsigmoid",
     "mish",
-    "mlp",
     "quick_gelu",
     "randomized_linear",
     "relu",
@@ -62,7 +60,7 @@ __all__ = [
 
 
 # torch.fx records a call of these as one node, and does not look inside, where what is done depends on values.
-for _name in ("activate", "few_bit", "glu", "linear_cross_entropy", "mlp"):
+for _name in ("activate", "few_bit", "glu", "linear_cross_entropy"):
     torch.fx.wrap(_name)
 
 
@@ -100,11 +98,10 @@ def silu(x: Tensor, inplace: bool = False, *, bits: int = 3, keep: str = "codes"
 
 
 def check_keep(keep: str, inplace: bool = False) -> None:
-    """Raises ValueError unless ``keep`` is one of the tensors that an activation outside of an MLP can save."""
+    """Raises ValueError unless ``keep`` is one of the tensors that an activation can save."""
     if keep == "input":
         raise ValueError(
-            "keep='input' is what torch's own activation does, so it takes as much memory; use torch.nn.functional, "
-            "or memkern.nn.MLP, which with it does not save the second layer's input"
+            "keep='input' is what torch's own activation does, so it takes as much memory; use torch.nn.functional"
         )
     if keep not in ("codes", "output"):
         raise ValueError(f"keep must be 'codes' or 'output', got {keep!r}")

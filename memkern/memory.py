@@ -1,7 +1,4 @@
-"""Counts tensor bytes: an optimizer's state, what a forward pass saves for backward, the peak of one call.
-
-And the host memory of what has left the device (``offload=True``), which is kept from step to step.
-"""
+"""Counts tensor bytes: an optimizer's state, what a forward pass saves for backward, the peak of one call."""
 
 from __future__ import annotations
 
@@ -16,9 +13,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
-from .saved.copies import is_in_transfer
-from .saved.offload import HostBytes, empty_pools, host_bytes, is_parameter
 
 Held = Tensor | nn.Module | torch.optim.Optimizer
 _PLAIN = {Tensor, nn.Parameter, FakeTensor}
@@ -46,6 +40,11 @@ def _tensors(x: Any) -> Iterator[Tensor]:
     elif isinstance(x, dict):
         for item in x.values():
             yield from _tensors(item)
+
+
+def _is_parameter(x: Tensor) -> bool:
+    """Whether a tensor is a parameter or a view of one, such as a frozen layer's weight, which the model holds."""
+    return isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter)
 
 
 def tensor_bytes(tensors: Iterable[Any]) -> int:
@@ -89,8 +88,6 @@ class Storage:
 
 class LiveBytes(TorchDispatchMode):
     """Follows the storages that operators return until they are freed, which a weak reference's callback notices.
-
-    Of fake tensors that leave the device (``offload=True``), the memory on the device is followed.
 
     held: tensors that exist before. counted: whether their bytes count.
     on_operator: called as ``on_operator(func, args, kwargs, out)`` after each operator that allocates.
@@ -151,9 +148,6 @@ class LiveBytes(TorchDispatchMode):
         # of it is no new storage.
         self._track(_tensors((args, kwargs)), counted=False)
         out = run(func, args, kwargs)
-        if is_in_transfer():
-            self._track(_tensors(out), counted=True)
-            return out
         known = len(self.storages)
         self.clock += 1
         self._track(_tensors(out), counted=True)
@@ -233,25 +227,9 @@ def saved_bytes(fn: Callable[[], Any], *held: Held) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         result = fn()
-    excluded = [*_held_tensors(held), *filter(is_parameter, saved)]
+    excluded = [*_held_tensors(held), *filter(_is_parameter, saved)]
     known = {storage._cdata for storage in _storages(excluded)}
     sizes = {s._cdata: s.nbytes() for s in _storages(saved) if s._cdata not in known}
     saved.clear()  # a graph that lives on holds the hooks, and the hooks hold this list
     del result  # last: it keeps the graph and its saved tensors alive
     return sum(sizes.values())
-
-
-def offload_bytes() -> HostBytes:
-    """Host memory for saved tensors that leave the device: (total, used), bytes that are allocated and in use now.
-
-    After a backward pass nothing is in use. What was allocated is used again by the next step.
-    """
-    return host_bytes()
-
-
-def empty_offload_pool() -> int:
-    """Frees host memory for saved tensors that is not in use; returns how many bytes.
-
-    Pinned memory goes back to torch's allocator, which keeps it for its own later use.
-    """
-    return empty_pools()

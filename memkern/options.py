@@ -128,7 +128,6 @@ class Techniques:
     master_weights: with bf16 weights; a copy in fp32 (4 bytes per parameter), the rounding error of the weight in 16
         bits (2) or in 8 (1), or None (0).
     activation_bits: 1 to 4 bits per element that activation functions save; None, torch's activations.
-    saved_bits: :class:`memkern.quantize_saved` around the forward pass, with 8 bits or "exact"; None, without it.
     linear_share: the share of the tokens from which linear layers compute their weights' gradients; None, all tokens
         (:class:`memkern.nn.RandomizedLinear`).
     checkpointing: "blocks" saves the input of every block alone, and the backward pass runs the block again. None,
@@ -137,7 +136,6 @@ class Techniques:
     step_in_backward: each parameter is updated when its gradient is there, which is then freed; with one micro-batch
         only, and without clipping by the norm of all gradients.
     loss_chunk: classes whose logits are in memory at a time (:class:`memkern.nn.LinearCrossEntropy`); None, all.
-    offload_saved: what ``saved_bits`` stores goes to host memory and comes back before the backward pass needs it.
     offload: the optimizer's states, errors and gradients are on the host, where the step is computed
         (:class:`memkern.optim.HostOffload`, ``offload_gradients=True``; with torch's optimizers the gradients stay on
         the device); bf16 weights are there in fp32, or with
@@ -167,7 +165,7 @@ class Techniques:
         None, "bits per element that activations save for the backward pass", ACTIVATION_BITS
     )
     saved_bits: int | str | None = option(
-        None, "all that is saved for the backward pass: once (exact), or in 8 bits", SAVED_BITS
+        None, "with --compile, what the graphs save: once (exact), or in 8 bits", SAVED_BITS
     )
     linear_share: float | None = option(
         None, "share of the tokens that linear layers save for their weights' gradients, at most 1", SHARE
@@ -185,9 +183,6 @@ class Techniques:
         False, "update each parameter as soon as it has its gradient, and free the gradient", (False, True)
     )
     loss_chunk: int | None = option(None, "classes whose logits are in memory at a time", at_least(1))
-    offload_saved: bool = option(
-        False, "what --saved-bits stores goes to host memory, and comes back in time", (False, True)
-    )
     offload: bool = option(False, "keep the optimizer's states in host memory, and step there", (False, True))
     weights_on_host: str | None = option(
         None, "keep weights in host memory, on the device only while their block runs, and step there", WEIGHTS_ON_HOST
@@ -205,8 +200,6 @@ class Techniques:
         if isinstance(self.state_bits, list):  # as JSON has it
             object.__setattr__(self, "state_bits", tuple(self.state_bits))
         check_fields(self)
-        if self.offload_saved and self.saved_bits is None:
-            raise not_allowed("offload_saved", True, "False without saved_bits: it is for what saved_bits stores")
         if self.checkpointing is None:
             for name, plain in (("checkpoint_bits", None), ("checkpoint_every", 1)):
                 if (given := getattr(self, name)) != plain:
@@ -245,8 +238,9 @@ class Techniques:
     def _check_compiled(self) -> None:
         if self.memory_budget is not None and not self.compile:
             raise not_allowed("memory_budget", self.memory_budget, "None without compile, whose graphs it is for")
-        if self.compile and self.offload_saved:
-            raise not_allowed("offload_saved", True, "False with compile: what a graph saves stays on the device")
+        if self.saved_bits is not None and not self.compile:
+            allowed = "None without compile, whose graphs it is for; in eager mode checkpointing saves less"
+            raise not_allowed("saved_bits", self.saved_bits, allowed)
         if self.compile and self.weights_on_host:
             allowed = "None with compile: compiled blocks whose weights come and go have not been run on a GPU"
             raise not_allowed("weights_on_host", self.weights_on_host, allowed)
@@ -263,11 +257,6 @@ class Techniques:
     def autocast(self) -> str | None:
         """ "bf16" or "fp16" under autocast, else None."""
         return self.precision.removesuffix("-mixed") if self.precision.endswith("-mixed") else None
-
-    @property
-    def checkpoints_all(self) -> bool:
-        """Whether every block has a checkpoint."""
-        return self.checkpointing is not None and self.checkpoint_every == 1
 
     @property
     def is_torch(self) -> bool:
@@ -326,8 +315,7 @@ class Techniques:
         if self.activation_bits:
             yield f"{self.activation_bits}-bit activations"
         if self.saved_bits:
-            place = ", on the host" if self.offload_saved else ""
-            yield ("saved tensors in 8 bits" if self.saved_bits == 8 else "saved tensors once (exact)") + place
+            yield "saved tensors in 8 bits" if self.saved_bits == 8 else "saved tensors once (exact)"
         if self.linear_share is not None:
             yield f"linear gradients from {100 * self.linear_share:g} % of the tokens"
         if self.checkpointing:

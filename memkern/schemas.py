@@ -178,10 +178,6 @@ SCHEMAS = {
         "(Tensor grad, Tensor output, Tensor codes, float minimum, float[] falling, float[] rising, "
         "float falling_reach, float rising_reach) -> Tensor"
     ),
-    "quantize_with_norms": "(Tensor x, bool signed, int block_size) -> (Tensor, Tensor, Tensor)",
-    "attention_statistics": (
-        "(Tensor query, Tensor key, Tensor? mask, bool is_causal, float scale, int sample) -> Tensor"
-    ),
 }
 _KEPT_STEP = (
     "(int states, Tensor(a!)[] params, Tensor[] grads, Tensor[] lr, float[] hyperparameters, Tensor? grad_scale, "
@@ -197,8 +193,6 @@ KEPT_SCHEMAS = {
 }
 """Of C++ alone, for steps that nothing traces (memkern._ops.KeptStates): a step without the arguments that are the same
 at each step, which are kept under a number; it returns False where params are not laid out as those of keep_states."""
-HOST_OPS = ("quantize_with_norms", "attention_statistics")
-"""What is asked on a CPU alone, as elsewhere the host would wait for the answer. The reference's runs anywhere."""
 
 
 def _fake_quantize(
@@ -249,18 +243,6 @@ def _fake_backward(grad: Tensor, *args: Any) -> Tensor:
     return torch.empty_like(grad)
 
 
-def _fake_quantize_with_norms(x: Tensor, signed: bool, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    import torch
-
-    return *_fake_quantize(x, 0, signed, block_size), x.new_empty(2, dtype=torch.float64)
-
-
-def _fake_statistics(query: Tensor, *args: Any) -> Tensor:
-    import torch
-
-    return query.new_empty(4, dtype=torch.float64)
-
-
 FAKES: dict[str, Callable[..., Any]] = {
     "quantize_blockwise": _fake_quantize,
     "dequantize_blockwise": _fake_dequantize,
@@ -272,6 +254,4 @@ FAKES: dict[str, Callable[..., Any]] = {
     "few_bit_forward": _fake_forward,
     "few_bit_backward": _fake_backward,
     "few_bit_backward_from_output": _fake_backward,
-    "quantize_with_norms": _fake_quantize_with_norms,
-    "attention_statistics": _fake_statistics,
 }

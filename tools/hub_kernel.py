@@ -30,7 +30,6 @@ from .package import backend, functional, memory, nn, optim
 from .package._version import __version__
 from .package.backend import report, use_backend
 from .package.quant.blockwise import dequantize_blockwise, quantize_blockwise
-from .package.saved.context import quantize_saved
 from .package.swap.compress import compress, restore
 
 __all__ = [
@@ -43,7 +42,6 @@ __all__ = [
     "nn",
     "optim",
     "quantize_blockwise",
-    "quantize_saved",
     "report",
     "restore",
     "use_backend",

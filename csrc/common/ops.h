@@ -49,10 +49,3 @@
 MEMKERN_DECLARE_OPS(cpu)
 
 MEMKERN_DECLARE_OPS(cuda)
-
-// On the CPU alone: their results are for the host.
-namespace memkern {
-std::tuple<Tensor, Tensor, Tensor> quantize_with_norms_cpu(Tensor x, bool is_signed, int64_t block_size);
-Tensor attention_statistics_cpu(Tensor query, Tensor key, std::optional<Tensor> mask, bool is_causal,
-                                double scale, int64_t sample);
-}  // namespace memkern

@@ -1,17 +1,11 @@
-// memkern::quantize_blockwise, quantize_with_norms and dequantize_blockwise on the CPU.
-#include <cmath>
-
+// memkern::quantize_blockwise and dequantize_blockwise on the CPU.
 #include "common/ops.h"
 #include "cpu/step.h"
 
 namespace memkern {
 
-namespace {
-
-// squares: if not null, gets the sum of x^2 of each block.
-std::tuple<Tensor, Tensor> quantize(const Tensor& x, int64_t codec, bool is_signed, int64_t block_size,
-                                    std::optional<int64_t> step, bool mark_nonfinite,
-                                    std::vector<double>* squares) {
+std::tuple<Tensor, Tensor> quantize_blockwise_cpu(Tensor x, int64_t codec, bool is_signed, int64_t block_size,
+                                                  std::optional<int64_t> step, bool mark_nonfinite) {
   check_codec(codec);
   check_block_size(block_size);
   MEMKERN_CHECK(is_float_type(x.scalar_type()), "x must be float32, bfloat16 or float16");
@@ -25,36 +19,9 @@ std::tuple<Tensor, Tensor> quantize(const Tensor& x, int64_t codec, bool is_sign
   job.values = address_of(x, "x");
   job.codes = codes.data_ptr();
   job.scale = static_cast<float*>(scale.data_ptr());
-  if (squares) {
-    squares->resize(job.layout.blocks);
-    job.squares = squares->data();
-  }
   job.run = cpu_kernels().codec(code_kind(codec), float_type(x), is_signed, true);
   run_jobs(std::vector<CodecJob>{job});
   return {codes, scale};
-}
-
-}  // namespace
-
-std::tuple<Tensor, Tensor> quantize_blockwise_cpu(Tensor x, int64_t codec, bool is_signed, int64_t block_size,
-                                                  std::optional<int64_t> step, bool mark_nonfinite) {
-  return quantize(x, codec, is_signed, block_size, step, mark_nonfinite, nullptr);
-}
-
-std::tuple<Tensor, Tensor, Tensor> quantize_with_norms_cpu(Tensor x, bool is_signed, int64_t block_size) {
-  std::vector<double> squares;
-  const auto [codes, scale] = quantize(x, kPower, is_signed, block_size, std::nullopt, false, &squares);
-  double of_values = 0.0, of_scales = 0.0;
-  const float* scales = static_cast<const float*>(scale.data_ptr());
-  for (size_t block = 0; block < squares.size(); ++block) {
-    of_values += squares[block];
-    of_scales += static_cast<double>(scales[block]) * scales[block];
-  }
-  Tensor norms = new_tensor(x, {2}, ScalarType::Double);
-  double* found = static_cast<double*>(norms.data_ptr());
-  found[0] = std::sqrt(of_values);
-  found[1] = std::sqrt(of_scales);
-  return {codes, scale, norms};
 }
 
 Tensor dequantize_blockwise_cpu(Tensor codes, Tensor scale, int64_t codec, int64_t block_size,

@@ -1,115 +1,113 @@
-"""`make gpu`: everything that a GPU can prove and measure, in one call, on a machine without a network.
+"""`make gpu`: what a GPU proves and measures, in the order in which it is wanted should the time run out.
 
-torch, nvcc or Triton, and the standard library are enough. What fails or is missing does not stop the rest. Parts that
-measure no time run side by side, as the reference and compilers, on the CPU, take most of theirs. Lines of results are
-written as they come, to results.jsonl and a log for each part in out/gpu/; at the end (and after every part) all is in
-one file, gpu-results.tar.gz, in the folder $OUT or else out/. Ends with 1 where something failed.
-
-Without a GPU each part says what it would do, the extension is built for sm_90, and it ends with 1 but for --plan.
+Each part is a command with a limit in seconds. Its output goes to out/gpu/PART.log (in the folder $OUT, where that is
+set), its lines of JSON to results.jsonl there, for ``python -m lab.gpu.record``. A part that fails or lacks what it
+needs does not stop the others. Ends with 1 where one failed. ``--part`` names parts, ``--plan`` runs none.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
-import shutil
-import signal
+import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
-from .gpu import Gpu, find_gpu, output
-from .parts import forecast, parts, turns
-from .runner import ROOT, Outcome, Part, Results, end_all, row_of, run
+from benchmarks import ROOT
+
+from .gpu import find_gpu, output, tool
 
 RESULTS = (":!benchmarks/results", ":!lab/results")  # what measuring itself changes
 
 
-def environment(gpu: Gpu | None) -> dict[str, object]:
+def module(name: str, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", f"lab.gpu.{name}", *arguments]
+
+
+PARTS: dict[str, tuple[int, list[str]]] = {
+    "build": (400, [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]),
+    "tests": (600, [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/gpu", "tests"]),
+    "sanitizers": (200, module("sanitize")),
+    "headline": (120, module("headline", "cuda")),
+    "triton headline": (120, module("headline", "triton")),
+    "models": (100, module("models")),
+    "compiled": (300, module("compiled", "--seconds", "250")),
+    "recipe": (140, module("recipe")),
+    "stream": (300, module("stream")),
+}
+
+
+def environment() -> dict[str, Any]:
     """What the results are of."""
     import torch
 
-    told = os.environ.get("MEMKERN_COMMIT")
+    gpu = find_gpu()
+    told = os.environ.get("MEMKERN_COMMIT")  # of a copy of a commit's tree, whose .git is of another or lacks
     return {
         "gpu": gpu and gpu.name,
         "capability": gpu and gpu.capability,
-        "found by": gpu and gpu.found_by,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
         "nvcc": (output("nvcc", "--version") or "").rpartition("\n")[2] or None,
-        # A copy of a commit's tree, on a machine whose .git is of another commit or lacks, is told which it is.
         "commit": told or output("git", "rev-parse", "--short=12", "HEAD"),
         "dirty": not told and bool(output("git", "status", "--porcelain", "--", ".", *RESULTS)),
     }
 
 
-def chosen(all_parts: list[Part], wanted: list[str] | None) -> list[Part]:
-    known = [part.name for part in all_parts]
-    for name in wanted or ():
-        if name not in known:
-            raise SystemExit(f"make gpu: PART must be one of {', '.join(known)}; got {name!r}")
-    return [part for part in all_parts if (part.name in wanted if wanted else not part.by_name)]
+def run(name: str, seconds: float, command: list[str], folder: Path) -> dict[str, Any]:
+    """The outcome of a part; its rows are added to results.jsonl as they come."""
+    path = os.pathsep.join([str(Path(nvcc).parent)] if (nvcc := tool("nvcc")) else [])
+    env = os.environ | {"PYTHONUNBUFFERED": "1", "PATH": os.pathsep.join(filter(None, [path, os.environ["PATH"]]))}
+    start, result = time.monotonic(), "passed"
+    with (folder / f"{name}.log").open("w") as log:
+        try:
+            code = subprocess.run(
+                command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT, timeout=seconds, check=False
+            ).returncode
+            result = "passed" if code == 0 else "failed"
+        except subprocess.TimeoutExpired:
+            result = "timed out"
+    for line in (folder / f"{name}.log").read_text(errors="replace").splitlines():
+        if line.startswith("{"):
+            add(folder, name, json.loads(line))
+    return {"result": result, "seconds": round(time.monotonic() - start, 1)}
+
+
+def add(folder: Path, part: str, row: dict[str, Any]) -> None:
+    with (folder / "results.jsonl").open("a") as lines:
+        lines.write(json.dumps({"part": part, **row}) + "\n")
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="make gpu", description=__doc__.splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=9.0, help="for everything (default: 9)")
-    parser.add_argument("--patience", type=float, default=1.0, help="times each part's own limit, on a busy machine")
-    parser.add_argument("--part", action="append", help="one part; may be given again")
-    parser.add_argument("--folder", type=Path, default=ROOT / "out" / "gpu", help="for logs and results")
-    parser.add_argument("--plan", action="store_true", help="ends with 0 where there is no GPU")
+    parser.add_argument("--part", action="append", choices=PARTS, help="one part; may be given again")
+    parser.add_argument("--plan", action="store_true", help="says what it would run")
     args = parser.parse_args(argv)
-    end = time.monotonic() + 60 * args.minutes
-    gpu = find_gpu()
-    todo = chosen(parts(gpu and gpu.capability), args.part)
-    if args.folder.exists() and any(args.folder.iterdir()) and not (args.folder / "results.jsonl").exists():
-        parser.error(f"--folder: {args.folder} has files and no results.jsonl of an earlier run")
-    shutil.rmtree(args.folder, ignore_errors=True)
-    results = Results(args.folder)
-    archive = Path(os.environ.get("OUT") or ROOT / "out") / "gpu-results.tar.gz"
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-
-    def say(line: str) -> None:
-        sys.stdout.write(line + "\n")  # in one piece: parts run side by side
-        sys.stdout.flush()
-
-    about = environment(gpu)
-    results.add("environment", about)
-    say(", ".join(f"{name} {value}" for name, value in about.items() if value) + ("" if gpu else "; no GPU"))
-    for line in forecast(todo, end - time.monotonic()):
-        say(line)
-    outcomes: list[Outcome] = []
-
-    def one(part: Part) -> None:
-        say(f"== {part.name}: {part.what}")
-        left = min(args.patience * part.seconds, end - time.monotonic())
-        name = f"{part.name}:" if part.beside else ""
-        outcome = run(part, left, results, lambda line: say(name + line), gpu=gpu is not None)
-        outcomes.append(outcome)
-        results.add(part.name, row_of(outcome))
-        say(f"== {part.name}: {outcome.result}, {outcome.seconds:.1f} s {outcome.reason}".rstrip())
-        results.archive(archive)
-
-    try:
-        for turn in turns(todo):
-            with ThreadPoolExecutor(len(turn)) as pool:
-                try:
-                    list(pool.map(one, turn))
-                except BaseException:  # SIGTERM's too: the pool waits for its threads
-                    end_all()
-                    raise
-    finally:
-        results.archive(archive)
-        for outcome in outcomes:
-            say(f"{outcome.part:16} {outcome.result:10} {outcome.seconds:6.1f} s  {outcome.reason}".rstrip())
-        say(f"results: {archive}")
-    if gpu is None and not args.plan:
-        say("make gpu: no GPU was found by nvidia-smi, by torch or by CUDA's driver; nothing was proved")
+    about = environment()
+    print(", ".join(f"{name} {value}" for name, value in about.items() if value), flush=True)
+    chosen = {name: PARTS[name] for name in args.part or PARTS}
+    if args.plan:
+        for name, (seconds, command) in chosen.items():
+            print(f"{name}, {seconds} s: {' '.join(command)}")
+        return 0
+    if about["gpu"] is None:
+        print("make gpu: no GPU was found by nvidia-smi, by torch or by CUDA's driver; nothing was proved")
         return 1
-    return int(any(outcome.result in ("failed", "timed out") for outcome in outcomes))
+    folder = Path(os.environ.get("OUT") or ROOT / "out") / "gpu"
+    folder.mkdir(parents=True, exist_ok=True)
+    add(folder, "environment", about)
+    failed = False
+    for name, (seconds, command) in chosen.items():
+        outcome = run(name, seconds, command, folder)
+        add(folder, name, outcome)
+        print(f"{name:16} {outcome['result']:10} {outcome['seconds']:6.1f} s", flush=True)
+        failed |= outcome["result"] != "passed"
+    return int(failed)
 
 
 if __name__ == "__main__":

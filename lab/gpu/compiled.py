@@ -23,10 +23,9 @@ import torch
 from torch import nn
 
 import memkern
-from lab.studies.host_time import MODELS as SMALL
 from memkern.compiled.torch_internals import functorch_config
 
-from .models import GPT2, LLAMA_1B, Prepare, Workload, about, gradients_of, loss_of, measured, of_mode
+from .models import GPT2, LLAMA_1B, SMALL, Prepare, Workload, about, gradients_of, loss_of, measured, of_mode
 
 STEPS = 3
 SECONDS = 100.0
@@ -40,8 +39,8 @@ class Contender(NamedTuple):
 
 CONTENDERS = {
     "torch": Contender(of_mode("torch")),
-    "compress, 8 bits": Contender(of_mode("8")),
     "checkpointing": Contender(of_mode("checkpointing")),
+    "half checkpointed": Contender(of_mode("half checkpointed")),
     "torch.compile": Contender(torch.compile),
     "memkern.compile, 8 bits": Contender(functools.partial(memkern.compile, saved_bits=8)),
     "memkern.compile, exact": Contender(memkern.compile),

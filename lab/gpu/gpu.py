@@ -1,10 +1,12 @@
-"""The GPU that is here: what nvidia-smi says, else torch, else CUDA's driver."""
+"""The GPU that is here: what nvidia-smi says, else torch, else CUDA's driver; and the toolkit's programs."""
 
 from __future__ import annotations
 
 import ctypes
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 from typing import NamedTuple
 
 # In a process of its own: it leaves no CUDA context in this one.
@@ -27,6 +29,12 @@ def output(*command: str) -> str | None:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
+
+
+def tool(name: str) -> str | None:
+    """A program of the CUDA toolkit, whose folder may not be on the PATH."""
+    folders = [Path("/usr/local/cuda/bin"), *sorted(Path("/usr/local").glob("cuda-*/bin"), reverse=True)]
+    return shutil.which(name) or next((str(folder / name) for folder in folders if (folder / name).exists()), None)
 
 
 def of_nvidia_smi() -> str | None:

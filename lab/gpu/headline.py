@@ -12,7 +12,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -25,8 +25,6 @@ from benchmarks.bench_lamb import CLASSIC_NORMS, NORMS, NOTHING, RECIPE
 from benchmarks.bench_optim import GPT2, Shapes, flash_adamw, gpt2_shapes, of, stepper
 from memkern import _ops
 
-from .supervised import Journal, is_sticky, supervise
-
 LARGE = 10**9
 ELEMENTS = 2**28  # of an activation
 BYTES_PER_PARAMETER = 90  # of all contenders of a case together, in fp32
@@ -38,7 +36,6 @@ FUSED = ("torch AdamW fused", of("torch.optim", "AdamW", fused=True), NOTHING)
 FOREACH = ("torch AdamW foreach", of("torch.optim", "AdamW", foreach=True), NOTHING)
 OTHERS: dict[str, list[tuple[str, Any, Any]]] = {
     "AdamW8bit": [
-        ("memkern AdamW, 8 and 4 bits", of("memkern.optim", "AdamW", state_bits=(8, 4)), NOTHING),
         FUSED,
         FOREACH,
         ("bitsandbytes AdamW8bit", of("bitsandbytes.optim", "AdamW8bit"), NOTHING),
@@ -151,54 +148,13 @@ def largest(device: str) -> int:
     return min(LARGE, torch.cuda.get_device_properties(0).total_memory // BYTES_PER_PARAMETER)
 
 
-def measured(
-    case: harness.Case, clock: harness.Clock, journal: Journal, rounds: dict[str, Any]
-) -> list[harness.Result]:
-    """The process ends where a contender leaves CUDA unusable; the next one measures the case without it."""
-    now = case.name
-
-    def watched(contender: harness.Contender) -> harness.Contender:
-        name = f"{case.name}: {contender.name}"
-
-        def call(function: Callable[[], Any]) -> Any:
-            nonlocal now
-            now = name
-            try:
-                return function()
-            except Exception as error:
-                if is_sticky():
-                    journal.die(name, error)
-                raise
-
-        def setup() -> harness.Subject:
-            if name in journal.died:
-                raise RuntimeError("ended its process")
-            journal.note("begin", name)
-            subject = call(contender.setup)
-            return replace(subject, step=lambda: call(subject.step))
-
-        return replace(contender, setup=setup)
-
-    try:
-        return harness.measure(replace(case, contenders=[*map(watched, case.contenders)]), clock, **rounds)
-    except Exception as error:  # at a synchronization
-        if is_sticky():
-            journal.die(now, error)
-        raise
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("backend", choices=["cuda", "triton", "cpu"])
     parser.add_argument("--plan", action="store_true", help="says what it would do")
     parser.add_argument("--small", action="store_true", help="tensors of 65,536 elements: a test of this script")
-    parser.add_argument("--journal", help="of processes before this one (supervised.py)")
     args = parser.parse_args(argv)
     device = "cpu" if args.backend == "cpu" else "cuda"
-    if device == "cuda" and args.journal is None and not args.plan:
-        given = sys.argv[1:] if argv is None else argv
-        return supervise([sys.executable, "-m", "lab.gpu.headline", *given])
-    journal = Journal(args.journal)
     sizes = (2**16, 2**16, 2**16) if args.small else (largest(device), GPT2, ELEMENTS)
     failed = False
     clock = None if args.plan else harness.Clock(device)
@@ -207,20 +163,16 @@ def main(argv: list[str] | None = None) -> int:
             names = ", ".join(contender.name for contender in case.contenders)
             print(f"would measure {case.name}: {case.numel:,} elements: {names}")
             continue
-        if case.name in journal.over:
-            continue
         with memkern.use_backend(args.backend):
             rounds = {"rounds": 5, "seconds": 0.01} if args.small else {"rounds": ROUNDS, "seconds": SECONDS}
-            results = measured(case, clock, journal, rounds)
-        journal.note("done", case.name)
+            results = harness.measure(case, clock, **rounds)
         for result in results:
             row = {k: v for k, v in asdict(result).items() if v not in (None, "")}
             print(json.dumps(row), flush=True)
         failed |= results[0].ms_median is None
         if device == "cuda":
             torch.cuda.empty_cache()
-    journal.note("finished", "")
-    return int(failed or bool(journal.died))
+    return int(failed)
 
 
 if __name__ == "__main__":

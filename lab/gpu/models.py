@@ -3,13 +3,14 @@
 Models of transformers with random weights (tests/support/zoo.py), forward and backward pass without the optimizer.
 A line of JSON for each model and mode: ms of a step, the median over rounds of STEPS steps that nothing waits between;
 the time of its kernels alone, from torch's profiler; bytes kept from the forward to the backward pass, and the peak
-above parameters and gradients; and the gradients beside torch's (saved_models.py). "small" models have layers of
+above parameters and gradients; and the gradients beside torch's. "small" models have layers of
 width 64 at 32 tokens: their steps take what the processor takes.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import sys
@@ -19,15 +20,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import memkern
-from lab.studies.host_time import MODELS as SMALL
-from lab.studies.saved_models import MODES, compared
+from lab.studies.saved_compiled import compared
+from memkern.swap.block_lists import block_lists
 from tests.support import zoo
 
 STEPS, ROUNDS = 5, 3
-CAPTURED = ("captured torch", "captured exact", "captured 8")
-"""In CUDA graphs (memkern.graphed)."""
 Prepare = Callable[[nn.Module], Callable[..., Any]]
 """From a model to what is called in its place."""
 
@@ -41,7 +41,7 @@ class Workload(NamedTuple):
     sequences: int
     tokens: int
     precision: str  # "bf16", "bf16 autocast" or "fp32"
-    modes: tuple[str, ...] = ("torch", "checkpointing", "exact", "8", *CAPTURED)
+    modes: tuple[str, ...] = ("torch", "checkpointing", "half checkpointed", "compress")
 
 
 LLAMA_1B = {
@@ -52,9 +52,14 @@ LLAMA_1B = {
     "num_key_value_heads": 8,
     "vocab_size": 32000,
 }
+_SMALL = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 8, "intermediate_size": 176}
+SMALL: dict[str, dict[str, Any]] = {
+    "Llama": _SMALL | {"num_key_value_heads": 2},
+    "GPT-2": {"n_embd": 64, "n_head": 4, "n_layer": 8},
+}
 GPT2 = {"n_embd": 768, "n_head": 12, "n_layer": 12, "vocab_size": 50257}
 WORKLOADS = (
-    Workload("GPT-2, 124 M", "GPT-2", GPT2, 8, 1024, "bf16 autocast", (*MODES, *CAPTURED)),
+    Workload("GPT-2, 124 M", "GPT-2", GPT2, 8, 1024, "bf16 autocast"),
     Workload("Llama, 1.1 B", "Llama", LLAMA_1B, 4, 2048, "bf16"),
     *(Workload(f"small {name}", name, SMALL[name], 1, 32, "bf16") for name in ("Llama", "GPT-2")),
 )
@@ -148,22 +153,26 @@ def measured(
     return row
 
 
+def _half(model: nn.Module) -> None:
+    for blocks in block_lists(model):
+        for block in blocks[::2]:
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+
+
+MODES: dict[str, Callable[[Any], object]] = {
+    "torch": lambda model: None,
+    "checkpointing": lambda model: model.gradient_checkpointing_enable({"use_reentrant": False}),
+    "half checkpointed": _half,
+    "compress": memkern.compress,
+}
+
+
 def of_mode(mode: str) -> Prepare:
-    """A model as it is, in a mode of saved_models.py; "captured": in CUDA graphs, at its first call."""
-    name = mode.removeprefix("captured ")
+    """A model in a mode."""
 
     def prepare(model: nn.Module) -> Callable[..., Any]:
-        MODES[name](model)
-        if mode not in CAPTURED:
-            return model
-        graphs: list[nn.Module] = []
-
-        def call(**batch: Any) -> Any:
-            if not graphs:
-                graphs.append(memkern.graphed(model, sample_kwargs=batch))
-            return graphs[0](**batch)
-
-        return call
+        MODES[mode](model)
+        return model
 
     return prepare
 
@@ -189,11 +198,9 @@ def main(argv: list[str] | None = None) -> int:
     device, failed = "cpu" if args.small else "cuda", False
     for work in WORKLOADS[-2:] if args.small else WORKLOADS:
         expected: dict[str, torch.Tensor] = {}
-        for mode in [mode for mode in work.modes if device == "cuda" or mode not in CAPTURED]:
+        for mode in work.modes:
             try:
                 row = measured(work, of_mode(mode), device, expected)
-                if mode in CAPTURED:  # whose memory is allocated all the time
-                    row = {name: x for name, x in row.items() if name not in ("saved_mib", "peak_mib")}
             except Exception as error:  # the other modes go on
                 row, failed = {"error": f"{type(error).__name__}: {error}"[:500]}, True
             print(json.dumps(about(work) | {"mode": mode} | row), flush=True)

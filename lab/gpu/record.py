@@ -1,9 +1,8 @@
 """Adds what `make gpu` found to the results: ``python -m lab.gpu.record RESULTS.jsonl ...``.
 
-Times of headline.py and models.py go to benchmarks/results, for the tables of docs/: headline_HARDWARE.csv and
-gpu-models.csv, and those of compiled.py to gpu-compiled.csv. Those of recipe.py, stream.py, profile.py and tune.py go
-to lab/results (gpu-recipe.csv, gpu-stream.csv, gpu-profile.csv, gpu-tune.csv), and what passed and failed to
-gpu-parts.csv there.
+Times of headline.py, models.py and compiled.py go to benchmarks/results, for the tables of docs/:
+headline_HARDWARE.csv, gpu-models.csv, gpu-compiled.csv. Those of recipe.py and stream.py go to lab/results
+(gpu-recipe.csv, gpu-stream.csv), and what passed and failed to gpu-parts.csv there.
 Results of a tree with uncommitted changes are refused.
 """
 
@@ -12,7 +11,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -36,12 +34,7 @@ STREAM = (
     *("run", "parameters", "layers", "sequences", "tokens", "limit_gib", "allocated_gib", "reserved_gib", "made_s"),
     *("step_s", "tokens_per_s", "busy", "losses", "ratio", "error"),
 )
-PROFILE = (
-    *("group", "kernel", "time", "read", "written", "dram_percent", "issue_slots_percent"),
-    *("occupancy_percent", "registers", "instructions", "blocks", "stalls"),
-)
-TUNE = ("kind", "setting", "case", "ms", "copy_share", "copy_rate_gbps")
-PARTS = ("part", "result", "seconds", "equal", "near", "failed", "reason")
+PARTS = ("part", "result", "seconds")
 Row = dict[str, Any]
 
 
@@ -83,23 +76,6 @@ def text(row: Row, columns: Iterable[str]) -> dict[str, str]:
     }
 
 
-def with_stalls(row: Row) -> Row:
-    """A row of profile.py with its stalls in one column, the longest first."""
-    stalls = {k.removeprefix("stalled "): v for k, v in row.items() if k.startswith("stalled ")}
-    longest = sorted(stalls, key=lambda name: -stalls[name])
-    return row | {"stalls": "; ".join(f"{name} {stalls[name]}" for name in longest)}
-
-
-def outcomes(rows: list[Row]) -> Iterator[Row]:
-    """A row for each part that ran: its result, and the counts of its cases."""
-    for part in [row for row in rows if "result" in row]:
-        counts: Counter[str] = Counter()
-        for row in rows:
-            if row["part"] == part["part"] and "equal" in row and "result" not in row:
-                counts.update({name: row[name] for name in ("equal", "near", "failed")})
-        yield part | {"seconds": round(part["seconds"], 1)} | counts
-
-
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m lab.gpu.record", description=__doc__.splitlines()[0])
     parser.add_argument("results", type=Path, nargs="+", help="results.jsonl of `make gpu`")
@@ -124,15 +100,13 @@ def main(argv: list[str] | None = None) -> None:
             ("compiled", "mode", COMPILED),
             ("recipe", "run", RECIPE),
             ("stream", "run", STREAM),
-            ("profile", "kernel", PROFILE),
-            ("tune", "copy_share", TUNE),
         ):
             of_part = [row for row in rows if row["part"] == part and key in row]
-            found = [of | text(with_stalls(row) if part == "profile" else row, columns) for row in of_part]
+            found = [of | text(row, columns) for row in of_part]
             if found:
                 folder = args.out or (benchmarks.RESULTS if part in ("models", "compiled") else lab.RESULTS)
                 report.append(folder / f"gpu-{part}.csv", found, (*report.PROVENANCE, *columns))
-        found = [of | text(row, PARTS) for row in outcomes(rows)]
+        found = [of | text(row, PARTS) for row in rows if "result" in row]
         report.append((args.out or lab.RESULTS) / "gpu-parts.csv", found, (*report.PROVENANCE, *PARTS))
 
 

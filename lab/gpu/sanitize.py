@@ -7,8 +7,9 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-from .parts import tool
-from .runner import ROOT
+from benchmarks import ROOT
+
+from .gpu import tool
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 # Each tensor in memory of its own. torch cuts large segments into tensors: inside of one nothing is out of bounds, and
@@ -39,10 +40,6 @@ def run(name: str) -> int:
 
 
 def main() -> int:
-    if "--plan" in sys.argv:
-        for name in TOOLS:
-            print(f"would run: {' '.join([f'{k}={v}' for k, v in ALONE.items()] + command(name))}")
-        return 0
     with ThreadPoolExecutor(len(TOOLS)) as pool:
         return int(any(pool.map(run, TOOLS)))
 

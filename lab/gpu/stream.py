@@ -49,7 +49,7 @@ SMALL = Sizes(64, 128, 4, 4, 2, 256, 2, 64)
 def techniques(on_host: str | None, sizes: Sizes) -> memkern.Techniques:
     return memkern.Techniques(
         precision="bf16", master_weights="bf16+8", state_bits=8, checkpointing="blocks", checkpoint_bits=8,
-        saved_bits=8, loss_chunk=4096, step_in_backward=True, weights_on_host=on_host, micro_batch=sizes.sequences,
+        loss_chunk=4096, step_in_backward=True, weights_on_host=on_host, micro_batch=sizes.sequences,
     )  # fmt: skip
 
 

@@ -25,8 +25,7 @@ from lab.studies import study
 from memkern.compiled.torch_internals import functorch_config, inductor_config
 from tests.support import zoo
 
-from .saved_compiled import saved
-from .saved_models import PRECISIONS
+from .saved_compiled import PRECISIONS, saved
 
 BUDGETS = tuple(tenths / 10 for tenths in range(10, 1, -1))
 FIGURES = ("saved_per_token", "saved_share", "peak_per_token", "peak_share", "time_ratio", "first_ratio")

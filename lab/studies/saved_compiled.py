@@ -8,20 +8,22 @@ torch.compile. The error is that of gradients beside torch's without torch.compi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import contextlib
+import gc
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks import report
 from lab.studies import study
+from memkern.memory import LiveBytes
 from tests.support import zoo
 from tests.support.partitioned import backend
 
-from .saved_models import PRECISIONS, Gradients, built, compared, step
-
-Rows = Callable[[list[str], list[str], int], Iterator[dict[str, str]]]
+PRECISIONS = ("fp32", "bf16 autocast", "bf16")
+Gradients = dict[str, Tensor]
 MODES: dict[str, int | str | None] = {"compiled": None, "exact": "exact", "8": 8}
 MODELS = (*zoo.MODELS,)
 COLUMNS = (
@@ -35,6 +37,38 @@ COLUMNS = (
     "share",
     "gradient_error",
 )
+
+
+def built(name: str, precision: str, tokens: int) -> tuple[nn.Module, Any, Any]:
+    """A model, its batch and the autocast of its forward pass."""
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    autocast = torch.autocast("cpu", torch.bfloat16) if precision == "bf16 autocast" else contextlib.nullcontext()
+    return zoo.build(name, tokens).to(dtype), zoo.batch(name, tokens, dtype), autocast
+
+
+def plain_step(name: str, precision: str, tokens: int) -> tuple[int, Gradients]:
+    """Bytes that are alive with the graph, and gradients, without torch.compile."""
+    model, batch, autocast = built(name, precision, tokens)
+    live = LiveBytes([*model.parameters(), *model.buffers(), *zoo.tensors(batch)])
+    before = live.live
+    with live, autocast:
+        loss = model(**batch).loss
+    gc.collect()
+    count = live.live - before
+    loss.backward()
+    return count, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def compared(actual: Gradients, expected: Gradients) -> tuple[float, float]:
+    """The median relative error, and the cosine."""
+    total = sum(float(g.double().square().sum()) for g in expected.values()) ** 0.5
+    errors, dot, norm = [], 0.0, 0.0
+    for name, g in expected.items():
+        a, b = actual[name].double(), g.double()
+        dot, norm = dot + float((a * b).sum()), norm + float(a.square().sum())
+        if float(b.norm()) > 1e-5 * total:
+            errors.append(float((a - b).norm() / b.norm()))
+    return sorted(errors)[len(errors) // 2], dot / (total * norm**0.5) if norm else 0.0
 
 
 def _held(node: Any) -> Iterator[Tensor]:
@@ -78,7 +112,7 @@ def rows(names: list[str], precisions: list[str], tokens: int) -> Iterator[dict[
     provenance = study.provenance_with_transformers()
     for name in names:
         for precision in precisions:
-            of, _, expected = step(name, precision, tokens, "torch")
+            of, expected = plain_step(name, precision, tokens)
             for mode, bits in MODES.items():
                 count, gradients = compiled_step(name, precision, tokens, bits)
                 error, _ = compared(gradients, expected)
@@ -94,9 +128,8 @@ def rows(names: list[str], precisions: list[str], tokens: int) -> Iterator[dict[
                 yield study.row(provenance, COLUMNS, values)
 
 
-def run(name: str, doc: str | None, rows: Rows, argv: list[str] | None) -> None:
-    """The command of a study of compiled models, whose rows are those of saved-compiled.csv."""
-    parser = study.parser(name, doc)
+def main(argv: list[str] | None = None) -> None:
+    parser = study.parser("saved_compiled", __doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
     parser.add_argument("--tokens", type=int, default=512)
@@ -104,10 +137,6 @@ def run(name: str, doc: str | None, rows: Rows, argv: list[str] | None) -> None:
     torch.set_num_threads(1)
     path = args.out / "saved-compiled.csv"
     study.write(path, rows(args.models, args.precisions, args.tokens), COLUMNS, shown=7)
-
-
-def main(argv: list[str] | None = None) -> None:
-    run("saved_compiled", __doc__, rows, argv)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """The benchmarks run, name who is absent, take turns, and their results make the README's tables."""
 
 import csv
-import functools
 import os
 import sys
 import threading
@@ -15,9 +14,7 @@ pytest.importorskip("matplotlib", reason="the benchmarks need the [bench] extra"
 from benchmarks import harness, machine, report
 from benchmarks.__main__ import main, topics
 from benchmarks.bench_optim import gpt2_shapes
-from lab.studies import activation_parity, closed_loop, large_batch
 from tests.support import gradient_streams as streams
-from tests.support import quiet
 
 PEERS = ("bitsandbytes", "torchao", "deepspeed", "timm")
 
@@ -208,69 +205,3 @@ def test_fp32_adam_has_no_closed_loop_error():
     assert error.mean_error < 1e-5
     assert error.last_error < 1e-5
     assert error.sqrt_v_ratio == pytest.approx(1, abs=1e-5)
-
-
-@pytest.mark.full
-def test_large_batches(tmp_path):
-    setting = large_batch.Setting(
-        layers=1, heads=1, width=16, seq_len=16, batch_size=2, steps=32, factors=(1, 8), seeds=2,
-        parity_steps=4, parity_seeds=2, points=2, eval_tokens=512,
-    )  # fmt: skip
-    large_batch.main(["--out", str(tmp_path)], setting)
-    assert (tmp_path / "large-batch.png").stat().st_size > 0
-    with (tmp_path / "large-batch.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert all(tuple(row) == large_batch.COLUMNS and float(row["validation_loss"]) < 6 for row in rows)
-    ends = {
-        (row["optimizer"], row["factor"], row["seed"]): int(row["tokens"])
-        for row in rows
-        if row["part"] == "large batch" and row["step"] == row["steps"]
-    }
-    assert len(ends) == 3 * 2 * 2
-    assert {*ends.values()} == {32 * 2 * 16}  # every run has seen the same tokens
-    assert {row["lr"] for row in rows if row["factor"] == "8" and row["optimizer"] == "lamb"} == {"0.02828"}
-
-
-def test_closed_loop_table(tmp_path, monkeypatch):
-    setting = closed_loop.Setting("base", 0.999, 20, 1)
-    monkeypatch.setattr(closed_loop, "SETTINGS", (setting,))
-    one = functools.partial(quiet.one_gradient, neighbours=10, noisy=True, steps=20)
-    monkeypatch.setattr(closed_loop, "QUIET", (("one gradient", "mean movement", one),))
-    monkeypatch.setattr(closed_loop, "MOMENTA", ())
-    threads = torch.get_num_threads()
-    try:
-        closed_loop.main(["--out", str(tmp_path)])
-    finally:
-        torch.set_num_threads(threads)
-    with (tmp_path / "closed-loop.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [row["codec"] for row in rows] == ["power", "dynamic"]
-    for row in rows:
-        assert tuple(row) == closed_loop.COLUMNS
-        assert 0 < float(row["error"]) < 0.1
-        assert 0.97 < float(row["sqrt_v_ratio"]) < 1.05
-        assert 0 < float(row["total_error"]) < 0.1
-    with (tmp_path / "quiet-elements.csv").open(newline="") as file:
-        (row,) = csv.DictReader(file)
-    assert tuple(row) == closed_loop.QUIET_COLUMNS
-    assert float(row["power"]) == pytest.approx(float(row["fp32"]), rel=0.05)
-
-
-@pytest.mark.full
-def test_activation_parity(tmp_path):
-    setting = activation_parity.Setting(2, 2, 32, 32, 2, 3, 2, seeds=2, eval_tokens=256, gradient_batches=1)
-    threads = torch.get_num_threads()
-    try:
-        activation_parity.main(["--out", str(tmp_path)], setting)
-    finally:
-        torch.set_num_threads(threads)
-    with (tmp_path / "activation-parity.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert all(tuple(row) == activation_parity.COLUMNS for row in rows)
-    assert (tmp_path / "activation-parity.png").stat().st_size > 0
-    errors = {row["mode"]: float(row["gradient_error"]) for row in rows if row["phase"] == "gradient"}
-    assert errors["exact"] == 0
-    modes = ("output", "4 bits", "3 bits", "2 bits", "1 bit")
-    assert [errors[mode] for mode in modes] == sorted(errors[mode] for mode in modes)
-    losses = activation_parity.losses_of(rows, "fine-tuning")
-    assert {mode: len(values) for mode, values in losses.items()} == dict.fromkeys(activation_parity.FINE_TUNED, 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import statistics
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from benchmarks import machine, overview
 from benchmarks.__main__ import PAGES, filled
 
 RESULTS = overview.RESULTS
+COMPILED = machine.ROOT / "lab/results/saved-compiled.csv"
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -38,15 +40,18 @@ def test_what_was_not_measured_has_no_figure() -> None:
 
 
 def test_the_readme_says_the_errors_of_the_models() -> None:
-    """Its sentence on gradients, beside the rows of docs/choosing.md."""
+    """Its sentence on gradients, beside the rows of docs/choosing.md and docs/compiled.md."""
     text = " ".join((machine.ROOT / "README.md").read_text().split())
     rows = [line for line in overview.models_table().splitlines() if line.startswith("| `")]
     said = re.findall(r"([\d.]+) % in the median of the models that were counted and ([\d.]+) % in the worst", text)
-    found = []
-    for technique in ("`compress(model, saved_bits=8)`", "`compress(model)`"):
-        cells = [row.strip("| ").split(" | ")[-2:] for row in rows if row.startswith(f"| {technique} |")]
-        found.append((max(median for median, _ in cells)[:-2], max((w for _, w in cells), key=_number).split()[0]))
-    assert said == found
+    cells = [row.strip("| ").split(" | ")[-2:] for row in rows]
+    few_bits = max(median for median, _ in cells)[:-2], max((w for _, w in cells), key=_number).split()[0]
+    errors: dict[str, list[float]] = {}
+    for (precision, mode, _), row in overview._last(COMPILED, "precision", "mode", "model").items():
+        if mode == "8":
+            errors.setdefault(precision, []).append(100 * float(row["gradient_error"]))
+    codes = max(map(statistics.median, errors.values())), max(map(max, errors.values()))
+    assert said == [tuple(f"{x:.1f}" for x in codes), few_bits]
 
 
 def _number(cell: str) -> float:

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.torch_version import TorchVersion
 
 from ..checkpointing import caches_of, is_filled, without_cache
 from ..options import OptionError, Techniques, not_allowed
 from ..swap.block_lists import block_lists
-from .compiling import _options_of_inductor
+from .compiling import FIRST_VERSION, _options_of_inductor
 
 MARK = "_memkern_compiled"
 """Attribute of a block whose forward method is compiled, beneath a checkpoint too: the function that was compiled."""
@@ -94,10 +95,10 @@ def _compiler(techniques: Techniques) -> Callable[[Callable[..., Any]], Any]:
 @functools.cache
 def _options(bits: Any, activations: int | None, budget: float | None) -> dict[str, Any] | None:
     """Inductor's. Made once: for unequal options dynamo compiles a block anew, and no two partitioners are equal."""
-    if bits is None and activations is None and budget is None:
+    if bits is None and activations is None and budget is None and TorchVersion(torch.__version__) < FIRST_VERSION:
         return None
     if bits is None and budget is None:
-        budget = 1.0  # activations alone: else all that torch.compile saves
+        budget = 1.0  # all that torch.compile saves, but for activations
     bits, budget = "exact" if bits is None else bits, None if budget is None else float(budget)
     return _options_of_inductor({}, None, bits, budget, activations, codec_backend=None)
 

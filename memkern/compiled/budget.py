@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from . import codecs
+from . import codecs, written
 from .nodes import CODEC, NOT_AGAIN, arguments, value, views
 from .peaks import Backward
 from .torch_internals import MinCutOptions, functorch_config, partitioners
@@ -128,6 +128,7 @@ class Choice:
 
     def __call__(self, joint_graph: fx.Graph, node_info: Any, memory_budget: float = 1) -> list[fx.Node]:
         graph, info = joint_graph, node_info
+        written.in_forward(graph, info)
         if memory_budget != 1:
             raise ValueError(
                 f"memkern.compile has memory_budget= in place of torch's activation_memory_budget, got {memory_budget}"

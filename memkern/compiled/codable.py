@@ -1,7 +1,6 @@
 """Whether a value that a compiled graph saves may stand in codes: what is made of it in the backward pass decides.
 
-The rules are those of the hooks (:mod:`memkern.saved.rules` and :mod:`memkern.saved.users`), where nothing can be asked
-of the data, as on a GPU. An operation that they do not know gets exactly what it uses.
+The tables are in :mod:`memkern.compiled.rules`. An operation that they do not know gets exactly what it uses.
 """
 
 from __future__ import annotations
@@ -13,28 +12,36 @@ from typing import Any
 from torch import Tensor, fx
 
 from ..quant.layout import FLOATS
-from ..saved.codecs import BLOCK_SIZE
-from ..saved.rules import CODEC_BY_MAKER, POWER, PROBABILITY, RULES, TANH, UNSIGNED, Kind
-from ..saved.store import MIN_NUMEL
-from ..saved.users import MOST_EXPONENT
+from .attention import FORWARD
 from .gradients import Gradients
-from .nodes import CASTS, CODEC, NOT_AGAIN, VIEWS, arguments, aten, is_backward, numel, packet, prims, value
+from .nodes import CASTS, CODEC, NOT_AGAIN, NOT_CODED, VIEWS, arguments, aten, is_backward, numel, packet, prims, value
 from .operations import Operation, Operations
+from .rules import (
+    BLOCK_SIZE,
+    CODEC_BY_OPERATION,
+    COMPUTED_FROM_CODES,
+    MIN_NUMEL,
+    MOST_EXPONENT,
+    POWER,
+    PROBABILITY,
+    TANH,
+    UNSIGNED,
+)
 from .torch_internals import must_recompute
 
-_NORMS = {"NativeLayerNormBackward0", "NativeGroupNormBackward0", "NativeBatchNormBackward0"}
+_NORMS = {"native_layer_norm", "native_group_norm", "native_batch_norm"}
 _RESULT_CODECS = {
-    "SoftmaxBackward0": PROBABILITY,
-    "SafeSoftmaxBackward0": PROBABILITY,
-    "SigmoidBackward0": PROBABILITY,
-    "LogSoftmaxBackward0": PROBABILITY,
-    "TanhBackward0": TANH,
+    "softmax": PROBABILITY,
+    "safe_softmax": PROBABILITY,
+    "sigmoid": PROBABILITY,
+    "log_softmax": PROBABILITY,
+    "tanh": TANH,
 }
 """The codec that an operation's own result must have for its backward pass; relu's may have any."""
-_COMPARED = {"ReluBackward0", "LeakyReluBackward0", "EluBackward0", "CeluBackward0"}
+_COMPARED = {"relu", "leaky_relu", "elu", "celu"}
 """Compared with 0, which codes do not cross."""
-_BY_SIDES = {"HardswishBackward0", "HardsigmoidBackward0", "HardtanhBackward0"}
-"""The hooks store in bits on which side of a limit a value is."""
+_BY_SIDES = {"hardswish", "hardsigmoid", "hardtanh"}
+"""Their derivative jumps at limits, which codes may cross."""
 _COMPARISONS = {aten.le, aten.gt, aten.lt, aten.ge, aten.eq, aten.ne}
 _COPIES = CASTS | VIEWS - {operator.getitem, aten.expand, prims.broadcast_in_dim}
 """What has the codec of what it is of: casts, copies, views; not larger copies, as of the keys of several heads."""
@@ -60,14 +67,16 @@ def _before(node: Any, copies: Collection[Any]) -> Any:
 def codec_of(operations: Operations, node: fx.Node) -> str | None:
     """The name of the codec of a value, by what made it."""
     base = _before(node, _COPIES)
+    if NOT_CODED in base.meta:
+        return None
     of = operations.of(base)
     if of.seq not in operations.differentiated:  # what needs no gradient is never rounded
         return None
-    if packet(base) is aten.exp and is_backward(base) and of.name == "LogSoftmaxBackward0":
+    if packet(base) is aten.exp and is_backward(base) and of.name == "log_softmax":
         return None if _comes_in_16_bits(base) else PROBABILITY
     if is_backward(base) or base.op != "call_function":
         return None
-    required = CODEC_BY_MAKER.get(of.name)
+    required = CODEC_BY_OPERATION.get(of.name)
     if required in (PROBABILITY, TANH):
         return required if _is_softmax(base) or packet(base) is of.op else None
     if required not in (POWER, UNSIGNED) or not (of.name in _NORMS or _is_result(operations, base, of)):
@@ -168,14 +177,14 @@ class Rules:
             return self._is_coded_argument(user, node, of)
         if of.row.kind != "smooth" or not of.row.coded:
             return False
-        if of.name == "LogSoftmaxBackward0":
+        if of.name == "log_softmax":
             return self.gradients.is_sparse(user) and self.gradients.bears_codes(user)
         return self.gradients.bears_codes(user)
 
     @staticmethod
     def _is_coded_argument(user: fx.Node, node: fx.Node, of: Operation) -> bool:
         given = arguments(user)
-        if "Attention" not in of.name or not given or packet(user) in VIEWS:
+        if of.name not in FORWARD or not given or packet(user) in VIEWS:
             return True
         if given.get("dropout_p"):
             return False
@@ -205,8 +214,7 @@ class Rules:
             return all(isinstance(a, fx.Node) for a in user.args[:2])
         if name in (aten.index, aten.cat):
             return name is aten.cat or user.args[0] is node
-        rule = RULES.get(of.name)
-        return rule is not None and rule.kind == Kind.FUNCTION and not rule.uncoded and of.row.kind == "smooth"
+        return of.name in COMPUTED_FROM_CODES
 
     def _passes_in_backward(self, user: fx.Node, of: Operation, codec: str, own: bool) -> bool:
         if of.name in _BY_SIDES:

@@ -1,4 +1,4 @@
-"""Codecs as nodes of a graph: the formulas of :mod:`memkern.saved`, traced.
+"""Codecs as nodes of a graph.
 
 The power codec is an op of memkern's, or torch's operations that Inductor compiles into one kernel with what is before
 and after (:mod:`memkern.compiled.fused`).
@@ -15,11 +15,10 @@ from torch import Tensor, fx
 
 from .. import _ops
 from ..quant.layout import is_dense
-from ..saved.bounded import LIMITS
-from ..saved.codecs import BLOCK_SIZE
-from ..saved.rules import POWER, PROBABILITY, TANH, UNSIGNED
 from . import fused
+from .distances import LIMITS
 from .nodes import value
+from .rules import BLOCK_SIZE, POWER, PROBABILITY, TANH, UNSIGNED
 from .torch_internals import (
     detect_fake_mode,
     extract_tensor_metadata,

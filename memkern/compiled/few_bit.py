@@ -16,10 +16,10 @@ from ..fewbit.activations import activation_of
 from ..fewbit.levels import Levels, check_bits
 from ..quant.codec import MAX_BITS
 from ..quant.layout import FLOATS
-from ..saved.store import MIN_NUMEL
 from . import codecs
 from .nodes import aten, is_backward, packet, value
 from .operations import Operation, Operations
+from .rules import MIN_NUMEL
 from .torch_internals import is_contiguous_or_false
 
 _NAMES = {

@@ -8,20 +8,57 @@ from collections.abc import Iterable, Iterator
 
 from torch import fx
 
-from ..saved.users import AMPLIFIED, BOUNDED, MANY, MEANS, REDUCED, SPARSE, UNKNOWN, passed_on, spread
 from .nodes import is_sum_of_gradients, numel, packet, tangents
 from .operations import Operation, Operations
+from .rules import User
+
+# How large the gradient may be that comes to an operation's output, seen from the operations after it.
+UNKNOWN = 0  # none of them tells
+BOUNDED = 1  # of a product, a norm or a loss: an error of codes stays as large as it is
+REDUCED = 2  # of a division or logarithm of a sum or mean over many elements
+AMPLIFIED = 3  # of a division, a logarithm or an unknown operation: errors may be divided by small values
+
+# Of which elements it is. log_softmax's gradient is g - p * sum(g): of a SPARSE g that is p and the small 1 - p, of
+# soft targets q it is p - q. So codes of p serve losses of classes, and not soft targets, to which p comes close.
+NOT_TOLD = 0
+SPARSE = 1  # a few of each row: of a loss of classes, or gathered
+DENSE = 2
+
+_PICKING = ("nll_loss", "nll_loss2d", "gather")
+_MANY = 32  # elements of a mean, each of them a small part of it
 
 
-def _is_square(operation: Operation, name: str) -> bool:
+def _is_square(operation: Operation) -> bool:
+    """x ** 2 or x * x: with a mean over many it is a norm, whose gradient is bounded by the norm itself."""
     args = operation.nodes[0].args
-    if name == "PowBackward0":
+    if operation.name == "pow":
         return bool(args[1] == 2)
-    return name == "MulBackward0" and args[0] is args[1]
+    return operation.name == "mul" and args[0] is args[1]
 
 
-def _is_mean_of_many(operation: Operation, name: str) -> bool:
-    return name in MEANS and numel(operation.first_source) >= MANY * numel(operation.nodes[0])
+def _is_mean_of_many(operation: Operation) -> bool:
+    return operation.name == "mean" and numel(operation.first_source) >= _MANY * numel(operation.nodes[0])
+
+
+def _passed_on(operation: Operation, state: int) -> int:
+    """How large the gradient may be at an operation's inputs, given that at its output (UNKNOWN to AMPLIFIED)."""
+    kind = operation.row.kind
+    if kind == "product":
+        return BOUNDED
+    if kind == "singular":
+        return AMPLIFIED
+    if state == REDUCED and _is_square(operation):
+        return BOUNDED
+    if state == AMPLIFIED and _is_mean_of_many(operation):
+        return REDUCED
+    return state
+
+
+def _spread(row: User, name: str, elements: int) -> int:
+    """Of which elements the gradient at an operation's inputs is, given that at its output."""
+    if name in _PICKING:
+        return SPARSE
+    return DENSE if row.kind != "linear" or name == "mean" else elements
 
 
 _WORSE = {BOUNDED: 0, REDUCED: 1, UNKNOWN: 2, AMPLIFIED: 3}
@@ -66,11 +103,8 @@ class Gradients:
         inside = [s for s in self.sources(node) if self._is_inside(s, of)]
         outside = [self._leaving[s] for s in self.sources(node) if s not in inside]
         self.coming[node] = _worst([*outside, *(self.coming[s] for s in inside)])
-        passed = [self._leaving[s] for s in inside]
-        for g in outside:
-            state = passed_on(of.row, of, of.name, g.state, _is_square, _is_mean_of_many)
-            passed.append(Gradient(state, spread(of.row, of.name, g.elements)))
-        self._leaving[node] = _worst(passed)
+        passed = (Gradient(_passed_on(of, g.state), _spread(of.row, of.name, g.elements)) for g in outside)
+        self._leaving[node] = _worst([*(self._leaving[s] for s in inside), *passed])
 
     def _is_inside(self, source: fx.Node, of: Operation) -> bool:
         return (
@@ -84,7 +118,7 @@ class Gradients:
         """Whether what an elementwise operation uses in this node may be in codes."""
         state = self.coming[node].state
         of = self.operations.of(node)
-        return state == BOUNDED or (state == REDUCED and bool(of.nodes) and _is_square(of, of.name))
+        return state == BOUNDED or (state == REDUCED and bool(of.nodes) and _is_square(of))
 
     def is_sparse(self, node: fx.Node) -> bool:
         return self.coming[node].elements == SPARSE

@@ -22,6 +22,8 @@ CODEC = "memkern_codec"
 """The key in a node's ``meta`` of the codec in which its value could be saved."""
 NOT_AGAIN = "memkern_not_again"
 """The key of what must not be computed again where values are in codes."""
+NOT_CODED = "memkern_not_coded"
+"""The key of what has a norm's mean in it: codes are too coarse for a difference from it."""
 _UNKNOWN_NUMEL = 2**20
 """Of a symbolic size without a hint: many elements."""
 

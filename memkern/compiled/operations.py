@@ -1,9 +1,9 @@
-"""The operations that a joint graph is made of, and their rows in the tables of :mod:`memkern.saved`.
+"""The operations that a joint graph is made of, and their rows in the tables of :mod:`memkern.compiled.rules`.
 
 A joint graph holds the forward and the backward pass of a compiled function, written in primitive operations. torch
 gives all nodes of one operation, and those of its backward pass, one sequence number (``seq_nr``), and each node the
-operation that was decomposed into it (``original_aten``). So a node in the graph is known by the name that its
-operation has in the autograd graph, such as ``SiluBackward0``, for which the tables of the hooks have a row.
+operation that was decomposed into it (``original_aten``). So a node of the graph is known by the name of its operation
+in ATen, such as ``silu``, for which the tables have a row.
 """
 
 from __future__ import annotations
@@ -11,13 +11,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-import re
 from typing import Any
 
 from torch import Tensor, fx
 
-from ..saved.rules import CODEC_BY_MAKER, RULES
-from ..saved.users import MOST_EXPONENT, SCALED, UNKNOWN_USER, USERS, User, of_power
 from .nodes import (
     CASTS,
     VIEWS,
@@ -30,23 +27,33 @@ from .nodes import (
     value,
     without_overload,
 )
+from .rules import MOST_EXPONENT, SCALED, UNKNOWN_USER, USERS, User, of_power
 
-_SAME = {"transformers.grouped_mm_fallback": "aten._grouped_mm"}
-"""Operations of libraries: transformers' experts in fp32, whose loop is one operation for torch.compile."""
+_SAME = {
+    "transformers.grouped_mm_fallback": "aten._grouped_mm",  # experts in fp32, whose loop torch.compile does not see
+    **dict.fromkeys(
+        (
+            "aten._native_batch_norm_legit_functional",
+            "aten._native_batch_norm_legit",
+            "aten._native_batch_norm_legit_no_training",
+            "aten._batch_norm_with_update_functional",
+            "aten._batch_norm_no_update",
+        ),
+        "aten.native_batch_norm",
+    ),
+}
+"""Operations under another name."""
 _AFFINE = {
     aten.mul, aten.add, aten.div, prims.convert_element_type, aten._to_copy, aten.clone, aten.view, aten.neg,
 }  # fmt: skip
-_IDENTITIES = {"AddBackward0", "SubBackward0"}
+_IDENTITIES = {"add", "sub"}
 """Their backward pass may have no node: the gradient goes on as it is."""
 
 
 @functools.cache
 def name_of(op: Any) -> str:
-    """The name in the autograd graph of an operation's node; "" for one that no table has."""
-    words = _SAME.get(str(op), str(op)).removeprefix("aten.").strip("_").removesuffix("_forward").split("_")
-    camel = "".join(re.sub(r"(?<=\d)d$", "D", word[:1].upper() + word[1:]) for word in words)
-    found = (f"{camel}Backward{i}" for i in range(2))
-    return next((name for name in found if name in USERS or name in RULES or name in CODEC_BY_MAKER), "")
+    """An operation's name in the tables: as in ATen, without overload, underscores around it and "_forward"."""
+    return _SAME.get(str(op), str(op)).removeprefix("aten.").strip("_").removesuffix("_forward")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,8 +79,8 @@ _NOTHING = Operation(-1, None, "", UNKNOWN_USER, ())
 
 
 def _row(name: str, node: fx.Node) -> User:
-    """As :func:`memkern.saved.users.user`: of a power it depends on the exponent, of a division on the divisor."""
-    if name == "PowBackward0":
+    """The row of an operation: of a power it depends on the exponent, of a division on the divisor."""
+    if name == "pow":
         return of_power(node.args[1])
     if packet(node) is aten.div:
         divisor = node.args[1]

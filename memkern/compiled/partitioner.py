@@ -16,15 +16,15 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from .._version import __version__
 from ..options import SAVED_BITS
-from ..saved.attention import FORWARD
-from ..saved.store import MIN_NUMEL
 from . import budget as budgets
-from . import codecs, few_bit
+from . import codecs, few_bit, norms, written
+from .attention import FORWARD
 from .budget import Choice, size_of, storages
 from .codable import Rules, codec_of, is_candidate, mark, share_normalized
 from .gradients import Gradients
-from .nodes import CASTS, CODEC, NOT_AGAIN, VIEWS, arguments, aten, numel, packet, value, views
+from .nodes import CASTS, CODEC, NOT_AGAIN, NOT_CODED, VIEWS, arguments, aten, numel, packet, value, views
 from .operations import Operations
+from .rules import MIN_NUMEL
 from .torch_internals import CustomPartitionerFn, functorch_config, get_hash_for_files, partitioners
 
 _WORTH_A_WARNING = 2**20
@@ -66,18 +66,19 @@ class Partitioner(CustomPartitionerFn):
     def uuid(self) -> Any:
         """Of memkern's sources and the options: torch's cache has no graph for others."""
         package = Path(__file__).parents[1]
-        sources = sorted(
-            path for name in ("compiled", "saved", "quant", "fewbit") for path in (package / name).glob("*.py")
-        )
+        sources = sorted(path for name in ("compiled", "quant", "fewbit") for path in (package / name).glob("*.py"))
         options = f"{self.bits} {self.memory_budget} {self.activations} {self.codec_backend}"
         return get_hash_for_files(tuple(map(str, sources)), f"{__version__} {options}")
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        if self.bits == 8:
+            norms.use_normalized(gm.graph)
         operations = Operations(gm.graph)
         if functorch_config.cse:  # as torch does next: the uses of all equal nodes count
             gm.graph = partitioners.fx_graph_cse(gm.graph)
         if self.bits == 8:
             share_normalized(gm.graph, operations)
+        written.read_copies(gm.graph, kwargs["num_fwd_outputs"])
         gradients = Gradients(gm.graph, operations)
         is_coded = self.bits == 8 and bool(gradients.nodes)
         if is_coded:
@@ -87,6 +88,7 @@ class Partitioner(CustomPartitionerFn):
         choice = Choice(self.memory_budget, is_coded)
         with choice.instead():
             fw, bw = partitioners.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        written.leave_out(fw)
         if self.activations is not None:
             _Saved(fw, bw, kwargs["num_fwd_outputs"], operations).derive(self.activations)
         saved = _Saved(fw, bw, kwargs["num_fwd_outputs"], operations)
@@ -100,7 +102,7 @@ class Partitioner(CustomPartitionerFn):
             )
         for graph in (fw.graph, bw.graph):
             for node in graph.nodes:
-                for key in (CODEC, NOT_AGAIN):
+                for key in (CODEC, NOT_AGAIN, NOT_CODED):
                     node.meta.pop(key, None)
                 if node.meta.get("recompute") == CheckpointPolicy.MUST_SAVE:
                     del node.meta["recompute"]
@@ -233,7 +235,7 @@ class _Saved:
         return new
 
     def _run_again(self, node: fx.Node) -> None:
-        """Attention's output and log-sum-exp from decoded queries, keys and values, as in memkern.saved.attention."""
+        """Attention's output and log-sum-exp from decoded queries, keys and values (memkern/compiled/attention.py)."""
         given = arguments(node)
         if not given or packet(node) in VIEWS:
             return
@@ -241,7 +243,7 @@ class _Saved:
         inputs = [given[name] for name in ("query", "key", "value")]
         if not any(self.decoded & {i, *_ancestors(i)} for i in inputs):
             return
-        if isinstance(mask := given.get((forward.mask or "").removeprefix("_saved_")), fx.Node):
+        if isinstance(mask := given.get(forward.mask or ""), fx.Node):
             inputs.append(mask)
         output = given["out"]
         while packet(output) in (aten.alias, aten.detach):

@@ -1,4 +1,4 @@
-"""The table of what training saves with memkern: optimizer states, and what autograd saves for the backward pass."""
+"""The table of what training saves with memkern: optimizer states."""
 
 from __future__ import annotations
 
@@ -31,13 +31,6 @@ def state_row(optimizer: Optimizer | None) -> tuple[str, int, int] | None:
     return f"optimizer states ({type(found).__name__})", before, optimizer_bytes(found)
 
 
-def saved_row(report: Report) -> tuple[str, int, int] | None:
-    """The bytes measured on the example; None without one."""
-    if report.before is None or report.after is None:
-        return None
-    return "saved for the backward pass (on the example)", report.before.total, report.after.total
-
-
 def table(rows: Iterable[tuple[str, int, int] | None]) -> str:
     """Rows of a name, bytes with torch's, and bytes with memkern's."""
     lines = [("memkern: bytes", "torch", "memkern", "share")]
@@ -52,7 +45,7 @@ def table(rows: Iterable[tuple[str, int, int] | None]) -> str:
 class Compressing:
     """Shared by the callbacks of all frameworks: compresses a model once, prints what that saved and the states' bytes.
 
-    options: those of :func:`memkern.compress`; with an ``example`` it measures.
+    options: those of :func:`memkern.compress`.
     """
 
     def __init__(self, options: dict[str, Any]) -> None:
@@ -76,6 +69,6 @@ class Compressing:
         if self._told or self.report is None:
             return
         self._told = True
-        rows = [row for row in (state_row(optimizer), saved_row(self.report)) if row]
-        if rows and tell:
-            print(table(rows), flush=True)
+        row = state_row(optimizer)
+        if row and tell:
+            print(table([row]), flush=True)

@@ -9,7 +9,7 @@
         args,
         train_dataset=...,
         optimizer_cls_and_kwargs=optimizer_cls_and_kwargs(args, "adamw8bit"),
-        callbacks=[CompressCallback(example=batch)],
+        callbacks=[CompressCallback()],
     )
 
 Needs ``pip install transformers accelerate``. The Trainer itself is not changed.
@@ -95,7 +95,7 @@ class CompressCallback(TrainerCallback):
     """Compresses the Trainer's model before it is wrapped, and prints what that saves.
 
     Args:
-        options: those of :func:`memkern.compress`. With ``example``, a batch as the model takes it, it measures.
+        options: those of :func:`memkern.compress`.
 
     ``report`` is compress' report. After the first step the table of the optimizer states' bytes is printed too. Only
     the first process prints. ``memkern.restore(model)`` undoes it.

@@ -34,7 +34,6 @@ from .activation import (
 from .embedding import StableEmbedding
 from .linear import RandomizedLinear
 from .loss import LinearCrossEntropy
-from .mlp import MLP
 
 if TYPE_CHECKING:
     from ..swap.compress import compress, restore
@@ -43,7 +42,6 @@ __all__ = [
     "CELU",
     "ELU",
     "GELU",
-    "MLP",
     "SELU",
     "FewBit",
     "Fit",

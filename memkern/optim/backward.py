@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from .arrivals import arrivals_of, wait_for_offloaded
 from .foreign import refuse_clipping
@@ -47,7 +48,8 @@ class StepInBackward(Optimizer):
     ``step()`` takes a closure, which is called once. A gradient that did not come from ``backward()``, because it was
     set by hand or its parameter needed none when it was added, is stepped and freed by ``step()``.
 
-    Cannot work, and raises: ``max_grad_norm`` (the norm of all gradients is known when all are there), a GradScaler
+    Cannot work, and raises: a class whose step changes its groups, such as a counter of steps there (at the first one;
+    HostOffload takes it), ``max_grad_norm`` (the norm of all gradients is known when all are there), a GradScaler
     (whether a step is skipped is too), a second ``backward()`` before ``step()`` (where its forward pass came before
     the first one, torch's error for weights that were modified in place), ``zero_grad()`` between ``backward()`` and
     ``step()`` (the step cannot be undone), optimizers whose step needs a closure (LBFGS), parameters on several devices
@@ -195,7 +197,17 @@ class StepInBackward(Optimizer):
     def _step_some(self, params: Sequence[Tensor]) -> None:
         """The step of these parameters, by their gradients."""
         with self._restricted_to(params):
+            if steps_each_by_itself(self.optimizer_class):
+                self._step_all()
+                return
+            before = _options_of(self.param_groups)
             self._step_all()
+            if changed := _changed(before, _options_of(self.param_groups)):
+                raise RuntimeError(
+                    f"StepInBackward takes no {self.optimizer_class.__name__}, whose step changes {', '.join(changed)} "
+                    "of its groups: each parameter would count as a step. Use it as it is, or with HostOffload; a "
+                    f"parameter of shape {tuple(params[0].shape)} has been stepped"
+                )
 
     def _step_all(self) -> None:
         """The optimizer's own step of every parameter that has a gradient, without its hooks."""
@@ -321,6 +333,41 @@ def check_class(optimizer_class: Any) -> None:
             f"optimizer_class must be one whose step() needs no closure, got {optimizer_class.__name__}, which "
             "computes the gradients more than once a step"
         )
+
+
+def steps_each_by_itself(optimizer_class: Any) -> bool:
+    """Whether a class's ``step`` is memkern's or torch.optim's: by parameter, from options that it does not change.
+
+    Others may keep in their groups what a step changes (a counter, Prodigy's d): then one call is one step.
+    """
+    return optimizer_class.step.__module__.startswith(("memkern.optim.", "torch.optim."))
+
+
+def _options_of(groups: Sequence[dict[str, Any]]) -> list[dict[str, list[Any]]]:
+    """The groups' options as they are now, each as a list of numbers, tensors and others."""
+    return [
+        {
+            key: [x.clone() if isinstance(x, Tensor) else x for x in tree_leaves(value)]
+            for key, value in group.items()
+            if key != "params"
+        }
+        for group in groups
+    ]
+
+
+def _changed(before: Sequence[dict[str, list[Any]]], after: Sequence[dict[str, list[Any]]]) -> list[str]:
+    """The options that differ."""
+
+    def same(x: Any, y: Any) -> bool:
+        if isinstance(x, Tensor) and isinstance(y, Tensor):
+            return torch.equal(x, y)
+        return x is y or bool(torch.as_tensor(x == y).all())
+
+    def equal(xs: list[Any] | None, ys: list[Any] | None) -> bool:
+        return xs is not None and ys is not None and len(xs) == len(ys) and all(map(same, xs, ys))
+
+    pairs = zip(before, after, strict=True)
+    return sorted({key for a, b in pairs for key in a | b if not equal(a.get(key), b.get(key))})
 
 
 def check_no_norm(max_grad_norm: float | None) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..options import OptionError, Techniques, not_allowed
@@ -25,27 +24,17 @@ CODED_CHECKPOINTS: dict[str, Any] = {"checkpointing": "blocks", "checkpoint_bits
 SAVING: tuple[dict[str, Any], ...] = (
     {},
     {"activation_bits": 3},
-    {"activation_bits": 3, "saved_bits": "exact"},
-    {"activation_bits": 3, "saved_bits": 8},
     {"activation_bits": 3, "checkpointing": "blocks", "checkpoint_every": 2},
     {"activation_bits": 3, "checkpointing": "blocks"},
-    {"activation_bits": 3, "saved_bits": 8, **CODED_CHECKPOINTS},
-    {"activation_bits": 3, "saved_bits": "exact", "offload_saved": True},
-    {"activation_bits": 3, "saved_bits": 8, "offload_saved": True},
-    {"activation_bits": 3, "saved_bits": 8, **CODED_CHECKPOINTS, "offload_saved": True},
+    {"activation_bits": 3, **CODED_CHECKPOINTS},
 )
 """Candidates for what is saved for the backward pass. The last needs the least memory on the device."""
 PLACES: tuple[dict[str, Any], ...] = ({}, {"offload": True}, {"weights_on_host": "layers"})
 """Candidates for where the optimizer's states, and with the last the weights, are."""
-NO_SAVING: dict[str, Any] = {
-    "checkpointing": None, "checkpoint_bits": None, "checkpoint_every": 1, "saved_bits": None, "offload_saved": False,
-}  # fmt: skip
+NO_SAVING: dict[str, Any] = {"checkpointing": None, "checkpoint_bits": None, "checkpoint_every": 1, "saved_bits": None}
 WAYS: dict[str, dict[str, Any]] = {
     "checkpoints": {"checkpointing": "blocks"},
-    "codes": {"saved_bits": 8},
-    "codes on the host": {"saved_bits": 8, "offload_saved": True},
-    "checkpoints in codes": {**CODED_CHECKPOINTS, "saved_bits": 8},
-    "checkpoints in codes on the host": {**CODED_CHECKPOINTS, "saved_bits": 8, "offload_saved": True},
+    "checkpoints in codes": CODED_CHECKPOINTS,
 }
 """Ways of saving less for the backward pass that a plan compares."""
 LOSS_CHUNK = 4096  # classes
@@ -73,11 +62,8 @@ class Chooser:
 
     @functools.cached_property
     def saving(self) -> tuple[dict[str, Any], ...]:
-        """``SAVING`` without checkpoints where a model has no list of like blocks, and without offload on the CPU."""
-        excluded = set() if self.predictor.has_blocks else {"checkpointing"}
-        if self.predictor.device == "cpu":
-            excluded.add("offload_saved")
-        return tuple(each for each in SAVING if not excluded & each.keys())
+        """``SAVING`` without checkpoints where a model has no list of like blocks."""
+        return tuple(each for each in SAVING if self.predictor.has_blocks or "checkpointing" not in each)
 
     @functools.cached_property
     def places(self) -> tuple[dict[str, Any], ...]:
@@ -93,7 +79,7 @@ class Chooser:
             with contextlib.suppress(OptionError):
                 found = techniques.replace(**({**NO_SAVING, **saving, "loss_chunk": chunk} | self.given))
                 self.predictor.check(found)
-                if self.predictor.runs(found) and (not found.offload_saved or self._host_fits(found)):
+                if self.predictor.runs(found):
                     return found
         return techniques
 
@@ -168,7 +154,7 @@ class Chooser:
         for place, techniques in self._by_time(memory, rank):
             if best is not None and place >= rank(best.seconds, best.techniques):
                 break
-            if self.predictor.least_peak(self.frugal(techniques)) > memory:
+            if predict(self.frugal(techniques)).peak > memory:
                 continue
             if not self.predictor.may_fit(techniques, memory):
                 continue
@@ -181,22 +167,15 @@ class Chooser:
                 best = prediction
         return best
 
-    def _by_time(self, memory: int, rank: Callable[..., Rank]) -> Iterator[tuple[Rank, Techniques]]:
-        """Candidates by the rank of their estimated time. Estimates that need traces are made when it is their turn."""
-        found = [t for t in self.candidates if self.predictor.floor(t) <= memory]
-        waiting = []
-        for i, t in enumerate(found):
-            least = self.predictor.least_seconds(t)
-            if least is not None:
-                waiting.append((rank(least, t), i, False))
-        heapq.heapify(waiting)
-        while waiting:
-            place, i, is_final = heapq.heappop(waiting)
-            techniques = found[i]
-            if is_final or not techniques.offload_saved:
-                yield place, techniques
-            elif (seconds := self.predictor.estimate(techniques)) is not None:
-                heapq.heappush(waiting, (rank(seconds, techniques), i, True))
+    def _by_time(self, memory: int, rank: Callable[..., Rank]) -> list[tuple[Rank, Techniques]]:
+        """Candidates by the rank of their estimated time."""
+        found = []
+        for techniques in self.candidates:
+            if self.predictor.floor(techniques) <= memory:
+                seconds = self.predictor.least_seconds(techniques)
+                if seconds is not None:
+                    found.append((rank(seconds, techniques), techniques))
+        return sorted(found, key=lambda each: each[0])
 
     def fastest_of_each(self, memory: int) -> dict[str, Prediction | None]:
         """The fastest set that fits with each way of saving less, and nothing where none does."""

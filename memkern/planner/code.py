@@ -68,11 +68,9 @@ def _model_lines(t: Techniques) -> Iterator[str]:
         yield from _loss_chunk_lines(t)
         return
     bits, share = t.activation_bits, t.linear_share
-    options = [repr(bits) if bits else repr("recompute" if t.saved_bits else None)]
+    options = [repr(bits)]
     options += [f"linear={share:g}"] if share is not None else []
-    options += [f"saved_bits={t.saved_bits!r}"] if t.saved_bits else []
-    options += ["offload=True"] if t.offload_saved else []
-    if bits or t.saved_bits or share is not None:
+    if bits or share is not None:
         yield f"memkern.compress(model, {', '.join(options)})"
     if t.checkpointing:
         own = f", bits={t.checkpoint_bits}" if t.checkpoint_bits else ""

@@ -17,8 +17,6 @@ from torch.utils._pytree import tree_leaves
 from ..applying import apply, autocast, make_optimizer, optimizer_groups, weight_dtype
 from ..memory import LiveBytes
 from ..options import Techniques, not_allowed
-from ..saved.hooks import set_ahead
-from ..saved.offload import fake_bytes_on_host
 from ..swap.block_lists import block_lists
 from .blocks import without_block
 from .fake_mode import FakeMode
@@ -48,8 +46,7 @@ def traces(source: Source, techniques: Techniques, device: str) -> tuple[list[Tr
     """Traces for :func:`memkern.planner.trace.peaks`: for a model with like blocks two, with few of them."""
     if techniques.loss_chunk and not source.is_language_model:
         raise not_allowed("loss_chunk", techniques.loss_chunk, "None for a model that is no language model")
-    # The order in which tensors leave the device, but for inputs of checkpoints, depends on all blocks.
-    if isinstance(source, Configured) and (techniques.checkpoints_all or not techniques.offload_saved):
+    if isinstance(source, Configured):
         with contextlib.suppress(Exception):  # the model's own, where other sizes depend on the number of blocks
             found = _of_few(source, techniques, device) or _of_kinds(source, techniques, device)
             if found is not None:
@@ -62,32 +59,21 @@ def _of_few(source: Configured, techniques: Techniques, device: str) -> tuple[li
 
     Where one of several has a checkpoint, several blocks are what one is here.
     """
-    # The first two blocks read codes that others share with their neighbours.
-    few = FEW + 1 if techniques.saved_bits and not techniques.checkpoints_all else FEW
     depth, each = source.depth, techniques.checkpoint_every
-    if depth is None or depth <= each * (few + 1):
+    if depth is None or depth <= each * (FEW + 1):
         return None
-    few = each * few + depth % each
+    few = each * FEW + depth % each
     many = trace(source.with_depth(few + each), techniques, device)
-    if each == 1 and not techniques.offload_saved and (fewer := without_block(many, few - 2)) is not None:
+    if each == 1 and (fewer := without_block(many, few - 2)) is not None:
         return [fewer, many], depth - few
     fewer = trace(source.with_depth(few), techniques, device)
     return None if aligned(fewer, many) is None else ([fewer, many], (depth - few) // each)
 
 
-def least_trace(source: Source, techniques: Techniques, device: str) -> Trace | None:
-    """Of the model with few blocks, if all that may leave the device leaves at once: a lower bound of the whole
-    model's. None where that has few blocks, or another number of them is not possible."""
-    if isinstance(source, Configured) and source.depth is not None and source.depth > FEW:
-        with contextlib.suppress(Exception):  # the model's own, where other sizes depend on the number of blocks
-            return trace(source.with_depth(FEW), techniques, device, ahead=0)
-    return None
-
-
 def _of_kinds(source: Configured, techniques: Techniques, device: str) -> tuple[list[Trace], int] | None:
     """The same where blocks are of several kinds that run the same operators, such as with another mask."""
     kinds = source.kinds
-    if techniques.offload_saved or techniques.checkpoint_every > 1 or len(kinds) <= len(set(kinds)) + 2:
+    if techniques.checkpoint_every > 1 or len(kinds) <= len(set(kinds)) + 2:
         return None
     found = [trace(source.with_kinds([kinds[0], *sorted(set(kinds)), kinds[-1]]), techniques, device)]
     while len(found[0].blocks) > FEW:
@@ -98,15 +84,13 @@ def _of_kinds(source: Configured, techniques: Techniques, device: str) -> tuple[
     return found, len(kinds) - FEW
 
 
-def trace(source: Source, techniques: Techniques, device: str, ahead: int | None = None) -> Trace:
-    """A forward and a backward pass on fake tensors. ahead: ``offload_ahead`` of :func:`memkern.compress`."""
+def trace(source: Source, techniques: Techniques, device: str) -> Trace:
+    """A forward and a backward pass on fake tensors."""
     mode = FakeMode()
     values = Values(mode)
     with mode, torch.device(device):
         model = source.empty(weight_dtype(techniques))
     apply(model, techniques)  # outside the mode: compress measures what activations save
-    if ahead is not None:
-        set_ahead(model, ahead)
     with mode, torch.device(device):
         mode.around = values.around
         batch = source.batch(techniques.micro_batch)
@@ -126,8 +110,7 @@ def trace(source: Source, techniques: Techniques, device: str, ahead: int | None
         with _as_on_real_tensors(), without_kernels(mode, model) if techniques.compile else contextlib.nullcontext():
             held = [x for x in tree_leaves(batch) if isinstance(x, Tensor)]
             lists = list(block_lists(model))
-            found = record(mode, model, held, forward, lists[0] if len(lists) == 1 else (), output_layer(model))
-    return dataclasses.replace(found, left=fake_bytes_on_host(mode))
+            return record(mode, model, held, forward, lists[0] if len(lists) == 1 else (), output_layer(model))
 
 
 @contextlib.contextmanager

@@ -71,7 +71,6 @@ def seconds(
     weight_bytes: int,
     state_bytes: int,
     attention: float = 0.0,
-    left: int = 0,
     brought: int = 0,
 ) -> float:
     """Seconds of an optimizer step.
@@ -79,15 +78,15 @@ def seconds(
     6 N D operations for N parameters and D tokens, and those of attention: a third each for the forward pass, the
     gradients of the activations and those of the weights. Checkpoints repeat the forward pass, randomized linear layers
     compute their share of the weights' gradients, a loss in chunks computes the logits once more. ``saved_bits`` reads
-    and writes what is saved once more in each pass; with ``offload_saved`` a pass takes at least the time of its
-    transfers. The step reads and writes weights, errors and states and reads gradients; with offload gradients and
-    weights go over the link, and weights back. With ``weights_on_host`` both passes bring the weights, and the backward
-    pass sends the gradients the other way; the host's step takes the time that the backward pass does not hide, which
-    hides nothing without a step in backward. It is never counted as less than a step on the device.
+    and writes what is saved once more in each pass. The step reads and writes weights, errors and states and reads
+    gradients; with offload gradients and weights go over the link, and weights back. With ``weights_on_host`` both
+    passes bring the weights, and the backward pass sends the gradients the other way; the host's step takes the time
+    that the backward pass does not hide, which hides nothing without a step in backward. It is never counted as less
+    than a step on the device.
 
     head: parameters of the output layer. saved: bytes that a micro-batch saves for the backward pass without any
     technique. state_bytes: of the optimizer and of the errors. attention: operations per token of the products of
-    queries, keys, probabilities and values in a forward pass. left: bytes of a micro-batch that leave the device.
+    queries, keys, probabilities and values in a forward pass.
     brought: bytes of weights that each pass brings from the host.
     """
     passes = passes_of(techniques)
@@ -97,9 +96,9 @@ def seconds(
     if techniques.loss_chunk:
         micro_batch += techniques.micro_batch * tokens * 2 * head / rate
     backward = (passes - 1) * of_a_pass
-    # Each direction of the link by itself: into the device and out of it.
-    for hides, into, out in ((of_a_pass, brought, left), (backward, left + brought, brought)):
-        micro_batch += max(0.0, max(into, out) / hardware.link - hides)
+    # Weights come in in each pass, and gradients leave beside them, in the link's other direction.
+    for hides in (of_a_pass, backward):
+        micro_batch += max(0.0, brought / hardware.link - hides)
     total = techniques.accumulation * micro_batch
     if techniques.saved_bits:
         total += techniques.accumulation * 2 * saved / hardware.bandwidth
@@ -133,21 +132,6 @@ def intensity(
     passes = passes_of(techniques)
     operations = passes * techniques.micro_batch * tokens * (2 * parameters + attention)
     return operations / ((passes + 1) * weight_bytes + 2 * saved)
-
-
-def hidden_from(
-    hardware: Hardware, techniques: Techniques, *, parameters: int, quadratic: float, left: float
-) -> int | None:
-    """Tokens from which the arithmetic of a forward pass takes as long as the transfer of what it stores.
-
-    Both are proportional to the tokens but for attention, whose operations per token are ``quadratic`` times the
-    tokens. ``left``: bytes per token. None: never.
-    """
-    rate = rate_of(hardware, techniques)
-    lacking = left * rate / hardware.link - 2 * parameters
-    if lacking <= 0:
-        return 1
-    return math.ceil(lacking / quadratic) if quadratic else None
 
 
 def streamed_from(

@@ -170,8 +170,6 @@ def verdict(plan: Plan) -> Iterator[str]:
         yield f"On the host: {p.host / GIB:.2f} GiB."
     if p.brought:
         yield _streams(plan, p)
-    if p.left:
-        yield _transfers(plan, p)
     yield from _ways(plan, p)
     yield "In a loop of your own:"
     yield ""
@@ -183,14 +181,6 @@ def _roofline(p: Prediction) -> str:
     return (
         f"Roofline: the passes have {p.intensity:,.0f} operations for each byte of weights and saved tensors that they "
         f"move, this device {p.balance:,.0f} for each of its memory: {limit}, and memory limits the optimizer's step."
-    )
-
-
-def _transfers(plan: Plan, p: Prediction) -> str:
-    hidden = "no length" if p.hidden_from is None else f"{p.hidden_from:,} tokens on"
-    return (
-        f"Saved tensors: {p.left / GIB:.2f} GiB to the host and back for a micro-batch, at {plan.link / 1e9:g} GB/s "
-        f"{p.left / plan.link:.2f} s each way; a forward pass's arithmetic hides that from {hidden}."
     )
 
 

@@ -27,13 +27,11 @@ ALONE: dict[str, dict[str, Any]] = {
     "bf16 autocast": {"precision": "bf16-mixed"},
     "8-bit states": {"state_bits": 8},
     "3-bit activations": {"activation_bits": 3},
-    "saved tensors once (exact)": {"saved_bits": "exact"},
-    "saved tensors in 8 bits": {"saved_bits": 8},
+    "checkpoints in 8 bits": {"checkpointing": "blocks", "checkpoint_bits": 8},
     "randomized linear, 20 %": {"linear_share": 0.2},
     "bf16 weights, 8-bit errors": {"precision": "bf16", "master_weights": "bf16+8"},
     "step in backward": {"step_in_backward": True, "accumulation": 1},
     "loss in chunks": {"loss_chunk": 4096},
-    "8 bits, on the host": {"saved_bits": 8, "offload_saved": True},
     "offload": {"offload": True},
     "weights on the host": {"weights_on_host": "layers"},
 }
@@ -46,7 +44,7 @@ COMPILED: dict[str, dict[str, Any]] = {
 }
 """Rows beside these where ``compile`` is given: each takes seconds of the compiler."""
 UNSHARDED: dict[str, Any] = {
-    "step_in_backward": False, "offload": False, "offload_saved": False, "loss_chunk": None, "saved_bits": None,
+    "step_in_backward": False, "offload": False, "loss_chunk": None, "saved_bits": None,
     "checkpoint_bits": None, "checkpoint_every": 1, "weights_on_host": None, "compile": False, "memory_budget": None,
 }  # fmt: skip
 """Techniques that are not counted with shards: with several devices they stay as they are here."""
@@ -221,7 +219,7 @@ def _check_given(given: Mapping[str, Any]) -> None:
             raise not_allowed("techniques", name, ", ".join(names))
     # Checks the values. What others of them need is the planner's choice if it is not given.
     needed: dict[str, Any] = {"precision": "bf16"} if given.get("master_weights") else {}
-    needed |= {"saved_bits": 8} if given.get("offload_saved") else {}
+    needed |= {"compile": True} if given.get("saved_bits") and "compile" not in given else {}
     needed |= (
         {"checkpointing": "blocks"} if given.get("checkpoint_bits") or given.get("checkpoint_every", 1) != 1 else {}
     )
@@ -276,7 +274,7 @@ def _alone(predictor: Predictor, rows: dict[str, dict[str, Any]]) -> tuple[dict[
     for name, changes in rows.items():
         if "loss_chunk" in changes and not predictor.source.is_language_model:
             continue
-        if {"offload", "offload_saved", "weights_on_host"} & changes.keys() and predictor.device == "cpu":
+        if {"offload", "weights_on_host"} & changes.keys() and predictor.device == "cpu":
             continue
         is_counted = not UNSHARDED.keys() & changes.keys()
         is_parallel = getattr(predictor.source, "tensor_parallel", 1) > 1

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..options import OptionError, Techniques, not_allowed
-from .hardware import Hardware, hidden_from, intensity, rate_of, seconds, step_bytes, streamed_from
+from .hardware import Hardware, intensity, rate_of, seconds, step_bytes, streamed_from
 from .not_traced import NotTraced, checked, not_traced
 
 CATEGORIES = (
@@ -28,7 +28,7 @@ UNIT = {"cpu": 64, "cuda": 512}
 HELD = {"cpu": 0, "cuda": 1}
 """Buffers of collectives (``Groups.held``): gloo's end before the next operator, and one is beside NCCL's streams."""
 SAVING_LESS = ("activation_bits", "saved_bits", "checkpointing", "checkpoint_bits", "loss_chunk")
-"""Techniques by which a forward pass leaves less, but for ``offload_saved``."""
+"""Techniques by which a forward pass leaves less."""
 ALLOCATED_BY_A_STEP = ("gradients", "saved activations", "temporaries")
 SLABS = 0.03
 """Added to weights on the host, as a share: slabs of pinned memory leave 0 to 3 % free, of GPT-2 to Llama-3.1-70B."""
@@ -43,9 +43,8 @@ class Prediction:
     """The memory and the time of a step with given techniques.
 
     categories: bytes at the peak, by ``CATEGORIES``. phases: the peak of each of ``PHASES``, process included.
-    host: bytes on the host with offload or weights_on_host: weights, states, gradients, and buffers for the transfers;
-    and ``left``, what leaves the device in a forward pass with offload_saved. hidden_from: tokens from which a forward
-    pass's arithmetic takes as long as the transfer of that, None if no number does. brought: bytes of weights that each
+    host: bytes on the host with offload or weights_on_host: weights, states, gradients, and buffers for the transfers.
+    brought: bytes of weights that each
     pass brings with weights_on_host. streamed_from: tokens of a micro-batch from which arithmetic hides that, and
     from which the backward pass's hides the host's step. seconds: of an optimizer step, by the model of
     memkern/planner/hardware.py. intensity: operations per byte of a micro-batch's passes; balance: the device's
@@ -57,8 +56,6 @@ class Prediction:
     phases: dict[str, int]
     host: int
     seconds: float
-    left: int = 0
-    hidden_from: int | None = None
     intensity: float = 0.0
     balance: float = 0.0
     brought: int = 0
@@ -105,7 +102,6 @@ class Predictor:
             return functools.cache(found)
 
         self._traces = cached(fake_step.traces)
-        self._least_trace = cached(fake_step.least_trace)
         self._fixed = cached(functools.partial(fake_step.fixed, devices=devices))
         self._found_peaks: dict[Any, Any] = {}
         self.predict = functools.cache(self._predict)
@@ -123,31 +119,15 @@ class Predictor:
             step_in_backward=False,
             offload=False,
             weights_on_host=None,
-            offload_saved=techniques.offload_saved and self.device != "cpu",
             accumulation=1,
         )
 
     def runs(self, techniques: Techniques) -> bool:
-        """Whether a step with these techniques can be traced. Few blocks tell where the trace of all takes long."""
+        """Whether a step with these techniques can be traced."""
         with contextlib.suppress(NotTraced):
-            if not self._needs_all_blocks(techniques) or self._trace_of_few(techniques) is None:
-                self.traces(techniques)
+            self.traces(techniques)
             return True
         return False
-
-    def _needs_all_blocks(self, techniques: Techniques) -> bool:
-        """Whether the order in which saved tensors leave depends on all blocks, whose trace takes long."""
-        return techniques.offload_saved and not techniques.checkpoints_all and self.device != "cpu"
-
-    def _trace_of_few(self, techniques: Techniques) -> Any:
-        """See :func:`memkern.planner.fake_step.least_trace`. Raises NotTraced where the model's own code raises."""
-        return checked(self._least_trace(self._traced(techniques)))
-
-    def least_peak(self, techniques: Techniques) -> int:
-        """The peak; a lower bound of it, from few blocks, where the trace of all blocks takes long."""
-        if self._needs_all_blocks(techniques) and (trace := self._trace_of_few(techniques)) is not None:
-            return max(sum(row.values()) for row in self._rows(techniques, [trace], 0).values())
-        return self.predict(techniques).peak
 
     @functools.cached_property
     def least_batch(self) -> int:
@@ -156,25 +136,9 @@ class Predictor:
         return 2 if needs_two else 1
 
     def least_seconds(self, techniques: Techniques) -> float | None:
-        """Seconds of a step if nothing leaves the device; None where a plain step does not run."""
+        """Seconds of a step; None where a plain step does not run."""
         with contextlib.suppress(NotTraced):
             return self.seconds(techniques)
-        return None
-
-    def estimate(self, techniques: Techniques) -> float | None:
-        """Seconds of a step, before its trace: with offload_saved, as if all that is saved left.
-
-        None where a step does not run.
-        """
-        one = Techniques(
-            precision=techniques.precision,
-            saved_bits=techniques.saved_bits,
-            checkpointing=techniques.checkpointing,
-            checkpoint_bits=techniques.checkpoint_bits,
-            checkpoint_every=techniques.checkpoint_every,
-        )
-        with contextlib.suppress(NotTraced):
-            return self.seconds(techniques, techniques.micro_batch * self._saved(one))
         return None
 
     def fixed(self, techniques: Techniques) -> Any:
@@ -212,10 +176,8 @@ class Predictor:
         """False where few blocks need more than ``memory``, or fewer sequences where those of plain training do."""
         least = techniques.replace(micro_batch=min(techniques.micro_batch, self.least_batch))
         nothing: dict[str, Any] = dict.fromkeys(SAVING_LESS)
-        plain = least.replace(**nothing, checkpoint_every=1, offload_saved=False)
-        sizes = [techniques] if self.predict(plain).peak <= memory else list({least: None, techniques: None})
-        needs_all = self._needs_all_blocks(techniques)
-        return not any(self.least_peak(each) > memory for each in sizes if needs_all or each is not techniques)
+        plain = least.replace(**nothing, checkpoint_every=1)
+        return self.predict(plain).peak <= memory or least == techniques or self.predict(least).peak <= memory
 
     def _streams(self, techniques: Techniques) -> bool:
         """Whether the weights are not on the device."""
@@ -224,24 +186,21 @@ class Predictor:
     def _predict(self, techniques: Techniques) -> Prediction:
         fixed, (traces, more) = self.fixed(techniques), self.traces(techniques)
         self.check(techniques)
-        left = traces[0].left + more * (traces[-1].left - traces[0].left)
         rows = self._rows(techniques, traces, more)
         sums = {phase: sum(rows[phase].values()) for phase in PHASES}
         largest = rows[max(sums, key=sums.__getitem__)]
         streams = self._streams(techniques)
-        found = Prediction(
+        return Prediction(
             techniques,
             categories={name: largest.get(name, 0) for name in CATEGORIES},
             phases=sums,
-            host=(self.held_on_host(techniques) if self._is_on_host(techniques) else 0) + left,
-            seconds=self.seconds(techniques, left),
-            left=left,
+            host=self.held_on_host(techniques) if self._is_on_host(techniques) else 0,
+            seconds=self.seconds(techniques),
             intensity=self._intensity(techniques),
             balance=rate_of(self.hardware, techniques) / self.hardware.bandwidth,
             brought=fixed.parameters - fixed.buffers if streams else 0,
             streamed_from=self.hides(techniques) if streams else None,
         )
-        return dataclasses.replace(found, hidden_from=self._hidden_from(found)) if left else found
 
     def _is_on_host(self, techniques: Techniques) -> bool:
         """Whether the optimizer's states are not on the device."""
@@ -281,24 +240,11 @@ class Predictor:
             row["temporaries"] = row.get("temporaries", 0) + int(MARGIN[self.counted_on] * allocated)
         return rows
 
-    def _hidden_from(self, found: Prediction) -> int | None:
-        return hidden_from(
-            self.hardware,
-            found.techniques,
-            parameters=self.fixed(found.techniques).count,
-            quadratic=self.source.attention,
-            left=found.left / (found.techniques.micro_batch * self.source.tokens),
-        )
-
     def check(self, techniques: Techniques) -> None:
         """Raises OptionError for what is not counted with weights on the host, without a trace."""
         given = techniques.weights_on_host
         if given and not self.fixed(techniques).block:
             raise not_allowed("weights_on_host", given, "None for a model without a list of like blocks")
-        if given and techniques.saved_bits and not techniques.checkpoints_all:
-            # fully_shard gives each block other tensors than the one before returned, of which more is stored.
-            allowed = f"None with weights_on_host={given!r}, or with checkpointing of every block: not counted else"
-            raise not_allowed("saved_bits", techniques.saved_bits, allowed)
 
     def held_on_host(self, techniques: Techniques) -> int:
         """Bytes on the host with offload or weights_on_host, found without a trace: weights, errors, states, gradients.
@@ -360,8 +306,8 @@ class Predictor:
             )
         return self._found_peaks[key]
 
-    def seconds(self, techniques: Techniques, left: int = 0) -> float:
-        """Seconds of a step. left: bytes that leave the device; without them a lower bound."""
+    def seconds(self, techniques: Techniques) -> float:
+        """Seconds of a step."""
         fixed = self.fixed(techniques)
         plain = Techniques(precision=techniques.precision, micro_batch=techniques.micro_batch)
         return seconds(
@@ -374,7 +320,6 @@ class Predictor:
             weight_bytes=fixed.parameters,
             state_bytes=fixed.optimizer + fixed.errors,
             attention=self.source.attention * self.source.tokens,
-            left=left,
             brought=fixed.parameters - fixed.buffers if self._streams(techniques) else 0,
         )
 

@@ -15,7 +15,6 @@ SHORTEST = 64  # tokens of a sequence: shorter ones are not proposed
 TOGETHER = (
     ("micro_batch", "accumulation"),
     ("precision", "master_weights"),
-    ("saved_bits", "offload_saved"),
     ("checkpointing", "checkpoint_bits", "checkpoint_every"),
 )
 """Techniques that are left to the planner in pairs, as one depends on the other."""

@@ -62,7 +62,7 @@ class Trace:
     """The storages of a forward and a backward pass, without those that exist before.
 
     accumulated: when a storage became a parameter's gradient. middle: the clock at the end of the forward pass.
-    left: most bytes that were on the host. blocks: the clock at the beginning of each block's forward pass, and when
+    blocks: the clock at the beginning of each block's forward pass, and when
     its last gradient was accumulated. of_blocks: which gradients are a block's, and when its last was accumulated.
     head: the clock when the output layer's backward pass begins; None where it is not known.
     """
@@ -71,7 +71,6 @@ class Trace:
     accumulated: dict[Storage, int]
     operators: list[Operator]
     middle: int
-    left: int = 0
     blocks: tuple[tuple[int, int], ...] = ()
     of_blocks: dict[Storage, int] = dataclasses.field(default_factory=dict)
     head: int | None = None

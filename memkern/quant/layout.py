@@ -13,6 +13,7 @@ from itertools import chain
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from .codec import MAX_BLOCK_SIZE, MIN_BLOCK_SIZE
 
@@ -82,6 +83,11 @@ def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
         expected *= shape[innermost]
         left.remove(innermost)
     return True
+
+
+def dense(x: Tensor) -> Tensor:
+    """x, or a copy without gaps and overlaps."""
+    return x if is_dense(x.shape, x.stride()) else torch.empty_like(x).copy_(x)
 
 
 def extent(shape: Sequence[int], strides: Sequence[int]) -> int:

@@ -5,8 +5,7 @@ fp32, IEEE round-to-nearest, one rounding an operation. Written to be read, not 
 
 from .activation import few_bit_backward, few_bit_backward_from_output, few_bit_encode, few_bit_forward
 from .adam import adam_step_, amsgrad_step_
-from .attention import attention_statistics
-from .blockwise import dequantize_blockwise, quantize_blockwise, quantize_with_norms
+from .blockwise import dequantize_blockwise, quantize_blockwise
 from .grad_norm import grad_norm_
 from .lamb import lamb_step_
 from .lars import lars_step_
@@ -17,7 +16,6 @@ from .sgd import sgd_step_
 __all__ = [
     "adam_step_",
     "amsgrad_step_",
-    "attention_statistics",
     "dequantize_blockwise",
     "few_bit_backward",
     "few_bit_backward_from_output",
@@ -30,6 +28,5 @@ __all__ = [
     "muon_apply_",
     "muon_momentum_",
     "quantize_blockwise",
-    "quantize_with_norms",
     "sgd_step_",
 ]

@@ -219,16 +219,6 @@ def quantize_blockwise(
     return codes, scale.reshape(layout.scale_shape)
 
 
-def quantize_with_norms(x: Tensor, signed: bool, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Power codes, their scales, and the norms of x and of the scales, float64.
-
-    Squares are those of fp32: the norm of larger values is inf.
-    """
-    codes, scale = quantize_blockwise(x, C.CODECS["power"], signed, block_size)
-    sums = (each.float().square().sum(dtype=torch.float64) for each in (x, scale))
-    return codes, scale, torch.stack([each.sqrt() for each in sums])
-
-
 def dequantize_blockwise(codes: Tensor, scale: Tensor, codec: int, block_size: int, dtype: torch.dtype) -> Tensor:
     """The op behind :func:`memkern.dequantize_blockwise`."""
     check_codec(codec)

@@ -1,4 +1,4 @@
-"""Finds the counterpart that saves less: of torch's modules by class, of others by name and their forward's graph."""
+"""Finds the counterpart that saves less, of torch's, transformers' and timm's classes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from torch import nn
 from ..library import is_own
 from ..nn import activation as ours
 from ..nn.linear import RandomizedConv1D, RandomizedLinear
-from . import proof
 from .class_swap import original_class
 
 Maker = Callable[..., nn.Module]
@@ -49,32 +48,45 @@ TORCH: dict[type[nn.Module], Maker] = {
 SAVE_THEIR_OUTPUT = (nn.ReLU, nn.Tanh, nn.Sigmoid)
 
 
-_KINDS: dict[str, Maker] = {
-    "gelu": lambda m, bits, keep: ours.GELU(bits=bits, keep=keep),
-    "gelu_tanh": lambda m, bits, keep: ours.GELU("tanh", bits=bits, keep=keep),
-    "quick_gelu": lambda m, bits, keep: ours.QuickGELU(bits=bits),
-    "silu": lambda m, bits, keep: ours.SiLU(bits=bits, keep=keep),
-    "mish": lambda m, bits, keep: ours.Mish(bits=bits),
-    "hardswish": lambda m, bits, keep: ours.Hardswish(bits=bits),
-}
+_GELU: Maker = lambda m, bits, keep: ours.GELU(bits=bits, keep=keep)  # noqa: E731
+_GELU_TANH: Maker = lambda m, bits, keep: ours.GELU("tanh", bits=bits, keep=keep)  # noqa: E731
+_QUICK_GELU: Maker = lambda m, bits, keep: ours.QuickGELU(bits=bits)  # noqa: E731
+_SILU: Maker = lambda m, bits, keep: ours.SiLU(bits=bits, keep=keep)  # noqa: E731
+_MISH: Maker = lambda m, bits, keep: ours.Mish(bits=bits)  # noqa: E731
 
-_TANH_GELU = ("NewGELUActivation", "FastGELUActivation", "AccurateGELUActivation")  # transformers' composites
-BY_NAME: dict[str, str] = {
-    **dict.fromkeys((*_TANH_GELU, "GELUTanh", "PytorchGELUTanh", "BloomGelu"), "gelu_tanh"),
-    "NewGELU": "gelu_tanh",  # minGPT's
-    "GELUActivation": "gelu",
-    "QuickGELUActivation": "quick_gelu",
-    "QuickGELU": "quick_gelu",  # CLIP's own, open_clip's, timm's
-    "SiLUActivation": "silu",
-    "MishActivation": "mish",
-    **{
-        "GELU": "gelu",
-        "Swish": "silu",
-        "Mish": "mish",
-        "HardSwish": "hardswish",
-    },  # timm's, no subclasses of torch's
+OF_LIBRARIES: dict[tuple[str, str], Maker] = {
+    ("transformers.activations", "GELUActivation"): _GELU,
+    ("transformers.activations", "GELUTanh"): _GELU_TANH,
+    ("transformers.activations", "NewGELUActivation"): _GELU_TANH,
+    ("transformers.activations", "FastGELUActivation"): _GELU_TANH,
+    ("transformers.activations", "AccurateGELUActivation"): _GELU_TANH,
+    ("transformers.activations", "QuickGELUActivation"): _QUICK_GELU,
+    ("transformers.activations", "SiLUActivation"): _SILU,
+    ("transformers.activations", "MishActivation"): _MISH,
+    ("transformers.models.bloom.modeling_bloom", "BloomGelu"): _GELU_TANH,
+    ("timm.layers.activations", "GELU"): _GELU,
+    ("timm.layers.activations", "GELUTanh"): _GELU_TANH,
+    ("timm.layers.activations", "QuickGELU"): _QUICK_GELU,
+    ("timm.layers.activations", "Swish"): _SILU,
+    ("timm.layers.activations", "Mish"): _MISH,
+    ("timm.layers.activations", "HardSwish"): lambda m, bits, keep: ours.Hardswish(bits=bits),
 }
-"""The kind of activation that a class's name suggests; its graph proves it (proof.py)."""
+"""Classes of other libraries, by module and name; of a class with one of these names, only that very one is known."""
+_NAMES = {name for _, name in OF_LIBRARIES} | {"NewGELU"}
+
+
+def _maker(cls: type[nn.Module]) -> Maker | None:
+    """That of a class, known by identity."""
+    if cls in TORCH:
+        return TORCH[cls]
+    key = (cls.__module__, cls.__name__)
+    known = key in OF_LIBRARIES and getattr(sys.modules.get(cls.__module__), cls.__name__, None) is cls
+    return OF_LIBRARIES[key] if known else None
+
+
+def _is_as_defined(cls: type[nn.Module]) -> bool:
+    """Whether a class's forward is the one of its source: nobody has put another function in its place."""
+    return getattr(cls.forward, "__module__", None) == cls.__module__
 
 
 # Activations and layers that save much and have no counterpart here.
@@ -96,12 +108,6 @@ FUNCTIONS = frozenset(
 _REPLACED = "its class's forward has been replaced"
 
 
-def kind_of(cls: type[nn.Module], module: nn.Module) -> str | None:
-    """The function that an activation not of torch is proved to compute; None without a proof."""
-    kind = BY_NAME.get(proof.defining_class(cls).__name__)
-    return kind if kind is not None and proof.computes(cls, module, kind) else None
-
-
 def activation(cls: type[nn.Module], module: Any, bits: int, keep: str) -> nn.Module | str | None:
     """The counterpart of ``module``, whose class is or was ``cls``, or the reason why there is none.
 
@@ -109,25 +115,16 @@ def activation(cls: type[nn.Module], module: Any, bits: int, keep: str) -> nn.Mo
     """
     if is_own(cls):
         return None
-    if cls in TORCH:
-        if not proof.is_as_defined(cls):
+    if (maker := _maker(cls)) is not None:
+        if not _is_as_defined(cls):
             return _REPLACED
         try:
-            return TORCH[cls](module, bits, keep)
+            return maker(module, bits, keep)
         except ValueError as error:  # of softplus' beta, CELU's alpha, softshrink's lambd
             return str(error)
-    if (kind := BY_NAME.get(proof.defining_class(cls).__name__)) is not None:
-        new = _KINDS[kind](module, bits, keep)
-        if proof.computes(cls, module, kind):
-            return new
-        return f"its name is known, and it does not compute what {type(new).__name__} does"
-    base = next((base for base in TORCH if issubclass(cls, base) and not is_own(cls)), None)
-    return None if base is None else f"a subclass of torch.nn.{base.__name__} may do more"
-
-
-def is_composite(cls: type[nn.Module], module: nn.Module) -> bool:
-    """Whether the module is in BY_NAME and proved, so that its forward may run a second time: not in place."""
-    return cls not in TORCH and not is_own(cls) and kind_of(cls, module) is not None
+    if base := next((base for base in cls.__mro__[1:] if _maker(base) is not None), None):
+        return f"a subclass of {base.__module__.removesuffix('.modules.activation')}.{base.__name__} may do more"
+    return f"{cls.__module__}.{cls.__name__} is no class that compress knows" if cls.__name__ in _NAMES else None
 
 
 def _randomized_conv1d(cls: type[nn.Module]) -> type[RandomizedConv1D]:
@@ -143,7 +140,7 @@ def _randomized_conv1d(cls: type[nn.Module]) -> type[RandomizedConv1D]:
 def linear(cls: type[nn.Module], module: Any, options: dict[str, Any]) -> nn.Module | str | None:
     """As :func:`activation`, for linear layers; the counterpart has no memory of its own."""
     if cls is nn.Linear:
-        if not proof.is_as_defined(cls):
+        if not _is_as_defined(cls):
             return _REPLACED
         shape = (module.in_features, module.out_features, module.bias is not None)
         return RandomizedLinear(*shape, device="meta", **options)

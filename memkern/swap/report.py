@@ -6,8 +6,6 @@ import dataclasses
 import re
 from collections.abc import Iterable, Iterator
 
-from .measure import Measured
-
 
 @dataclasses.dataclass(frozen=True)
 class Swap:
@@ -56,19 +54,11 @@ def _grouped(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """The result of ``memkern.compress``; ``print`` shows it.
-
-    saved: the modules around which ``saved_bits`` stands, and its value. offload: whether what it stores leaves the
-    device. before, after: what was measured on the example, if there was one.
-    """
+    """The result of ``memkern.compress``; ``print`` shows it."""
 
     swapped: tuple[Swap, ...]
     left: tuple[Left, ...]
     marked: tuple[str, ...]
-    saved: tuple[tuple[str, int | str | None], ...] = ()
-    offload: bool = False
-    before: Measured | None = None
-    after: Measured | None = None
 
     @property
     def bytes_per_token(self) -> float:
@@ -89,17 +79,8 @@ class Report:
     def __str__(self) -> str:
         lines = [f"memkern.compress: {len(self.swapped)} modules swapped"]
         lines += _grouped(self._swaps())
-        if self.swapped and self.before is None:
-            lines.append(
-                f"per token: {self.bytes_per_token:,.0f} bytes fewer at most, where the width is known; "
-                "compress(model, example=batch) measures"
-            )
-        for name, bits in self.saved:
-            mode = "as torch does" if bits is None else "exactly" if bits == "exact" else f"in {bits} bits"
-            place = ", on the host" if self.offload and bits is not None else ""
-            lines.append(f"  {name or 'the model itself'}: what it saves is saved {mode}{place}")
-        if self.before is not None and self.after is not None:
-            lines += self._measured(self.before, self.after)
+        if self.swapped:
+            lines.append(f"per token: {self.bytes_per_token:,.0f} bytes fewer at most, where the width is known")
         if self.marked:
             lines.append(f"{len(self.marked)} embeddings marked for 32-bit optimizer states")
             lines += _grouped((name, "marked") for name in self.marked)
@@ -107,14 +88,3 @@ class Report:
             lines.append("left alone")
             lines += _grouped((name, f"{left.what}, {left.reason}") for left in self.left for name in left.names)
         return "\n".join(lines)
-
-    @staticmethod
-    def _measured(before: Measured, after: Measured) -> Iterator[str]:
-        share = after.total / before.total if before.total else 1
-        yield (
-            f"measured on the example, alive with the graph: {before.total:,} bytes before, {after.total:,} after "
-            f"({share:.1%}); by the first module that saves each tensor:"
-        )
-        names = dict.fromkeys((*before.modules, *after.modules))
-        rows = [(name, before.modules.get(name, 0), after.modules.get(name, 0)) for name in names]
-        yield from _grouped((name, f"{old:,} -> {new:,} bytes") for name, old, new in rows if old != new)

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..memory import saved_bytes
-from ..nn import activation
 from ..nn.embedding import MARK, state_bits_of
 from ..quant.layout import FLOATS
-from . import gated, match
+from . import match
 from .class_swap import attributes_of, become, is_already, original_class, revert
-from .recompute import Recomputed
 from .report import Left, Swap
 
 Predicate = Callable[[str, nn.Module], bool]
 
 MARKED = "_memkern_marked"
 DEFAULT_BITS = 3
-AUTO, OUTPUT, RECOMPUTE = "auto", "output", "recompute"
+OUTPUT = "output"
 _PROBE = 1 << 14  # elements; the few bytes that a call saves beside its codes round away
 
 
@@ -76,8 +74,8 @@ def _owners(model: nn.Module) -> dict[int, list[str]]:
 class Compression:
     """One call of compress."""
 
-    def __init__(self, model: nn.Module, predicate: Predicate | None, covered: Mapping[nn.Module, object]) -> None:
-        self.predicate, self.covered = predicate, covered  # by saved_bits: module -> its mode, or None
+    def __init__(self, model: nn.Module, predicate: Predicate | None) -> None:
+        self.predicate = predicate
         self.names: dict[nn.Module, list[str]] = {}
         for name, module in model.named_modules(remove_duplicate=False):
             self.names.setdefault(module, []).append(name)
@@ -115,46 +113,9 @@ class Compression:
         return False
 
     def activations(self, mode: int | str) -> None:
-        """mode: bits, or one of AUTO, OUTPUT, RECOMPUTE."""
-        replaced: set[nn.Module] = set()
+        """mode: bits, or OUTPUT."""
         for name, module in self.modules():
-            if module in replaced:
-                continue
-            covered = self.covered.get(module) is not None
-            if not covered and (unit := gated.find_gated_unit(original_class(module), module)) is not None:
-                replaced.add(unit.activation)
-                self._gated_unit(name, module, unit)
-            elif mode == RECOMPUTE or (mode == AUTO and covered):
-                self._recomputed(name, module)
-            else:
-                self._few_bits(name, module, DEFAULT_BITS if mode == AUTO else mode)
-
-    def _gated_unit(self, name: str, module: nn.Module, unit: gated.Unit) -> None:
-        if not self._wanted(name, module, None):
-            return
-        revert(unit.activation)  # few-bit since an earlier call: nothing would use it
-        if not is_already(module, unit.cls, unit.attributes):
-            revert(module)
-            was, size = type(module).__name__, float(self.dtype.itemsize)
-            become(module, unit.cls, unit.attributes)
-            now = "gate and up saved once, the rest computed anew"
-            self.swapped.append(Swap(tuple(self.names[module]), was, now, 3 * size, 2 * size, unit.width))
-
-    def _recomputed(self, name: str, module: nn.Module) -> None:
-        cls = original_class(module)
-        before = after = 0.0
-        if composite := match.is_composite(cls, module):
-            before = _saved_per_element(cls, module, self.dtype)
-            after = _saved_per_element(Recomputed, module, self.dtype)
-        if not composite or after >= before:
-            few_bit = type(module).__module__ == activation.__name__
-            if few_bit or gated.find_gated_unit(cls, module) is not None:
-                revert(module)
-        elif self._wanted(name, module, None) and not is_already(module, Recomputed, {}):
-            revert(module)
-            become(module, Recomputed, {})
-            now, width = "its input saved, run again for the backward pass", _width(self.by_name, name)
-            self.swapped.append(Swap(tuple(self.names[module]), cls.__name__, now, before, after, width))
+            self._few_bits(name, module, mode)
 
     def _few_bits(self, name: str, module: nn.Module, mode: int | str) -> None:
         bits, keep = (DEFAULT_BITS, OUTPUT) if isinstance(mode, str) else (mode, "codes")
@@ -164,7 +125,7 @@ class Compression:
             if function := match.called_in_forward(module):
                 self._leave(module, f"calls {function} itself; memkern.functional has one that saves less")
             elif issubclass(cls, match.NO_COUNTERPART):
-                self._leave(module, "there is none that saves less; compress(model, saved_bits=8) covers it")
+                self._leave(module, "there is none that saves less; checkpoints and memkern.compile cover it")
             return
         if isinstance(new, str):
             self._leave(module, new)

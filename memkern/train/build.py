@@ -86,9 +86,12 @@ def check_streamable(objective: Objective) -> None:
 
 
 def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer of the techniques, with weight decay for matrices; torch's own are its fused ones."""
+    """The optimizer of the techniques, with weight decay for matrices; torch's Adam and AdamW are its fused ones."""
     groups = optimizer_groups(model, config.techniques, lr=config.peak_lr, weight_decay=config.decay)
-    options: dict[str, Any] = {"fused": True} if config.techniques.is_torch else {}
+    options: dict[str, Any] = {}
+    if config.techniques.is_torch:
+        # torch 2.13's fused SGD writes garbage into bf16 weights on a CPU, and takes no DTensors.
+        options = {"foreach": False} if config.techniques.algorithm == "sgd" else {"fused": True}
     if config.clips_in_step:
         options["max_grad_norm"] = config.max_norm
     return make_optimizer(groups, config.techniques, lr=config.peak_lr, **options)

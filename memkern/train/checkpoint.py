@@ -2,55 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import os
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
 from ..options import OptionError, Techniques
 from .config import TrainConfig
 from .loop import FORMAT
-
-
-@contextlib.contextmanager
-def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A temporary file that is renamed to ``path`` once it is written and synced; removed on an error.
-
-    It lies in the same folder under a fixed name, so that the next run overwrites what a killed one left.
-    """
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    if os.name == "posix":
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)  # without this a power cut may undo the rename
-        finally:
-            os.close(folder)
+from .paths import ZIP, replacing
 
 
 def save(path: Path, state: dict[str, Any]) -> None:
     """Writes ``Trainer.state_dict()`` to ``path``, atomically."""
-    with replacing(path) as file:
+    with replacing(path) as temporary, temporary.open("wb") as file:
         torch.save(state, file)
 
 
 def _why_not(path: Path) -> str:
-    """Says why torch.load refuses a file. torch.save writes a zip archive."""
+    """Says why torch.load refuses a file."""
     with path.open("rb") as file:
-        begins_so = file.read(4) == b"PK\x03\x04"
+        begins_so = file.read(4) == ZIP
     if not begins_so:
         return "is no checkpoint: python -m memkern train --save writes them"
     if not zipfile.is_zipfile(path):

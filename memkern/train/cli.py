@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
 import signal
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..options import OptionError
 from .arguments import add_arguments, given_options
 from .config import TrainConfig
+from .paths import RESULTS, check_paths, locked
 
 if TYPE_CHECKING:
     from ..planner.outcome import Plan
@@ -40,37 +39,6 @@ def check_installed(names: tuple[str, ...]) -> None:
     absent = [name for name in names if importlib.util.find_spec(name) is None]
     if absent:
         raise SystemExit(f"memkern train needs {' and '.join(absent)}, which the extra memkern[train] brings")
-
-
-def check_writes(name: str, folder: Path) -> None:
-    """Raises OptionError where no file can be written in a folder: a full disk, a quota, a read-only file system."""
-    try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(bytes(4096))
-            file.flush()
-    except OSError as error:
-        raise OptionError(name, f"nothing can be written in {str(folder)!r}: {error.strerror}") from error
-
-
-def check_paths(out: Path | None, save: Path | None, export: Path | None) -> None:
-    """Raises OptionError for a path that could not be written at the end of the run. Leaves no file behind."""
-    # os.path, as pathlib's tests raise in a folder without search permission.
-    if save is not None:
-        if os.path.isdir(save):
-            raise OptionError("save", f"{str(save)!r} given, which is a folder; allowed: a file")
-        if not os.access(save.parent, os.W_OK | os.X_OK):
-            raise OptionError("save", f"{str(save)!r} given; allowed: a file in an existing folder that can be written")
-    for name, folder in (("out", out), ("export", export)):
-        if folder is None:
-            continue
-        existing = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
-        if not os.path.isdir(existing) or not os.access(existing, os.W_OK | os.X_OK):
-            raise OptionError(name, f"{str(folder)!r} given; allowed: a folder that exists or can be made")
-        check_writes(name, existing)
-    if save is not None:
-        check_writes("save", save.parent)
-    if export is not None and os.path.isdir(export) and os.listdir(export):
-        raise OptionError("export", f"{str(export)!r} given, which is not empty; allowed: a new or an empty folder")
 
 
 def needed(args: argparse.Namespace) -> tuple[str, ...]:
@@ -119,13 +87,7 @@ def check_arguments(args: argparse.Namespace, config: TrainConfig, world: int) -
             raise OptionError(name, f"given in {world} processes; allowed in one")
     if args.export and config.is_preset:
         raise OptionError("export", f"given with --model {config.model}; allowed with models of transformers")
-    check_paths(args.out, args.save, args.export)
-    if args.resume and not args.save and not os.access(args.resume.absolute().parent, os.W_OK | os.X_OK):
-        raise OptionError(
-            "resume",
-            f"{str(args.resume)!r} given, in a folder that cannot be written, where the run would go on saving; "
-            "allowed: with a --save elsewhere",
-        )
+    check_paths(args, config)
 
 
 @contextmanager
@@ -228,9 +190,9 @@ def train(trainers: Sequence[Trainer], save_to: Path | None) -> tuple[Phases, st
         save = Saver(save_to, interrupted) if save_to else None
 
         def on_step(trainer: Trainer) -> None:
-            show(trainer)
-            if save:
+            if save:  # before anything is shown
                 save(trainer)
+            show(trainer)
 
         try:
             run(trainers, on_step)
@@ -248,34 +210,40 @@ def write_results(
     phases: Phases,
     plan: Plan | None,
     weights: dict[str, Any],
-) -> None:
-    """The report, and the files that were asked for."""
+) -> str | None:
+    """The report, and the files that were asked for. Says which could not be written."""
     from . import report
 
     results = [trainer.result() for trainer in trainers]
-    alone = phases if len(trainers) == 1 else None
+    config, alone = trainers[-1].config, phases if len(trainers) == 1 else None
     report.print_report(results)
     if alone is not None:
         report.print_phases(alone)
-    written = []
-    if args.out:
+
+    def out() -> None:
         from .plot import write_memory_png, write_png
 
         args.out.mkdir(parents=True, exist_ok=True)
-        content = report.to_json(trainers[-1].config, source.corpus, trainers, results, alone, plan)
-        report.write_json(args.out / "results.json", content)
-        write_png(args.out / "losses.png", trainers[-1].config, results)
-        written += [args.out / "results.json", args.out / "losses.png"]
+        content = report.to_json(config, source.corpus, trainers, results, alone, plan)
+        report.write_json(args.out / RESULTS[0], content)
+        write_png(args.out / RESULTS[1], config, results)
         if alone is not None and alone.curve:
-            write_memory_png(args.out / "memory.png", trainers[-1].config, alone)
-            written.append(args.out / "memory.png")
-    if args.export:
-        from .huggingface import export
+            write_memory_png(args.out / RESULTS[2], config, alone)
 
-        export(trainers[-1].model, weights, source.tokenizer, args.export)
-        written.append(args.export)
-    if written:
-        print(f"Written: {', '.join(map(str, written))}")
+    def export() -> None:
+        from . import huggingface
+
+        huggingface.export(trainers[-1].model, weights, source.tokenizer, args.export)
+
+    failures = []
+    for folder, write in ((args.out, out), (args.export, export)):
+        if folder:
+            try:
+                write()
+                print(f"Written: {folder}")
+            except OSError as error:  # the other one is tried all the same
+                failures.append(f"results could not be written: {error}")
+    return "; ".join(failures) or None
 
 
 def fitted(args: argparse.Namespace, config: TrainConfig, source: Source, group: Processes) -> tuple[TrainConfig, Plan]:
@@ -327,7 +295,9 @@ def main(args: argparse.Namespace) -> None:
     configs = comparison(config) if args.compare else [config]
     if args.fit:
         heap.map_large_blocks()
-    with process_group(group, config.device):
+    save = args.save or args.resume
+    alone = locked("save" if args.save else "resume", save) if save and group.first else nullcontext()
+    with alone, process_group(group, config.device):
         source, plan = load(config), None
         if args.fit:
             config, plan = fitted(args, config, source, group)
@@ -340,13 +310,11 @@ def main(args: argparse.Namespace) -> None:
             state = None  # now a copy of what the model and the optimizer have
         if group.first:
             print(source.corpus.description(), flush=True)
-        phases, failure = train(trainers, args.save or args.resume)
+        phases, failure = train(trainers, save)
         weights = trainers[-1].weights() if args.export else {}
         if group.first:
-            try:
-                write_results(args, source, trainers, phases, plan, weights)
-            except OSError as error:
-                failure = "; ".join(filter(None, (failure, f"results could not be written: {error}")))
+            failures = (failure, write_results(args, source, trainers, phases, plan, weights))
+            failure = "; ".join(filter(None, failures))
         group.barrier()
     if failure:
         raise SystemExit(f"memkern train: {failure}")

@@ -131,7 +131,7 @@ class TrainConfig:
         None, "cpu, cuda or cuda:N", group=TRAINING, metavar="NAME", shown="cuda if there is one"
     )
     threads: int | None = option(None, "CPU threads", at_least(1), group=TRAINING, shown="torch's choice")
-    workers: int = option(0, "processes that prepare batches", at_least(0), group=TRAINING)
+    workers: int = option(0, "threads that prepare batches ahead of time", at_least(0), group=TRAINING)
     parallel: str = option("ddp", "of several processes: DDP, or FSDP2's shards", PARALLEL, group=TRAINING)
     eval_every: int = option(50, "steps between validations; the last step has one", at_least(1), group=TRAINING)
     eval_tokens: int = option(16384, "tokens of validation text", at_least(1), group=TRAINING)

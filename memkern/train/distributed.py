@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.utils.data import DataLoader, Dataset
 
 from ..options import OptionError
 from .config import TrainConfig
@@ -89,26 +91,26 @@ def own_batches(batches: Sequence[Batch], group: Processes) -> list[Batch]:
     return own
 
 
-class Steps(Dataset):
-    """Maps a step to this process's micro-batches, and to the number of targets of all processes."""
-
-    def __init__(self, corpus: Corpus, config: TrainConfig, group: Processes) -> None:
-        self.corpus, self.config, self.group = corpus, config, group
-
-    def __getitem__(self, step: int) -> tuple[list[Batch], int]:
-        batches = self.corpus.step(self.config, step)
-        return own_batches(batches, self.group), sum(batch.predicted for batch in batches)
-
-
 def prepared(corpus: Corpus, config: TrainConfig, group: Processes, first: int) -> Iterator[tuple[list[Batch], int]]:
-    """The steps from ``first`` on, by config.workers processes ahead of time, or here where there are none."""
-    steps, left = Steps(corpus, config, group), range(first, config.steps)
+    """This process's micro-batches of each step from ``first`` on, with the number of targets of all processes.
+
+    config.workers threads prepare them ahead of time. They are no processes, which signals to the group would end.
+    """
+
+    def prepare(step: int) -> tuple[list[Batch], int]:
+        batches = corpus.step(config, step)
+        return own_batches(batches, group), sum(batch.predicted for batch in batches)
+
+    steps = iter(range(first, config.steps))
     if not config.workers:
-        return map(steps.__getitem__, left)
-    # A generator of its own keeps the loader from drawing from torch's global one.
-    return iter(
-        DataLoader(steps, batch_size=None, sampler=left, num_workers=config.workers, generator=torch.Generator())
-    )
+        yield from map(prepare, steps)
+        return
+    with ThreadPoolExecutor(config.workers) as pool:
+        ready = deque(pool.submit(prepare, step) for step in islice(steps, 2 * config.workers))
+        while ready:
+            found = ready.popleft().result()
+            ready.extend(pool.submit(prepare, step) for step in islice(steps, 1))
+            yield found
 
 
 def data_parallel(objective: Objective, config: TrainConfig, group: Processes, device: torch.device) -> nn.Module:

@@ -50,7 +50,8 @@ def evaluate(config: TrainConfig, source: Source, on_host: str | None = None) ->
     them while the model runs (accelerate.cpu_offload_with_hook), and on the host again afterwards.
     """
     check_on_host(config, on_host)
-    config = config.replace(compile=False, memory_budget=None)  # nothing is saved, and each block runs a few times
+    # Nothing is saved, and each block runs a few times.
+    config = config.replace(compile=False, saved_bits=None, memory_budget=None)
     device = resolve_device(config)
     torch.manual_seed(config.seed)
     objective = build_objective(config, source, device if on_host is None else torch.device("cpu"))

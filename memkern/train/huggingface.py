@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 import re
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -164,7 +166,16 @@ def build(config: TrainConfig, hf_config: Any) -> nn.Module:
 
 
 def export(model: Any, weights: dict[str, Any], tokenizer: Tokenizer, folder: Path) -> None:
-    """Writes files that ``from_pretrained`` reads: configuration, weights in safetensors, tokenizer."""
+    """Writes files that ``from_pretrained`` reads: configuration, weights in safetensors, tokenizer.
+
+    They are in the folder once all are written. Raises OSError where they cannot be.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(folder, state_dict=weights)
-    tokenizer.save(folder)
+    try:
+        with tempfile.TemporaryDirectory(prefix=".", dir=folder) as temporary:
+            model.save_pretrained(temporary, state_dict=weights)
+            tokenizer.save(Path(temporary))
+            for path in Path(temporary).iterdir():
+                os.replace(path, folder / path.name)
+    except Exception as error:  # safetensors' SafetensorError is no OSError
+        raise OSError(f"{folder}: {first_line(error)}") from error

@@ -11,7 +11,6 @@ from torch.nn import functional as F
 from .. import functional
 from ..nn.loss import with_weights
 from ..options import OptionError
-from ..saved.hooks import SavingStep
 from .data import IGNORED
 from .model import GPT
 
@@ -49,9 +48,7 @@ class ByteModel(Objective):
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         if self.loss_chunk is None:
             return cross_entropies(self.model(inputs), targets)
-        # As saved_bits asks of the model's calls.
-        features = SavingStep(self.model, self.model.features)(inputs)
-        return self.chunked(features, self.model.embedding.weight, None, targets)
+        return self.chunked(self.model.features(inputs), self.model.embedding.weight, None, targets)
 
 
 class LanguageModel(Objective):

@@ -9,9 +9,9 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from .checkpoint import replacing
 from .config import TrainConfig
 from .loop import RunResult
+from .paths import replacing
 from .phases import Phases
 from .report import summary
 
@@ -101,8 +101,8 @@ def memory_figure(config: TrainConfig, phases: Phases) -> Figure:
 
 def write_memory_png(path: Path, config: TrainConfig, phases: Phases) -> None:
     """Writes the figure to ``path``, atomically."""
-    with replacing(path) as file:
-        memory_figure(config, phases).savefig(file, format="png")
+    with replacing(path) as temporary:
+        memory_figure(config, phases).savefig(temporary, format="png")
 
 
 def figure(config: TrainConfig, results: Sequence[RunResult]) -> Figure:
@@ -133,5 +133,5 @@ def figure(config: TrainConfig, results: Sequence[RunResult]) -> Figure:
 
 def write_png(path: Path, config: TrainConfig, results: Sequence[RunResult]) -> None:
     """Writes the figure to ``path``, atomically."""
-    with replacing(path) as file:
-        figure(config, results).savefig(file, format="png")
+    with replacing(path) as temporary:
+        figure(config, results).savefig(temporary, format="png")

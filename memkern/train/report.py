@@ -18,10 +18,10 @@ from rich.table import Table
 
 from .. import backend
 from ..planner.outcome import Plan
-from .checkpoint import replacing
 from .config import TrainConfig
 from .data import Corpus
 from .loop import RunResult, Trainer
+from .paths import replacing
 from .phases import Phases
 
 SAME_LOSS = 0.01  # losses less than 1 % apart are called the same
@@ -172,5 +172,5 @@ def memory_json(phases: Phases) -> dict[str, Any]:
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Writes ``content`` to ``path``, atomically."""
-    with replacing(path) as file:
-        file.write(json.dumps(content, indent=1, allow_nan=False).encode() + b"\n")
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")

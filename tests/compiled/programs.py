@@ -1,4 +1,4 @@
-"""The random programs of tests/saved/programs.py, compiled: torch's graphs without Inductor's code generation.
+"""The random programs of tests/support/programs.py, compiled: torch's graphs without Inductor's code generation.
 
 ``python -m tests.compiled.programs 2000 100000`` runs so many from a seed on.
 """
@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.saved.programs import STEPS, Program, gradients, in_codes, off
 from tests.support.partitioned import Traced, backend
+from tests.support.programs import STEPS, Program, gradients, in_codes, off
 
 ROUNDING = 1e-5
 """Of Inductor's decompositions: its compiled graphs are off from eager torch by so much without memkern, too."""
@@ -62,7 +62,7 @@ LEAVES, CONSTANTS = ("x", "table", "scale", "shift"), ("index", "wide", "mask")
 
 
 def of_traced(program: CompiledProgram) -> list[Tensor]:
-    """The gradients of torch's own graph, "exact" and 8 bits, as those of tests/saved/programs.py, traced once."""
+    """The gradients of torch's own graph, "exact" and 8 bits, as those of tests/support/programs.py, traced once."""
     traced = program.traced()
     found = []
     for bits in (None, "exact", 8):
@@ -78,7 +78,7 @@ def of_compiled(program: CompiledProgram) -> list[Tensor]:
 
 
 def outcome(seed: int, steps: int = STEPS) -> str:
-    """What is wrong; "" for nothing. As of tests/saved/programs.py, beside torch's own compiled graph."""
+    """What is wrong; "" for nothing. As of tests/support/programs.py, beside torch's own compiled graph."""
     program = CompiledProgram(seed, steps)
     torch.manual_seed(seed)
     plain = gradients(program, None)

@@ -114,9 +114,9 @@ import sys
 import torch
 before = {*sys.modules}
 import memkern.optim
-memkern.compress, memkern.nn, memkern.quantize_saved, memkern.quantize_affine, memkern.memory
+memkern.compress, memkern.nn, memkern.quantize_affine, memkern.memory
 model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 64))
-memkern.compress(model, saved_bits=8)
+memkern.compress(model)
 model(torch.randn(2, 64)).sum().backward()
 print(*sorted({name.partition(".")[0] for name in {*sys.modules} - before} - {*sys.stdlib_module_names}))
 heavy = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "torch.distributed.fsdp", "sympy", "triton")

@@ -47,24 +47,6 @@ BAD_CALLS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "dequantize, fp64": ("dequantize_blockwise", (CODES, p(4, 2), 0, 128, torch.float64)),
 }
 
-QUERY, KEY = p(2, 4, 5, 8), p(2, 2, 7, 8)
-BAD_CALLS |= {
-    f"attention, {what}": ("attention_statistics", (query, key, mask, False, 1.0, sample))
-    for what, query, key, mask, sample in (
-        ("3 dimensions", QUERY[0], KEY[0], None, 16),
-        ("int", QUERY.int(), KEY.int(), None, 16),
-        ("two dtypes", QUERY, KEY.half(), None, 16),
-        ("another batch", QUERY, KEY[:1], None, 16),
-        ("another width", QUERY, KEY[..., :4], None, 16),
-        ("heads that share no keys", QUERY[:, :3], KEY, None, 16),
-        ("no keys", QUERY, KEY[:, :0], None, 16),
-        ("no sample", QUERY, KEY, None, 0),
-        ("mask of int", QUERY, KEY, torch.ones(5, 7, dtype=torch.int32), 16),
-        ("mask of another shape", QUERY, KEY, torch.ones(5, 6), 16),
-        ("mask of 5 dimensions", QUERY, KEY, torch.ones(1, 1, 1, 5, 7), 16),
-    )
-}
-
 PLANES = torch.zeros(3, 128, dtype=torch.uint8)  # codes for X, 3 bits each
 TWO_BRANCH = SAMPLES["few_bit_backward_from_output"]["odd, torch.float32"]()[3:]
 BAD_CALLS |= {

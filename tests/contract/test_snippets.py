@@ -5,13 +5,10 @@ A page's Python blocks are pasted one after another into an interpreter without 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib.util
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +17,6 @@ import pytest
 import torch
 
 from tests.support import timm_factory
-from tests.support.recorded_graphs import recorded
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -94,8 +90,7 @@ def test_python_runs(page: Path, no_processes: None, tmp_path: Path, monkeypatch
     names: dict[str, Any] = {"__name__": "__main__"}
     for title, text in blocks(page, "python"):
         if title is None:
-            with recorded() if "memkern.graphed(" in text else contextlib.nullcontext():
-                exec(compile(text, str(page), "exec"), names)
+            exec(compile(text, str(page), "exec"), names)
 
 
 def test_python_blocks_can_be_pasted() -> None:
@@ -257,9 +252,7 @@ def test_benchmarks_take_the_arguments_that_are_shown(capsys: pytest.CaptureFixt
     pytest.importorskip("matplotlib")
     modules = {words[2]: words[3:] for words in IN_BLOCKS.values() if words[:2] == ["python", "-m"]}
     for name, arguments in modules.items():
-        if name == "lab.studies.roberta":  # fake CUDA is there before torch, in a process of its own
-            subprocess.run([sys.executable, "-m", name, *arguments, "--help"], cwd=ROOT, check=True)
-        elif name.split(".")[0] in ("benchmarks", "lab"):
+        if name.split(".")[0] in ("benchmarks", "lab"):
             module = importlib.import_module(name)
             if hasattr(module, "__path__"):  # a package
                 module = importlib.import_module(f"{name}.__main__")

@@ -37,7 +37,7 @@ class Warm(AdamW8bit):
 
 
 model = nn.Sequential(nn.Linear(8, 8), nn.GELU())
-report = memkern.compress(model, 2, saved_bits=8)
+report = memkern.compress(model, 2)
 assert_type(memkern.restore(model), int)
 assert_type(memkern.memory.saved_bytes(lambda: model(torch.ones(8, 8))), int)
 

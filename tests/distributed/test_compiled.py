@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.saved.helpers import WIDTH, Block, error
 from tests.support.partitioned import backend
 from tests.support.ranks import Ranks
+from tests.support.small_llama import WIDTH, Block, error
 
 
 def gradients(how: str, bits: Any) -> dict[str, Tensor]:

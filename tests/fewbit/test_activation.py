@@ -358,7 +358,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "bits 2.0": (lambda: GELU(X, bits=2.0), "bits must be .* got 2.0"),
     "approximate": (lambda: GELU(X, "erf"), "approximate must be 'none' or 'tanh', got 'erf'"),
     "keep": (lambda: GELU(X, keep="all"), "keep must be 'codes' or 'output', got 'all'"),
-    "keep input": (lambda: GELU(X, keep="input"), "use torch.nn.functional, or memkern.nn.MLP"),
+    "keep input": (lambda: GELU(X, keep="input"), "use torch.nn.functional"),
     "keep output in place": (lambda: SILU(X, True, keep="output"), "keep must be 'codes' where inplace"),
     "beta": (lambda: ACTIVATIONS["softplus"].ours(X, -1.0), "beta must be positive, got -1.0"),
     "alpha": (lambda: ACTIVATIONS["celu"].ours(X, 0.0), "alpha must be positive, got 0.0"),

@@ -243,8 +243,6 @@ def test_modules_in_place() -> None:
         (lambda: nn.CELU(0.0), "alpha"),
         (lambda: nn.Softshrink(-0.5), "lambd"),
         (lambda: nn.Tanh(bits="3"), "bits"),
-        (lambda: nn.MLP(4, 8, keep="both"), "keep"),
-        (lambda: nn.MLP(4, 8, approximate="x"), "approximate"),
     ],
 )
 def test_modules_check_when_they_are_made(build: Callable[[], Any], message: str) -> None:

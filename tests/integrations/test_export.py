@@ -87,10 +87,10 @@ RECORDERS: dict[str, Callable[[torch.nn.Module, torch.Tensor], Any]] = {
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.jit's
 @pytest.mark.filterwarnings("error::UserWarning")  # of ops without an autograd function
 @pytest.mark.parametrize("recorder", RECORDERS)
-@pytest.mark.parametrize("way", [*WAYS, "saved_bits"])
+@pytest.mark.parametrize("way", WAYS)
 def test_a_recorded_program_has_the_models_output_and_gradients(recorder: str, way: str) -> None:
     net, plain, x = model(), model(), torch.randn(8, 16)
-    memkern.compress(net, **WAYS.get(way, {"activations": None, "saved_bits": 8}))
+    memkern.compress(net, **WAYS[way])
     if (recorder, way) == ("torch.jit.trace", "linear"):
         with pytest.raises(RuntimeError, match=r"memkern\.restore\(model\)"):
             RECORDERS[recorder](net, x)
@@ -98,7 +98,7 @@ def test_a_recorded_program_has_the_models_output_and_gradients(recorder: str, w
     program = RECORDERS[recorder](net, x)
     assert torch.equal(program(x), net(x))
     before = memory.saved_bytes(lambda: plain(x))
-    saves_as_torch = recorder != "torch.fx" or way == "saved_bits"  # torch.fx's nodes are memkern's functions
+    saves_as_torch = recorder != "torch.fx"  # torch.fx's nodes are memkern's functions
     assert (memory.saved_bytes(lambda: program(x)) >= before) == saves_as_torch
     if saves_as_torch:
         program(x).square().sum().backward()
@@ -109,10 +109,10 @@ def test_a_recorded_program_has_the_models_output_and_gradients(recorder: str, w
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("way", [*WAYS, "saved_bits"])
+@pytest.mark.parametrize("way", WAYS)
 def test_scripting_needs_restore(way: str) -> None:
     net, x = model(), torch.randn(8, 16)
-    memkern.compress(net, **WAYS.get(way, {"activations": None, "saved_bits": 8}))
+    memkern.compress(net, **WAYS[way])
     with pytest.raises((RuntimeError, torch.jit.frontend.NotSupportedError)):
         torch.jit.script(net)
     memkern.restore(net)

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import copy
-import gc
-import importlib
-import pickle
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import memkern
-from memkern import memory, optim
-from memkern.saved import extension, saved_value
+from memkern import optim
 from tests.integrations.models import Texts, gpt2, parameters_of, tokens
 from tests.support.helpers import assert_same
 
@@ -142,98 +136,6 @@ def test_autocast_and_accumulation(tmp_path: Path) -> None:
     exact = Module()
     fit(exact, tmp_path, 4, accumulate_grad_batches=2)
     assert module.losses == pytest.approx(exact.losses, rel=0.02)  # bf16's own rounding is 0.4 %
-
-
-def _values() -> int:
-    """Saved tensors that are alive in this process, those in C++ as well."""
-    alive = sum(issubclass(type(o), saved_value.Value) for o in gc.get_objects())
-    if extension.missing() is None:
-        alive += importlib.import_module("memkern._saved").registered()
-    return alive
-
-
-class Inner(lightning.LightningModule):  # type: ignore[misc,name-defined]
-    """Its step calls a part of it, not the module itself; its forward is for inference."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = torch.nn.Sequential(
-            *(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.SiLU()) for _ in range(4))
-        )
-        self.saved: list[int] = []
-        self.before = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.net(x)
-
-    def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        return self.net(batch["input_ids"].float().repeat(1, 64)[:, :64].expand(64, 4, 64)).square().mean()
-
-    def training_step(self, batch: dict[str, torch.Tensor], i: int) -> torch.Tensor:
-        return self.loss(batch)
-
-    def on_train_batch_start(self, batch: Any, i: int) -> None:
-        self.before = _values()  # of other tests, whose tracebacks or reference cycles may hold some
-
-    def on_before_backward(self, loss: torch.Tensor) -> None:
-        self.saved.append(max(0, _values() - self.before))
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-TENSOR = 4 * 256 * 64
-CODED = TENSOR / 4 + TENSOR / 128  # a byte per element, and a scale for 128 of them
-IN_ROWS = TENSOR / 4 + TENSOR / 64  # a square may be a norm's: its argument has blocks that divide the rows of 64
-# Of the step: torch saves what goes into each SiLU (4), what goes into each layer but the first (3), the square's
-# argument and a copy of the expanded input. Of the example: 4, 3 and the result.
-BYTES: dict[str, tuple[float, float]] = {
-    "8": (
-        4 * CODED + TENSOR + IN_ROWS,
-        3 * CODED + 2 * TENSOR,
-    ),  # what follows an example's last SiLU is not known: exact
-    "exact": (5 * TENSOR, 5 * TENSOR),
-    "{'net': 8}": (
-        3 * CODED + 3 * TENSOR,
-        3 * CODED + 2 * TENSOR,
-    ),  # nor what follows net; the square is outside
-    "{'net': None}": (9 * TENSOR, 8 * TENSOR),
-}
-
-
-@pytest.mark.parametrize("saved_bits", [8, "exact", {"net": 8}, {"net": None}])
-def test_what_the_step_calls_is_what_is_saved(tmp_path: Path, saved_bits: Any) -> None:
-    module, batch = Inner(), {"input_ids": torch.randint(0, 9, (4, 16))}
-    plain = memory.live_bytes_after(lambda: module.training_step(batch, 0), module)
-    report = CompressCallback(activations=None, saved_bits=saved_bits, example=torch.randn(256, 64))
-    fit(module, tmp_path, 2, report)
-    nothing = saved_bits == {"net": None}
-    assert len(module.saved) == 2
-    assert all((count == 0) == nothing for count in module.saved)
-    assert "training_step" not in vars(module)
-    step, example = BYTES[str(saved_bits)]
-    before, after = report.report.before.total, report.report.after.total
-    assert (before, after) == pytest.approx((8 * TENSOR, example), abs=64)
-    report.setup(SimpleNamespace(is_global_zero=True), module, "fit")
-    saved = memory.live_bytes_after(lambda: module.training_step(batch, 0), module)
-    assert (plain, saved) == pytest.approx((9 * TENSOR, step), abs=64)
-    copied = pickle.loads(pickle.dumps(copy.deepcopy(module)))
-    assert memory.live_bytes_after(lambda: copied.training_step(batch, 0), copied) == saved
-    memkern.restore(module)
-    assert memory.live_bytes_after(lambda: module.training_step(batch, 0), module) == plain
-    report.teardown(SimpleNamespace(), module, "fit")
-    assert "training_step" not in vars(module)
-
-
-def test_a_fit_that_fails_takes_the_step_off(tmp_path: Path) -> None:
-    class Fails(Inner):
-        def training_step(self, batch: dict[str, torch.Tensor], i: int) -> torch.Tensor:
-            raise KeyError("step")
-
-    module = Fails()
-    with pytest.raises(KeyError, match="step"):
-        fit(module, tmp_path, 2, CompressCallback(saved_bits=8))
-    assert "training_step" not in vars(module)
 
 
 @pytest.mark.feature("lightning", "`gradient_clip_val` with `bf16-mixed` and `16-mixed`")

@@ -121,7 +121,7 @@ def test_what_cannot_be_applied_changes_nothing() -> None:
     assert type(flat[1]) is nn.GELU
     for call, error, message in (
         (
-            lambda: memkern.apply(flat, {"saved_bits": 8}),
+            lambda: memkern.apply(flat, {"activation_bits": 3}),
             TypeError,
             "techniques must be memkern.Techniques, got dict",
         ),

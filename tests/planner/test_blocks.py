@@ -15,7 +15,6 @@ from memkern.planner.models import resolve
 from memkern.planner.planning import ON_CPU_TENSORS
 from memkern.planner.prediction import Predictor
 from memkern.planner.trace import peaks
-from memkern.saved import bounded
 
 
 @pytest.fixture(scope="module", params=["GPT2", "Llama"])
@@ -91,15 +90,12 @@ def test_what_is_looked_up_is_what_fake_tensor_mode_makes() -> None:
             assert x.sin() is not x
 
 
-@pytest.mark.parametrize("changes", [{"loss_chunk": 32}, {"saved_bits": 8}], ids=str)
 def test_loops_over_like_pieces_need_the_same_memory_with_few_of_them(
-    monkeypatch: pytest.MonkeyPatch, source: Any, changes: dict[str, Any]
+    monkeypatch: pytest.MonkeyPatch, source: Any
 ) -> None:
-    monkeypatch.setattr(bounded, "_PIECE", 1 << 11)
-
     def traced(is_few: bool) -> Any:
         monkeypatch.setattr(FakeMode, "runs_alike_once", is_few)
-        return fake_step.trace(source.with_depth(2), Techniques(micro_batch=2, **changes), "cpu")
+        return fake_step.trace(source.with_depth(2), Techniques(micro_batch=2, loss_chunk=32), "cpu")
 
     traced(True)  # what is cached on first use
     few, all_ = traced(True), traced(False)
@@ -114,11 +110,10 @@ def test_what_may_not_fit_does_not() -> None:
 
     config = transformers.GPT2Config(n_embd=64, n_head=2, n_layer=6, vocab_size=500, architectures=["GPT2LMHeadModel"])
     predictor = Predictor(resolve(config, 512, None, None, None), "cuda", ON_CPU_TENSORS, DEFAULTS["cuda"])
-    for changes in ({"saved_bits": 8}, {"saved_bits": 8, "offload_saved": True}):
-        techniques = Techniques(micro_batch=4, **changes)
-        peak = predictor.predict(techniques).peak
-        assert predictor.may_fit(techniques, peak)
-        assert not predictor.may_fit(techniques, predictor.hardware.process + 2**22)
+    techniques = Techniques(micro_batch=4, checkpointing="blocks")
+    peak = predictor.predict(techniques).peak
+    assert predictor.may_fit(techniques, peak)
+    assert not predictor.may_fit(techniques, predictor.hardware.process + 2**22)
 
 
 def test_blocks_of_kinds_that_run_the_same_operators_are_as_of_one() -> None:

@@ -106,7 +106,7 @@ def test_a_model_is_left_as_it_is() -> None:
     "changes",
     first_full(
         [
-            {"activation_bits": 3, "saved_bits": 8, "checkpointing": "blocks", "checkpoint_every": 2},
+            {"activation_bits": 3, "checkpointing": "blocks", "checkpoint_every": 2},
             {"step_in_backward": True, "loss_chunk": 512, "linear_share": 0.5},
             {"offload": True, "precision": "bf16", "master_weights": "bf16+8", "state_bits": 8},
             {"precision": "fp16-mixed", "accumulation": 2, "optimizer": "torch-adamw"},
@@ -242,7 +242,7 @@ def test_what_would_fit_is_named_with_its_bytes_and_fits() -> None:
 
 @pytest.mark.full
 def test_shorter_sequences_that_would_fit(folder: Path) -> None:
-    given = {"accumulation": 1, "micro_batch": 64, "saved_bits": None, "checkpointing": None}
+    given = {"accumulation": 1, "micro_batch": 64, "checkpointing": None}
     arguments = {"device": "cpu", "batch_size": 64}
     nothing = memkern.plan(str(folder), memory=1, seq_len=128, techniques=given, **arguments)
     [shorter] = [c for c in nothing.changes if c.name == "seq_len"]

@@ -1,22 +1,19 @@
 """What a plan predicts of states, transfers and checkpoints."""
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import memkern
 from memkern.options import Techniques
 from memkern.planner import fake_step
-from memkern.planner.choice import Chooser
-from memkern.planner.hardware import DEFAULTS, hidden_from, seconds
+from memkern.planner.hardware import DEFAULTS
 from memkern.planner.models import resolve
 from memkern.planner.prediction import CATEGORIES, MARGIN, Predictor
 from memkern.planner.trace import peaks
-from tests.support.planned_models import DEPTH, WIDTH, Block, Stack, predictor_of
+from tests.support.planned_models import DEPTH, WIDTH, Stack, predictor_of
 
 
 def test_categories_add_up_and_are_as_counted() -> None:
@@ -100,68 +97,6 @@ def test_offload_leaves_the_gpu_without_states() -> None:
     assert copied - kept == (4 - 2 - 1) * count
 
 
-def test_saved_tensors_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memkern.saved.link.LEAST_BYTES", 4096)
-    model = Stack()
-    model.blocks = nn.ModuleList(Block() for _ in range(12))
-    source = resolve(model, None, torch.zeros(2, WIDTH), None, None)
-    predictor = Predictor(source, "cuda", "cuda, on fake CPU tensors", DEFAULTS["cuda"])
-    codes = Techniques(saved_bits=8, micro_batch=1000)
-    here, away = predictor.predict(codes), predictor.predict(codes.replace(offload_saved=True))
-    assert away.peak < here.peak
-    assert away.host == away.left > 0.7 * here.categories["saved activations"]
-    assert away.hidden_from is None  # it has no attention
-    # The link is the slower: a pass takes the time of its transfers.
-    forward = 2 * away.left / DEFAULTS["cuda"].link
-    assert forward < away.seconds < forward + here.seconds
-    on_cpu = Predictor(source, "cpu", "cpu", DEFAULTS["cpu"]).predict(codes.replace(offload_saved=True))
-    assert on_cpu.left == 0
-
-
-def test_from_how_many_tokens_a_transfer_is_hidden() -> None:
-    speeds = dataclasses.replace(DEFAULTS["cuda"], half_flops=1e12, link=1e9)
-    arguments = {"parameters": 1000, "techniques": Techniques(precision="bf16")}
-    assert hidden_from(speeds, **arguments, quadratic=0.0, left=2.0) == 1
-    assert hidden_from(speeds, **arguments, quadratic=0.0, left=3.0) is None
-    assert hidden_from(speeds, **arguments, quadratic=10.0, left=3.0) == 100
-    # There the two take the same time.
-    plain = {"head": 0, "saved": 0, "weight_bytes": 0, "state_bytes": 0}
-    times = {
-        tokens: [
-            seconds(speeds, tokens=tokens, attention=10.0 * tokens, left=left, **arguments, **plain)
-            for left in (0, 3 * tokens)
-        ]
-        for tokens in (99, 100)
-    }
-    assert times[100][0] == times[100][1]
-    assert times[99][0] < times[99][1]
-
-
-def test_memory_on_the_host_is_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memkern.saved.link.LEAST_BYTES", 4096)
-    model = Stack()
-    model.blocks = nn.ModuleList(Block() for _ in range(12))
-    source = resolve(model, None, torch.zeros(2, WIDTH), None, None)
-    speeds = dataclasses.replace(DEFAULTS["cuda"], process=0)
-    predictor = Predictor(source, "cuda", "cuda, on fake CPU tensors", speeds)
-    given = {
-        "precision": "fp32",
-        "offload": False,
-        "saved_bits": 8,
-        "checkpointing": None,
-        "activation_bits": None,
-    }
-    away = predictor.predict(Techniques(saved_bits=8, offload_saved=True, micro_batch=2000, state_bits=8))
-    memory = int(1.02 * away.peak)
-
-    def chosen(host_memory: int | None) -> Any:
-        found = Chooser(predictor, {**given, "micro_batch": 2000}, 2000, 1.0, host_memory).fastest(memory)
-        return found and found.techniques.offload_saved
-
-    assert chosen(None) is chosen(away.host) is True
-    assert chosen(away.host - 1) is None
-
-
 @pytest.mark.parametrize("every", [1, 2])
 def test_checkpoints_change_no_gradient(every: int) -> None:
     x = torch.randn(5, WIDTH)
@@ -188,7 +123,6 @@ def test_checkpoints_change_no_gradient(every: int) -> None:
         {"checkpointing": "blocks", "loss_chunk": 512},
         {"checkpointing": "blocks", "checkpoint_every": 2},
         {"checkpointing": "blocks", "checkpoint_every": 3},
-        {"saved_bits": 8},
         {"precision": "bf16-mixed"},
     ],
     ids=str,
@@ -202,12 +136,5 @@ def test_few_blocks_tell_of_all(folder: Path, changes: dict[str, Any], free_grad
     whole = fake_step.trace(source, techniques, "cpu")
     options = {"free_gradients": free_gradients, "unit": 64}
     found, expected = peaks(traces, more, **options), peaks([whole], 0, **options)
-    if "saved_bits" in changes:
-        # Decoded log-probabilities, which two nodes ask for, are cached where codes save that much (evaluation.py):
-        # those of 14 blocks do, those of few do not, and the second decoding has the first one's gradient beside it.
-        total, least = (max(sum(phase.values()) for phase in each.values()) for each in (found, expected))
-        log_probabilities = 64 * 5000 * 4  # tokens, vocabulary, fp32
-        assert least <= total <= least + log_probabilities
-    else:
-        assert found == expected
+    assert found == expected
     assert fake_step.fixed(source, techniques, "cpu") == fake_step._fixed(source, techniques, "cpu")

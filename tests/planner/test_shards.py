@@ -144,7 +144,7 @@ def test_a_plan_says_how_many_devices_share_the_layers() -> None:
     [
         (llama, {"tensor_parallel": 4}, "tensor_parallel: 4 given; allowed: a divisor of num_key_value_heads, 2"),
         (llama, {"devices": 2}, "tensor_parallel: 2 given; allowed: 1 with devices above 1"),
-        (llama, {"techniques": {"saved_bits": 8}}, "saved_bits: 8 given; allowed: None with tensor_parallel above 1"),
+        (llama, {"techniques": {"compile": True}}, "compile: True given; allowed: False with tensor_parallel above 1"),
         (llama, {"techniques": {"linear_share": 0.5}}, "linear_share: 0.5 given; allowed: None with tensor_parallel"),
         (llama, {"techniques": {"optimizer": "muon"}}, "optimizer: 'muon' given; allowed: one whose step"),
         ("gpt2", {}, "allowed: 1, as gpt2 has no tp_plan"),

@@ -149,18 +149,6 @@ def test_the_host_s_step_is_hidden_by_the_backward_pass_and_never_faster_than_th
 # ---- what is refused
 
 
-@pytest.mark.parametrize(
-    ("techniques", "match"),
-    [
-        ({"saved_bits": 8}, "saved_bits: 8 given; allowed: None with weights_on_host='layers', or with checkpointing"),
-        ({"saved_bits": "exact", "checkpointing": None}, "saved_bits: 'exact' given"),
-    ],
-)
-def test_codes_without_checkpoints_are_not_counted(techniques: dict[str, Any], match: str) -> None:
-    with pytest.raises(OptionError, match=match):
-        predictor().predict(Techniques(weights_on_host="layers", **techniques))
-
-
 def test_a_model_without_blocks_is_refused() -> None:
     with pytest.raises(OptionError, match="weights_on_host: 'layers' given; allowed: None for a model without"):
         memkern.plan(

@@ -4,7 +4,6 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-import numpy
 import pytest
 import torch
 from torch import nn
@@ -17,8 +16,6 @@ from memkern.planner.hardware import DEFAULTS
 from memkern.planner.models import resolve
 from memkern.planner.prediction import Predictor
 from memkern.planner.trace import Trace, aligned, peaks
-from memkern.saved.copies import FakeCopies
-from memkern.saved.link import Link
 from tests.support.planned_models import WIDTH, Block, Stack, predictor_of
 
 
@@ -27,8 +24,8 @@ from tests.support.planned_models import WIDTH, Block, Stack, predictor_of
     [
         {},
         {"activation_bits": 3},
-        {"saved_bits": 8},
         {"checkpointing": "blocks"},
+        {"checkpointing": "blocks", "checkpoint_bits": 8},
         {"checkpointing": "blocks", "checkpoint_every": 2},
         {"precision": "bf16"},
         {"linear_share": 0.2},
@@ -45,54 +42,6 @@ def test_a_trace_has_the_bytes_of_the_real_step(changes: dict[str, Any]) -> None
     x = torch.randn(1000, WIDTH, dtype=next(model.parameters()).dtype)
     real = memory.peak_bytes(lambda: model(x).backward(), model, x) - memory.tensor_bytes([*model.parameters(), x])
     assert max(sum(phase.values()) for phase in found.values()) == real
-
-
-class CopiesOfADevice(FakeCopies):
-    """Real copies, whose ends are known as late as those of fake tensors."""
-
-    def slab(self, size: int) -> torch.Tensor:
-        return torch.from_numpy(numpy.empty(size, numpy.uint8))  # which no operator returns, so that it is not counted
-
-    def down(self, pairs: Any, after: Any) -> Any:
-        self._copy(pairs)
-        return super().down(pairs, after)
-
-    def up(self, pairs: Any, after: Any) -> Any:
-        self._copy(pairs)
-        return super().up(pairs, after)
-
-
-@pytest.mark.parametrize("changes", [{}, {"checkpointing": "blocks"}, {"saved_bits": "exact"}], ids=str)
-def test_what_leaves_has_the_bytes_of_the_real_step(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]) -> None:
-    """With the CPU's memory as if it were a device's, and not counting the host's."""
-    monkeypatch.setattr("memkern.saved.link.LEAST_BYTES", 4096)
-    link = Link(torch.device("cpu"), CopiesOfADevice())
-    monkeypatch.setattr("memkern.saved.offload._links", {torch.device("cpu"): link})
-    techniques = Techniques(micro_batch=1000, **{"saved_bits": 8, "offload_saved": True, **changes})
-
-    def stack() -> nn.Module:
-        model = Stack()
-        model.blocks = nn.ModuleList(Block() for _ in range(12))
-        return model
-
-    source = resolve(stack(), None, torch.zeros(2, WIDTH), None, None)
-    trace = fake_step.trace(source, techniques, "cpu")
-    found = peaks([trace], 0, free_gradients=False, unit=1)
-    predicted = max(sum(phase.values()) for phase in found.values())
-    here = fake_step.trace(source, techniques.replace(offload_saved=False), "cpu")
-    without = peaks([here], 0, free_gradients=False, unit=1)
-    if "checkpointing" not in changes:  # where gradients are the most of it
-        assert predicted < 0.8 * max(sum(phase.values()) for phase in without.values())
-
-    model = stack()
-    memkern.apply(model, techniques)
-    x = torch.randn(1000, WIDTH)
-    for _ in range(2):  # in the second step it is known how much a forward pass stores, as the fake run's end knows
-        model.zero_grad()
-        real = memory.peak_bytes(lambda: model(x).backward(), model, x)
-        real -= memory.tensor_bytes([*model.parameters(), x])
-    assert real == pytest.approx(predicted, rel=0.02)
-    assert link.pool.most == pytest.approx(trace.left, rel=0.02)
 
 
 class Tied(nn.Module):
@@ -171,9 +120,9 @@ def test_traces_are_aligned_where_the_blocks_are_not_in_the_middle(changes: dict
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
-        ("GPT2", {"saved_bits": 8}),
-        ("GPT2", {"checkpointing": "blocks", "saved_bits": "exact"}),
-        ("Llama", {"precision": "bf16", "checkpointing": "blocks", "saved_bits": 8, "loss_chunk": 128}),
+        ("GPT2", {"activation_bits": 3}),
+        ("GPT2", {"checkpointing": "blocks"}),
+        ("Llama", {"precision": "bf16", "checkpointing": "blocks", "checkpoint_bits": 8, "loss_chunk": 128}),
     ],
     ids=str,
 )
@@ -189,7 +138,7 @@ def test_a_deep_model_from_two_that_are_not(family: str, changes: dict[str, Any]
     techniques = Techniques(micro_batch=4, **changes)
     fake_step.trace(source.with_depth(2), techniques, "cpu")  # what is cached on first use
     made, more = fake_step.traces(source, techniques, "cpu")
-    assert (len(made), more) == (2, 4 if techniques.checkpointing else 3)
+    assert (len(made), more) == (2, 4)
     for options in ({"free_gradients": False, "unit": 1}, {"free_gradients": True, "unit": 64}):
         whole = peaks([fake_step.trace(source, techniques, "cpu")], 0, **options)
         found = peaks(made, more, **options)

@@ -324,31 +324,3 @@ def test_results_do_not_depend_on_the_number_of_threads() -> None:
 
 
 assert {"empty", "0-dim", "channels_last", "unaligned"} <= LAYOUTS.keys()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("signed", [True, False])
-def test_norms_beside_codes(dtype: torch.dtype, signed: bool) -> None:
-    """Of x, also where unsigned codes take negative values as 0, and of the scales; inf and NaN show."""
-    x = torch.randn(300, 70, generator=torch.Generator().manual_seed(0)).to(dtype)
-    codes, scale, norms = _ops.quantize_with_norms(x, signed, 128)
-    assert all(map(torch.equal, (codes, scale), _ops.quantize_blockwise(x, "power", signed, 128, None)))
-    expected = torch.stack([x.double().norm(), scale.double().norm()])
-    torch.testing.assert_close(norms, expected, rtol=1e-6, atol=0)  # squares of fp32
-    for value in (torch.inf, -torch.inf, torch.nan):
-        x[123, 45] = value
-        assert not _ops.quantize_with_norms(x, signed, 128)[2][0].isfinite()
-
-
-def test_norms_do_not_depend_on_threads() -> None:
-    x = torch.randn(1 << 18, generator=torch.Generator().manual_seed(0))
-    threads = torch.get_num_threads()
-    try:
-        found = []
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            found.append(_ops.quantize_with_norms(x, True, 128)[2])
-    finally:
-        torch.set_num_threads(threads)
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])

@@ -31,7 +31,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "accumulation": {"accumulation": 3},
     "checkpoints": {"checkpointing": "blocks"},
     "checkpoints in codes": {"checkpointing": "blocks", "checkpoint_bits": 8},
-    "saved once": {"saved_bits": "exact", "checkpointing": "blocks"},
     "few bits": {"activation_bits": 3},
     "fp32": {"precision": "fp32", "master_weights": None},
     "shares": {"linear_share": 0.5},
@@ -98,32 +97,6 @@ def test_step_in_backward_refuses_the_norm_of_all_gradients() -> None:
         optimizer_for(model_for(techniques), techniques, max_grad_norm=1.0)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("more", [{}, {"checkpointing": "blocks"}, {"offload_saved": True}], ids=str)
-def test_codes_are_those_of_fully_shard(more: dict[str, Any]) -> None:
-    """With saved_bits=8 nothing is recomputed from weights that others free, but coded: as under fully_shard, whose
-    bits these are, and not those of whole weights."""
-    techniques = Techniques(**BF16, saved_bits=8, **more)
-
-    def sharded() -> tuple[list[float], dict[str, Any]]:
-        model: Any = model_for(techniques)
-        for module in (model.embedding, *model.blocks):
-            fully_shard(module)
-        fully_shard(model.head, reshard_after_forward=False)
-        fully_shard(model)
-        optimizer = optimizer_for(model, techniques)
-        torch.manual_seed(1)
-        return train(model, optimizer, techniques, range(4)), weights(model)
-
-    losses, streamed, _ = run(techniques.replace(weights_on_host="layers"))
-    expected, whole = sharded()
-    assert losses == expected
-    assert_equal(streamed, whole)
-    plain, _, _ = run(techniques)
-    assert losses[0] == plain[0]
-    assert losses == pytest.approx(plain, rel=0.05)
-
-
 # ---- two processes
 
 
@@ -154,7 +127,12 @@ def of_ranks(techniques: Techniques, world: int, **options: Any) -> tuple[list[f
     ("name", "way"),
     first_full(
         [
-            *(("adamw", "step in backward"), ("lion", "clipping"), ("lamb", "checkpoints"), ("muon", "saved once")),
+            *(
+                ("adamw", "step in backward"),
+                ("lion", "clipping"),
+                ("lamb", "checkpoints"),
+                ("muon", "checkpoints in codes"),
+            ),
             *(("adamw", "plain"), ("lamb", "step in backward"), ("muon", "step in backward")),
         ],
         4,

@@ -36,7 +36,7 @@ def assert_same(a: Trainer, b: Trainer) -> None:
 RUNS: list[dict[str, Any]] = [
     {"checkpointing": "blocks", "loss_chunk": 64, "accumulation": 2},
     {"optimizer": "muon", "step_in_backward": True},
-    {"optimizer": "lion", "activation_bits": 3, "saved_bits": "exact", "checkpointing": "blocks"},
+    {"optimizer": "lion", "activation_bits": 3, "checkpointing": "blocks"},
     {"optimizer": "lamb", "precision": "fp32", "master_weights": None, "linear_share": 0.5},
     {"optimizer": "torch-adamw", "state_bits": 32, "master_weights": None},
 ]

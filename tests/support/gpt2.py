@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-
-class NewGELUActivation(nn.Module):
-    def forward(self, input: Tensor) -> Tensor:
-        inner = math.sqrt(2.0 / math.pi) * (input + 0.044715 * torch.pow(input, 3.0))
-        return 0.5 * input * (1.0 + torch.tanh(inner))
+from transformers.activations import NewGELUActivation
 
 
 class Conv1D(nn.Module):

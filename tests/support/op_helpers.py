@@ -242,35 +242,4 @@ SAMPLES |= {
 }
 
 
-def _normal(shape: tuple[int, ...], seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def _masks(dtype: torch.dtype) -> dict[str, Tensor | None]:
-    return {
-        "none": None,
-        "causal": None,
-        "bool": _normal((2, 1, 21, 35), 2) > 0,
-        "added": torch.where(_normal((21, 35), 3) > 1, -torch.inf, 0.5).to(dtype),
-        "broadcast": _normal((2, 1, 1, 35), 4).to(dtype),
-    }
-
-
-SAMPLES["quantize_with_norms"] = {
-    f"{layout}, {dtype}": lambda a=(layout, dtype): (tensor(*a), a[1] != torch.bfloat16, 128)
-    for layout in ("odd", "channels_last", "0-dim", "empty", "unaligned", "short rows")
-    for dtype in FLOATS
-}
-SAMPLES["attention_statistics"] = {
-    f"{mask}, {dtype}": lambda m=mask, d=dtype: (
-        _normal((2, 21, 4, 40), 0).to(d).transpose(1, 2),
-        _normal((2, 2, 35, 40), 1).to(d),
-        _masks(d)[m],
-        m == "causal",
-        0.2,
-        16,
-    )
-    for mask in ("none", "causal", "bool", "added", "broadcast")
-    for dtype in FLOATS
-}
 CASES = [(name, sample) for name, samples in SAMPLES.items() for sample in samples]

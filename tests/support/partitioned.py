@@ -28,10 +28,12 @@ def backend(
     memory_budget: float | int | None = None,
     activations: int | None = None,
     codec_backend: str | None = None,
+    in_graph: bool = True,
 ) -> Callable[..., Any]:
     """Inductor's decompositions and a partitioner, torch's own for None; the graphs run operation by operation.
 
-    look: gets the graphs of the forward and the backward pass, and how many outputs are the function's own.
+    look: gets the graphs of the forward and the backward pass, and how many outputs are the function's own. in_graph:
+    whether graphs write inputs themselves where they can, as Inductor's do.
     """
     table = select_decomp_table()
 
@@ -45,7 +47,13 @@ def backend(
             look(fw, bw, kwargs["num_fwd_outputs"])
         return fw, bw
 
-    return aot_autograd(fw_compiler=as_it_is, bw_compiler=as_it_is, partition_fn=partition, decompositions=table)
+    return aot_autograd(
+        fw_compiler=as_it_is,
+        bw_compiler=as_it_is,
+        partition_fn=partition,
+        decompositions=table,
+        keep_inference_input_mutations=in_graph,
+    )
 
 
 def _cut(
@@ -74,7 +82,7 @@ class Traced:
         self.inputs = inputs
         mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
         fakes = [mode.from_tensor(x, static_shapes=True) for x in inputs]
-        trace = aot_function(loss, None, partition_fn=stop, decompositions=select_decomp_table())  # type: ignore[arg-type]
+        trace = aot_function(loss, None, partition_fn=stop, decompositions=select_decomp_table())
         try:
             trace(*fakes)
         except _Traced:

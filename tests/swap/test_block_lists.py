@@ -92,7 +92,6 @@ def test_blocks_are_modules_that_are_called_and_each_is_there_once(made: Callabl
         lambda m: memkern.checkpoint_blocks(m, every=2),
         lambda m: memkern.apply(m, Techniques(checkpointing="blocks")),
         lambda m: memkern.compress(m, None),
-        lambda m: memkern.compress(m, None, saved_bits="exact"),
     ],
 )
 @pytest.mark.parametrize("made", MODELS)

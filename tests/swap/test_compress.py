@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import io
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +18,7 @@ from torch.nn import functional as F
 import memkern
 from memkern import memory
 from memkern import nn as mnn
+from memkern.swap import match
 from tests.support import gpt2
 from tests.support.helpers import assert_same
 from tests.support.swap_helpers import EVERY, MLP
@@ -78,62 +82,80 @@ def test_torch_s_activations_and_back(case: str) -> None:
     assert_same(module(x * 1), plain)
 
 
-def erf_gelu(x: Tensor) -> Tensor:
-    return x * 0.5 * (1 + torch.erf(x / 2**0.5))
-
-
-def tanh_gelu(x: Tensor) -> Tensor:
-    return 0.5 * x * (1 + torch.tanh(x * 0.7978845608 * (1 + 0.044715 * x * x)))
-
-
-NAMED = {
-    "NewGELUActivation": (tanh_gelu, mnn.GELU, {"approximate": "tanh"}),
-    "FastGELUActivation": (tanh_gelu, mnn.GELU, {"approximate": "tanh"}),
-    "AccurateGELUActivation": (tanh_gelu, mnn.GELU, {"approximate": "tanh"}),
-    "GELUTanh": (tanh_gelu, mnn.GELU, {"approximate": "tanh"}),
-    "PytorchGELUTanh": (lambda x: F.gelu(x, approximate="tanh"), mnn.GELU, {"approximate": "tanh"}),
-    "BloomGelu": (tanh_gelu, mnn.GELU, {"approximate": "tanh"}),
-    "NewGELU": (tanh_gelu, mnn.GELU, {"approximate": "tanh"}),
-    "GELUActivation": (erf_gelu, mnn.GELU, {"approximate": "none"}),
-    "QuickGELUActivation": (lambda x: x * torch.sigmoid(1.702 * x), mnn.QuickGELU, {}),
-    "QuickGELU": (lambda x: x * torch.sigmoid(1.702 * x), mnn.QuickGELU, {}),
-    "SiLUActivation": (F.silu, mnn.SiLU, {"inplace": False}),
-    "MishActivation": (F.mish, mnn.Mish, {"inplace": False}),
-    # timm's, which are no subclasses of torch's
-    "GELU": (F.gelu, mnn.GELU, {"approximate": "none"}),
-    "Swish": (F.silu, mnn.SiLU, {"inplace": False}),
-    "Mish": (F.mish, mnn.Mish, {"inplace": False}),
-    "HardSwish": (F.hardswish, mnn.Hardswish, {"inplace": False}),
+TANH: dict[str, Any] = {"approximate": "tanh"}
+OF_LIBRARIES: dict[tuple[str, str], tuple[type[nn.Module], dict[str, Any]]] = {
+    ("transformers.activations", "NewGELUActivation"): (mnn.GELU, TANH),
+    ("transformers.activations", "FastGELUActivation"): (mnn.GELU, TANH),
+    ("transformers.activations", "AccurateGELUActivation"): (mnn.GELU, TANH),
+    ("transformers.activations", "GELUTanh"): (mnn.GELU, TANH),
+    ("transformers.models.bloom.modeling_bloom", "BloomGelu"): (mnn.GELU, TANH),
+    ("transformers.activations", "GELUActivation"): (mnn.GELU, {"approximate": "none"}),
+    ("transformers.activations", "QuickGELUActivation"): (mnn.QuickGELU, {}),
+    ("transformers.activations", "SiLUActivation"): (mnn.SiLU, {"inplace": False}),
+    ("transformers.activations", "MishActivation"): (mnn.Mish, {"inplace": False}),
+    ("timm.layers.activations", "GELU"): (mnn.GELU, {"approximate": "none"}),
+    ("timm.layers.activations", "GELUTanh"): (mnn.GELU, TANH),
+    ("timm.layers.activations", "QuickGELU"): (mnn.QuickGELU, {}),
+    ("timm.layers.activations", "Swish"): (mnn.SiLU, {"inplace": False}),
+    ("timm.layers.activations", "Mish"): (mnn.Mish, {"inplace": False}),
+    ("timm.layers.activations", "HardSwish"): (mnn.Hardswish, {"inplace": False}),
 }
 
 
-@pytest.mark.parametrize("name", NAMED)
-def test_activations_by_name(name: str) -> None:
-    function, ours, attributes = NAMED[name]
-    module = named(name, function)
-    before = type(module), contents(module)
+def test_every_class_of_other_libraries_is_tried() -> None:
+    assert {*OF_LIBRARIES} == {*match.OF_LIBRARIES}
+
+
+@pytest.mark.parametrize("key", OF_LIBRARIES, ids=lambda key: key[1])
+def test_activations_of_other_libraries(key: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, attributes = OF_LIBRARIES[key]
+    if key[0].startswith("timm"):  # as its package asks for a torchvision
+        pytest.importorskip("torch")
+        folder = importlib.util.find_spec("timm")
+        if folder is None or folder.origin is None:
+            pytest.skip("needs timm")
+        file = Path(folder.origin).parent / "layers" / "activations.py"
+        spec = importlib.util.spec_from_file_location(key[0], file)
+        assert spec is not None
+        assert spec.loader is not None
+        library = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(library)
+        monkeypatch.setitem(sys.modules, key[0], library)
+    else:
+        library = pytest.importorskip(key[0])
+    module = getattr(library, key[1])()
+    before = type(module), vars(module).copy()
     x = torch.randn(400)
-    plain = module(x)
+    plain = module(x.clone())
     memkern.compress(module, 4)
     assert type(module) is ours
-    assert {key: getattr(module, key) for key in attributes} == attributes
+    assert {name: getattr(module, name) for name in attributes} == attributes
     assert module.bits == 4
     torch.testing.assert_close(module(x), plain, rtol=1e-5, atol=1e-6)
     memkern.restore(module)
-    assert (type(module), contents(module)) == before
+    assert (type(module), vars(module)) == before
 
 
-def _raises(x: Tensor) -> Tensor:
-    raise NotImplementedError
+def test_a_class_of_the_same_name_is_left_alone() -> None:
+    """Also one that says that it is the library's, which is another than the library has there."""
+    pytest.importorskip("transformers.activations")
+    for where in (__name__, "transformers.activations"):
+        module = named("QuickGELUActivation", F.silu)
+        type(module).__module__ = where
+        report = memkern.compress(module)
+        assert not report.swapped
+        assert type(module).__name__ == "QuickGELUActivation"
+        assert f"{where}.QuickGELUActivation is no class that compress knows" in str(report)
 
 
-@pytest.mark.parametrize("function", [tanh_gelu, F.silu, _raises, lambda x: (x,)])
-def test_a_name_that_lies_is_left_alone(function: Any) -> None:
-    module = named("QuickGELUActivation", function)
-    report = memkern.compress(module)
-    assert not report.swapped
-    assert type(module).__name__ == "QuickGELUActivation"
-    assert "does not compute what QuickGELU does" in str(report)
+def test_subclasses_and_replaced_forwards_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Own(nn.GELU):
+        def forward(self, input: Tensor) -> Tensor:
+            return 2 * super().forward(input)
+
+    assert "a subclass of torch.nn.GELU may do more" in str(memkern.compress(Own()))
+    monkeypatch.setattr(nn.GELU, "forward", lambda self, input: input)
+    assert "its class's forward has been replaced" in str(memkern.compress(nn.GELU()))
 
 
 def test_options_reach_the_modules() -> None:

@@ -96,7 +96,7 @@ BAD = [
     ([*MODEL, "--seq-len", "60", "--data", "rows.csv", "--eval-tokens", "0"], "--eval-tokens", "0 given"),
     ([*MODEL, "--width", "32"], "--width", "given with --model model", "byte-tiny"),
     ([*MODEL, "--export", "full"], "--export", "not empty", "a new or an empty folder"),
-    ([*MODEL, "--export", "text.txt"], "--export", "'text.txt' given", "a folder"),
+    ([*MODEL, "--export", "text.txt"], "--export", "'text.txt' given, which is a file", "an empty folder"),
     ([*MODEL, "--out", "text.txt"], "--out", "'text.txt' given", "a folder"),
     ([*MODEL, "--fit", "3MiB"], "--fit", "3MiB given", "the least that could do"),
     ([*MODEL, "--fit", "2GiB", "--compare"], "--fit", "given with --compare", "without"),

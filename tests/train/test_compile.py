@@ -33,7 +33,7 @@ def model() -> nn.Sequential:
 
 
 # Techniques, and how far losses may be from those of uncompiled blocks: fused kernels round elsewhere, in fp32 by some
-# 1e-6 a step; bf16 by 2^-9 of single values, of which a loss is a mean; codes are not those of the hooks.
+# 1e-6 a step; bf16 by 2^-9 of single values, of which a loss is a mean; 8-bit codes change gradients by a percent.
 RUNS: dict[str, tuple[dict[str, Any], float]] = {
     "plain": ({}, 1e-5),
     "exact": ({"saved_bits": "exact"}, 1e-5),
@@ -58,7 +58,8 @@ LONG = ("exact", "fp16", "bf16", "part of the tokens")  # 15 s each: what they c
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.long if n in LONG else ()) for n in RUNS])
 def test_losses_are_those_of_uncompiled_blocks(corpus: Corpus, name: str) -> None:
     options, tolerance = RUNS[name]
-    plain, compiled = trained(corpus, **options), trained(corpus, **options, compile=True)
+    eager = {k: v for k, v in options.items() if k != "saved_bits"}
+    plain, compiled = trained(corpus, **eager), trained(corpus, **options, compile=True)
     assert counters["stats"]["unique_graphs"] == 2  # for training and for validation, whatever the number of blocks
     assert compiled.history.train_loss == pytest.approx(plain.history.train_loss, rel=tolerance)
     validation = [[loss for _, loss in each.history.validation] for each in (compiled, plain)]
@@ -150,7 +151,7 @@ def test_two_processes(text: Path, tmp_path: Path, parallel: str) -> None:
 
 def test_an_evaluation_compiles_nothing(corpus: Corpus) -> None:
     config = SMALL.replace(device="cpu", compile=True, saved_bits=8)
-    assert evaluate(config, Source(corpus)) == evaluate(config.replace(compile=False), Source(corpus))
+    assert evaluate(config, Source(corpus)) == evaluate(config.replace(compile=False, saved_bits=None), Source(corpus))
     assert not counters["stats"]
 
 
@@ -159,7 +160,7 @@ def test_an_evaluation_compiles_nothing(corpus: Corpus) -> None:
     [
         ({"memory_budget": 0.5}, "memory_budget: 0.5 given; allowed: None without compile"),
         ({"compile": True, "memory_budget": 1.5}, "memory_budget: 1.5 given; allowed: None or a number above 0"),
-        ({"compile": True, "saved_bits": 8, "offload_saved": True}, "offload_saved: True given; allowed: False with"),
+        ({"saved_bits": 8}, "saved_bits: 8 given; allowed: None without compile"),
         ({"compile": True, "weights_on_host": "layers"}, "weights_on_host: 'layers' given; allowed: None with compile"),
         ({"compile": "blocks"}, "compile: 'blocks' given; allowed: False, True"),
     ],

@@ -3,7 +3,6 @@
 #pragma once
 #include "cpu/kernels/activation.h"
 #include "cpu/kernels/adam.h"
-#include "cpu/kernels/attention.h"
 #include "cpu/kernels/blockwise.h"
 #include "cpu/kernels/grad_norm.h"
 #include "cpu/kernels/lamb.h"
@@ -18,7 +17,7 @@ namespace memkern::MEMKERN_ISA {
 const Kernels kKernels{
     adam_kernel,    lion_kernel,   sgd_kernel,           lamb_kernel,       lamb_norms,
     lars_kernel,    lars_norms,    muon_momentum_kernel, muon_apply_kernel, codec_kernel,
-    squares_kernel, encode_kernel, levels_kernel,        two_branch_kernel, attention_kernel,
+    squares_kernel, encode_kernel, levels_kernel,        two_branch_kernel,
 };
 
 }  // namespace memkern::MEMKERN_ISA

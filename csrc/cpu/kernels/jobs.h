@@ -51,7 +51,6 @@ struct CodecJob {
   void* codes;
   float* scale;
   Dither dither;
-  double* squares;  // a sum for each block, or null
   BlockLayout layout;
   bool mark_nonfinite;
   void (*run)(const CodecJob&, int64_t begin, int64_t end);
@@ -78,25 +77,6 @@ struct ActivationJob {
   void (*run)(const ActivationJob&, int64_t begin, int64_t end);
 };
 
-// Queries that are taken together: the lanes of a vector, or of several.
-constexpr int kAttentionRows = 16;
-
-// Queries and keys of (batch, heads, tokens, width); a "block" of the layout is one head of one batch.
-struct AttentionJob {
-  enum MaskType { kNone, kBool, kFp32, kBf16, kFp16 };
-  const void *query, *key, *mask;
-  MaskType mask_type;
-  int64_t heads, key_heads, queries, keys, width;
-  int64_t query_stride[3], key_stride[3], mask_stride[4];  // elements
-  int64_t step;                                            // from one of the queries to the next
-  float scale;
-  bool is_causal;
-  float* scratch;   // width * kAttentionRows for each block
-  double* partial;  // 4 for each block
-  BlockLayout layout;
-  void (*run)(const AttentionJob&, int64_t begin, int64_t end);
-};
-
 // A function that picks a tensor's kernel, by its dtypes and codec.
 template <class Scalars> using PickKernel = decltype(Job<Scalars>::run) (*)(const StepTensor&);
 template <class Scalars> using PickNorms = Norms<Job<Scalars>> (*)(const StepTensor&);
@@ -117,7 +97,6 @@ struct Kernels {
   decltype(ActivationJob::run) (*encode)(FloatType x, int bits);
   decltype(ActivationJob::run) (*levels)(FloatType grad, int bits);
   decltype(ActivationJob::run) (*two_branch)(FloatType grad, FloatType output);
-  decltype(AttentionJob::run) (*attention)(FloatType values);
 };
 namespace generic {
 extern const Kernels kKernels;

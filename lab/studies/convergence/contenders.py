@@ -15,7 +15,6 @@ from torch import nn
 
 from tests.support import timm_optim
 
-from ..muon_losses import TorchMuon, _groups
 from .tasks import Task
 
 Make = Callable[[nn.Module, float, Task], Any]
@@ -72,13 +71,43 @@ def of(module: str, cls: str, decay: float | None = None, **options: Any) -> Mak
     return make
 
 
+ADAMW_LR = 3e-3  # of what Muon leaves to AdamW
+
+
+class TorchMuon:
+    """torch.optim.Muon for the matrices and torch.optim.AdamW for the others."""
+
+    def __init__(self, model: nn.Module, lr: float) -> None:
+        groups = _groups(model, lr)
+        of = {name: [g for g in groups if g["algorithm"] == name] for name in ("muon", "adamw")}
+        self.inner = [
+            torch.optim.Muon([p for g in of["muon"] for p in g["params"]], lr=lr, weight_decay=0.1),
+            torch.optim.AdamW([{k: v for k, v in g.items() if k != "algorithm"} for g in of["adamw"]]),
+        ]
+        self.param_groups = [group for optimizer in self.inner for group in optimizer.param_groups]
+
+    def step(self) -> None:
+        for optimizer in self.inner:
+            optimizer.step()
+
+
+def _groups(model: nn.Module, lr: float) -> list[dict[str, Any]]:
+    from memkern.optim import muon_groups
+
+    return [*muon_groups(model, lr=lr, adamw_lr=ADAMW_LR)]
+
+
+def _muon(model: nn.Module, lr: float, **options: Any) -> Any:
+    from memkern.optim import Muon8bit
+
+    return Muon8bit(_groups(model, lr), **options)
+
+
 def torch_muon(model: nn.Module, lr: float, task: Task) -> Any:
     return TorchMuon(model, lr)
 
 
 def muon8bit(model: nn.Module, lr: float, task: Task) -> Any:
-    from ..muon_losses import _muon
-
     return _muon(model, lr)
 
 
@@ -148,11 +177,6 @@ ALL = (
         note="bf16 weights, stochastic rounding",
     ),
     Contender("memkern 3-bit activations", "memkern", "adamw", TORCH_ADAMW, A, torch.float32, {}),
-    Contender("memkern saved_bits=8", "memkern", "adamw", TORCH_ADAMW, A, torch.float32, {"saved_bits": 8}),
-    Contender(
-        "memkern all together", "memkern", "adamw", ADAMW(master_weights="bf16+8"), A, BF16, {"saved_bits": 8},
-        note="AdamW8bit bf16+8 and saved_bits=8",
-    ),
     Contender(
         "memkern linear=0.2", "memkern", "adamw", TORCH_ADAMW, A, torch.float32,
         {"activations": None, "linear": 0.2}, only=("gpt", "fine-tune"),

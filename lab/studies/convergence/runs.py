@@ -32,7 +32,7 @@ class Outcome(NamedTuple):
 
 
 def parts(optimizer: Any) -> list[Any]:
-    """The optimizers inside of muon_losses.TorchMuon, or the optimizer."""
+    """The optimizers inside of TorchMuon, or the optimizer."""
     return [*getattr(optimizer, "inner", [optimizer])]
 
 

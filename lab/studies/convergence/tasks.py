@@ -17,11 +17,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..bf16_weights import schedule
-
 Batch = tuple[Tensor, Tensor]
 TEXT = str(Path(pydoc_data.__file__).with_name("topics.py"))  # English; the rest of the library is code
 FAMILIES = ("adamw", "lion", "sgd", "muon", "lamb", "lars")
+
+
+def schedule(lr: float, step: int, steps: int) -> float:
+    """Linear over the first twentieth, then a cosine to a tenth."""
+    warmup = max(1, steps // 20)
+    if step < warmup:
+        return lr * (step + 1) / warmup
+    return lr * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup))))
 
 
 def generator(seed: int, step: int) -> torch.Generator:

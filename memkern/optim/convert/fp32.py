@@ -48,11 +48,10 @@ def to_fp32_state_dict(model: nn.Module, optimizer: BlockwiseOptimizer | HostOff
     Raises:
         TypeError: another kind of model or optimizer.
         ValueError: the optimizer steps no parameter of the model, as where the model is a copy.
-        RuntimeError: a HostOffload whose parameters were replaced, so that the host has no weights of them.
     """
     _check_model(model, optimizer)
     if isinstance(optimizer, HostOffload):
-        optimizer._weights.check_are_of(optimizer.param_groups)
+        optimizer._settle()
     state_dict = model.state_dict()
     states = states_of(optimizer) if isinstance(optimizer, BlockwiseOptimizer) else optimizer.state
     for name, p in model.named_parameters(remove_duplicate=False):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import operator
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +21,7 @@ from ..backward import (
     check_not_reduced_later,
     check_not_stepped,
     refuse_scaler,
+    steps_each_by_itself,
     without_hooks,
 )
 from ..base import BlockwiseOptimizer
@@ -29,7 +32,7 @@ from ..foreign import lightning_asks, refuse_clipping
 from ..muon import Muon
 from .host_weights import HostWeights
 from .transfers import transfers_of
-from .weight import Weight, check_no_reductions, check_options, copy_options, has_gradient, set_options
+from .weight import Weight, check_no_reductions, check_options, has_gradient
 from .worker import Worker
 
 HOST_WEIGHT = "host_weight"
@@ -87,12 +90,15 @@ class HostOffload(Optimizer):
     what they raised. A second one before ``step()`` raises at the first gradient that comes again, or, where its
     forward pass was before the steps, torch's error for weights that were modified in place.
 
-    It is a torch.optim.Optimizer of the model's parameters. ``state_dict()`` is that of ``optimizer_class``, which can
-    load it. Weights of another dtype than the model's are in a parameter's state as ``master_weight``, or as
-    ``host_weight`` where the optimizer is not memkern's or the model is fp16. A step goes on from the model's weights,
-    whoever has written them (a state_dict that it loads, an edit under no_grad or of ``p.data``). The host's weight,
-    which has more bits, is used where it rounds to the model's. On the CPU nothing is copied that the CPU can read
-    where it is.
+    It is a torch.optim.Optimizer of the model's parameters, and reads its groups and states as they are at the step:
+    lists may be assigned, extended or shortened. What the step changes in groups (some classes count steps there) is
+    changed here, too; a class whose ``step`` is neither memkern's nor torch.optim's takes all gradients in one call.
+
+    ``state_dict()`` is that of ``optimizer_class``, which can load it. Weights of another dtype than the model's are in
+    a parameter's state as ``master_weight``, or as ``host_weight`` where the optimizer is not memkern's or the model is
+    fp16. A step goes on from the model's weights, whoever has written them (a state_dict that it loads, an edit under
+    no_grad or of ``p.data``). The host's weight, which has more bits, is used where it rounds to the model's. On the
+    CPU nothing is copied that the CPU can read where it is.
 
     Of DTensors (fully_shard, HSDP, tensor parallelism) each rank has its shards on its host: states and host weights
     are DTensors of the same mesh and placements, which torch.distributed.checkpoint saves and reshards. Norms
@@ -157,6 +163,7 @@ class HostOffload(Optimizer):
         self._copies: list[tuple[Weight, Any]] = []  # of weights to the device, with their events
         self._arrived: dict[int, list[Weight]] = {}  # by bucket, while it waits for the rest of its gradients
         self._stepped: set[Tensor] = set()  # in the backward pass, since the last step()
+        self._takes = False  # gradients of this step: the groups have been followed
         self._lock = threading.Lock()  # each device has its own thread in the backward pass
         self._hooks = ParameterHooks(self._take_in_backward)
 
@@ -164,14 +171,50 @@ class HostOffload(Optimizer):
     def inner(self) -> Optimizer:
         """The optimizer of the host's weights, with the groups' options, after the steps that ``backward()`` began."""
         self._finish_backward()
-        copy_options(self, self._inner)
+        self._hand_over()
         return self._inner
+
+    # ---- groups and states, which are the inner optimizer's during a step
+
+    def _hand_over(self) -> None:
+        """Gives the inner optimizer the groups and states as they are now, with the host's weights for parameters."""
+        weights, groups, inner = self._weights, self.param_groups, self._inner.param_groups
+        sizes = [[len(group["params"]) for group in of_one] for of_one in (groups, inner)]
+        changed = sizes[0] != sizes[1] or not weights.are_of(groups)
+        if changed:
+            weights.follow_lists(groups)
+            inner += ({} for _ in groups[len(inner) :])
+            del inner[len(groups) :]
+        for group, own in zip(groups, inner, strict=True):
+            params = [weights[p].host_param for p in group["params"]] if changed else own["params"]
+            options = {key: x for key, x in group.items() if key != "params"}
+            own.clear()
+            # Between backward() and step() a schedule may fill tensors in place.
+            own.update(copy.deepcopy(options) if self._steps_in_backward else options, params=params)
+        states, own_states = self.state, self._inner.state
+        same = len(states) == len(own_states) and all(map(operator.is_, states.values(), own_states.values()))
+        if changed or not same:
+            own_states.clear()
+            own_states.update((weights.host_param_of(p), x) for p, x in states.items())
+        if changed:
+            self._make_buckets()
+            self._hook_parameters()
+
+    def _hand_back(self) -> None:
+        """Takes options and states as the inner optimizer has them now: ``state[p]`` is its own dict."""
+        for own, group in zip(self._inner.param_groups, self.param_groups, strict=True):
+            params = group["params"]
+            group.clear()
+            group.update(own, params=params)
+        self._weights.give_states(self._inner.state, self.state)
 
     # ---- parameters
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch.optim's, and the inner optimizer's checks."""
         self._finish_backward()
+        if self.param_groups:
+            self._hand_over()
         given = set(param_group)  # before torch.optim adds the defaults
         super().add_param_group(param_group)
         group = self.param_groups[-1]
@@ -180,8 +223,6 @@ class HostOffload(Optimizer):
             given.add("master_weights")
         made: list[Weight] = []
         try:
-            if self._weights:
-                copy_options(self, self._inner)
             if self._steps_in_backward:
                 check_no_reductions(self._class, group["params"], {**self._options, **group})
             made += (self._weights.new(p, group) for p in group["params"])
@@ -198,8 +239,8 @@ class HostOffload(Optimizer):
             self.param_groups.pop()
             raise
         self.defaults = self._inner.defaults
-        self._weights.update(zip(group["params"], made, strict=True))
-        set_options(self._inner, self)
+        self._weights.add(made)
+        self._hand_back()
         self._make_buckets()
         self._hook_parameters()
 
@@ -208,8 +249,9 @@ class HostOffload(Optimizer):
             self._hooks.follow(w.p for w in self._weights.values() if not w.resident)
 
     def _make_buckets(self) -> None:
-        self._at_once = self.defaults.get("max_grad_norm") is not None
-        self._weights.make_buckets(self._at_once, Order(self.param_groups))
+        self._is_clipping = self.defaults.get("max_grad_norm") is not None
+        at_once = self._is_clipping or not steps_each_by_itself(self._class)
+        self._weights.make_buckets(at_once, Order(self.param_groups))
 
     # ---- gradients
 
@@ -229,7 +271,6 @@ class HostOffload(Optimizer):
     def _take_in_backward(self, p: Tensor) -> None:
         """The hook of a parameter whose gradient is complete."""
         check_not_reduced_later(p, HostOffload, "leave offload_gradients and step_in_backward False")
-        w = self._weights[p]
         with self._lock:
             if self._steps_in_backward:
                 check_first_gradient(p, self._stepped)
@@ -239,6 +280,12 @@ class HostOffload(Optimizer):
                         check_no_reductions(self._class, group["params"], group)
                     self._follow()
                     _at_end_of_backward(self._finish_backward)  # who reads weights then reads stepped ones
+            elif not self._takes:
+                self._hand_over()
+                self._takes = True
+            if (w := self._weights.get(p)) is None:  # it has left the groups, and others may want its gradient
+                return
+            if self._steps_in_backward:
                 self._stepped.add(p)
                 w.fetch(self._weights.transfers(p))
             self._take(w)
@@ -264,12 +311,13 @@ class HostOffload(Optimizer):
                 self._step_bucket(rest)
             if steps or rest:
                 self._weights.wait_for_copies(self._copies)
-                self._share_state()
+                self._hand_back()
         except BaseException:
             self._forget_gradients()
             raise
 
     def _forget_gradients(self) -> None:
+        self._takes = False
         self._stepped.clear()
         self._arrived.clear()
         for w in self._weights.values():
@@ -294,7 +342,7 @@ class HostOffload(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._finish_backward()
-        if not self._steps_in_backward or any(map(has_gradient, self._weights.values())):
+        if is_left := not self._steps_in_backward or any(map(has_gradient, self._weights.values())):
             self._follow()
         self._hook_parameters()
         self._scale_inner()
@@ -305,13 +353,13 @@ class HostOffload(Optimizer):
             self._forget_gradients()
             self._weights.wait_for_copies(self._copies)
             self._copies.clear()
-        self._share_state()
+            if is_left:
+                self._hand_back()
         return loss
 
     def _follow(self) -> None:
-        """Hands the groups' options to the inner optimizer, before its first bucket is stepped."""
-        self._weights.check_are_of(self.param_groups)
-        copy_options(self, self._inner)
+        """Follows what has changed in groups and parameters, before the first bucket is stepped."""
+        self._hand_over()
         self._thaw()
         self._weights.follow_memory()
         if isinstance(self._inner, BlockwiseOptimizer):
@@ -319,7 +367,7 @@ class HostOffload(Optimizer):
                 for group in self.param_groups:
                     check_no_norm(group["max_grad_norm"])
             self._inner._follow_groups()
-            if self._at_once != (self.defaults["max_grad_norm"] is not None):
+            if self._is_clipping != (self.defaults["max_grad_norm"] is not None):
                 self._make_buckets()
 
     def _thaw(self) -> None:
@@ -367,7 +415,6 @@ class HostOffload(Optimizer):
             if not isinstance(self._inner, BlockwiseOptimizer) or not any(w.resident for w in bucket):
                 raise
             self._weights.move_to_host(bucket[0], self._inner)
-            self._share_state()
             self._hook_parameters()
             self._step_inner(bucket)
         for w in bucket:
@@ -412,6 +459,7 @@ class HostOffload(Optimizer):
         self._finish_backward()
         check_not_stepped(self._stepped)
         self._worker.join_addition()
+        self._takes = False
         for w in self._weights.values():
             if set_to_none:
                 w.gradient = None
@@ -427,24 +475,18 @@ class HostOffload(Optimizer):
         w = self._weights.get(p)
         return w.host_param.detach() if w is not None and w.host_param.dtype != p.dtype else None
 
-    def _share_state(self) -> None:
-        """state[p] is the inner optimizer's own dict, on the host."""
-        for w in self._weights.values():
-            if w.host_param in self._inner.state:
-                self.state[w.p] = self._inner.state[w.host_param]
-
-    def _convert_states(self) -> None:
-        """Converts states whose group's options have changed, before they are saved or copied."""
-        copy_options(self, self._inner)
+    def _settle(self) -> None:
+        """Ends steps and follows what has changed in groups, before states are saved or copied."""
+        self._finish_backward()
+        self._hand_over()
         self._weights.follow_memory()
         if isinstance(self._inner, BlockwiseOptimizer):
             self._inner._follow_groups()
+        self._hand_back()
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's, with a ``host_weight`` in the state of a parameter of another dtype."""
-        self._finish_backward()
-        self._convert_states()
-        self._share_state()
+        self._settle()
         found = super().state_dict()
         if isinstance(self._inner, BlockwiseOptimizer):
             found = loading.saved(found, self.param_groups, self._inner._op_of)
@@ -460,7 +502,7 @@ class HostOffload(Optimizer):
             ValueError: the state, or a host weight's shape, does not fit; before anything is changed.
         """
         self._finish_backward()
-        copy_options(self, self._inner)  # they win over the state's, where the inner optimizer says so
+        self._hand_over()  # its options win over the state's, where the inner optimizer says so
         given = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             given = pre_hook(self, given) or given
@@ -482,25 +524,19 @@ class HostOffload(Optimizer):
             for w in weights:
                 if w.separate:
                     local(w.host_param).copy_(local(placed(HOST_WEIGHT, loaded.get(w, w.p), w.p, 1)))
-        set_options(self._inner, self)
+        self._hand_back()
         self._make_buckets()
-        self.state.clear()
-        host_params = {w.host_param for w in weights}
-        # What belongs to no parameter.
-        self.state.update((key, x) for key, x in self._inner.state.items() if key not in host_params)
-        self._share_state()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        self._finish_backward()
-        self._convert_states()
+        self._settle()
         return {**super().__getstate__(), **{key: vars(self)[key] for key in _COPIED}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._start()
         super().__setstate__(state)
         self._weights.transfers_of = self._transfers_of
+        self._hand_back()
         self._make_buckets()
-        self._share_state()
         self._hook_parameters()

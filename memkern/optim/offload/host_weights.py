@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +39,8 @@ class HostWeights(dict[Tensor, Weight]):
         device_state_bytes: for states (and weights) that stay on the device; None: until it has no memory.
     """
 
+    left: dict[Tensor, Weight]
+    """Of parameters that were taken out of the groups and have a state, with which they may come back."""
     transfers_of: Callable[[torch.device], Transfers]  # set by the optimizer
     buckets: list[list[Weight]]
     bucket_of: dict[Tensor, int]
@@ -51,12 +53,13 @@ class HostWeights(dict[Tensor, Weight]):
         device_state_bytes: int | None,
     ) -> None:
         super().__init__()
+        self.left: dict[Tensor, Weight] = {}
         self.optimizer_class, self.options = optimizer_class, options
         self.host_dtype, self.device_state_bytes = host_dtype, device_state_bytes
         self._transfers: dict[torch.device, Transfers] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("optimizer_class", "options", "host_dtype", "device_state_bytes")
+        kept = ("optimizer_class", "options", "host_dtype", "device_state_bytes", "left")
         return {**{key: vars(self)[key] for key in kept}, "_transfers": {}}
 
     def transfers(self, p: Tensor) -> Transfers:
@@ -73,13 +76,15 @@ class HostWeights(dict[Tensor, Weight]):
         return (
             issubclass(self.optimizer_class, BlockwiseOptimizer)
             and self.host_dtype == torch.float32
-            and all(p.dtype == torch.bfloat16 for p in group["params"] if p.requires_grad)
+            and {p.dtype for p in group["params"] if p.requires_grad} == {torch.bfloat16}
             and not given.get("master_weights")
             and not given.get("stochastic_rounding")
         )
 
     def new(self, p: Tensor, group: Options) -> Weight:
-        """The weight of a parameter that has none yet."""
+        """The weight of a parameter that is in no group yet."""
+        if (known := self.left.get(p)) is not None:
+            return known
         if not p.requires_grad and p.grad is None:
             return frozen_weight_of(p)
         given = {**self.options, **group}
@@ -93,14 +98,38 @@ class HostWeights(dict[Tensor, Weight]):
             self.device_state_bytes = left - needed if resident else 0  # those that come after go to the host, too
         return host_weight_of(p, dtype, resident, self.transfers(p))
 
-    def check_are_of(self, param_groups: Sequence[Options]) -> None:
-        """Raises RuntimeError where the groups have other parameters."""
-        params = [p for group in param_groups for p in group["params"]]
-        if [*map(id, params)] != [*map(id, self)]:
-            raise RuntimeError(
-                "params of HostOffload were replaced, and the host has weights of the ones that it was given: make a "
-                "new HostOffload of the new ones, and load_state_dict() of this one's state"
-            )
+    def add(self, weights: Sequence[Weight]) -> None:
+        """Takes weights of parameters that have come to the groups."""
+        self.update((w.p, w) for w in weights)
+        for w in weights:
+            self.left.pop(w.p, None)
+
+    def are_of(self, param_groups: Sequence[Options]) -> bool:
+        """Whether the groups have these parameters, in this order."""
+        return [id(p) for group in param_groups for p in group["params"]] == [*map(id, self)]
+
+    def follow_lists(self, param_groups: Sequence[Options]) -> None:
+        """Makes weights of parameters that have come to the groups, and puts those of others aside."""
+        now: dict[Tensor, Weight] = {}
+        for group in param_groups:
+            if not any(p in self for p in group["params"]) and self.are_in_states(group):
+                group["master_weights"] = "fp32"
+            now |= {p: self[p] if p in self else self.new(p, group) for p in group["params"]}
+        self.left |= self
+        self.clear()
+        self.add([*now.values()])
+
+    def host_param_of(self, p: Any) -> Any:
+        """The host's weight of a parameter that is in the groups or was; anything else as it is."""
+        w = self.get(p) or self.left.get(p)
+        return p if w is None else w.host_param
+
+    def give_states(self, of_host_params: Mapping[Any, Any], states: MutableMapping[Any, Any]) -> None:
+        """Puts states of the host's weights under the model's parameters, in place of all."""
+        p_of = {w.host_param: w.p for weights in (self.left, self) for w in weights.values()}
+        states.clear()
+        states.update((p_of.get(key, key), x) for key, x in of_host_params.items())
+        self.left = {p: w for p, w in self.left.items() if states.get(p)}
 
     def thawed(self) -> set[Tensor]:
         """Parameters that were frozen when they were added, and are not any more."""

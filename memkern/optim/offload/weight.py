@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -221,19 +220,6 @@ def elements_of(p: Tensor) -> int:
 
 def has_gradient(w: Weight) -> bool:
     return w.gradient is not None or w.p.grad is not None
-
-
-def set_options(source: Optimizer, to: Optimizer) -> None:
-    """Sets every option of one's groups to the other's."""
-    for given, group in zip(source.param_groups, to.param_groups, strict=False):
-        group.update((key, x) for key, x in given.items() if key != "params")
-
-
-def copy_options(source: Optimizer, to: Optimizer) -> None:
-    """Sets every option of one's groups to a copy of the other's: a schedule may fill tensors in place."""
-    set_options(source, to)
-    for group in to.param_groups:
-        group.update((key, copy.deepcopy(x)) for key, x in group.items() if key != "params")
 
 
 _ELEMENTWISE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)

@@ -1,0 +1,63 @@
+"""Codes of results between two limits, such as sigmoid's: of the distance from the nearer limit.
+
+The derivative is made of that distance: ``y (1 - y)`` of sigmoid, ``1 - y ** 2`` of tanh, ``p - 1`` at the target of a
+cross entropy. Codes of y itself are off by a share of y, which near a limit is many times the distance. So one or two
+bits tell which limit is the nearer one, and what is coded is the square root of the distance d in blocks with the
+largest d of s, by the unsigned power code::
+
+    d = (s ** .5 * (q / 255) ** 2) ** 2        off by .0045 * (s / d) ** .25 of d in root mean square
+
+That is .5 % of a block's largest distance, 2.5 % of one a thousandth of it, and .6 % of the norm of all distances of a
+block at most. The square root gives the units of a layer that are saturated and those that are not one block of codes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import _ops
+from ..fewbit.levels import Levels
+from .rules import PROBABILITY, TANH
+
+
+class Limits(NamedTuple):
+    """How results and distances follow from one another.
+
+    root: of results, the square roots of their distances. sides: the bits of each result that tell its nearer limit.
+    result: from roots and bits.
+    """
+
+    root: Callable[[Tensor], Tensor]
+    sides: Levels
+    result: Callable[[Tensor, Tensor], Tensor]
+
+
+def _root(y: Tensor) -> Tensor:
+    """Of min(|y|, 1 - |y|); a softmax may exceed 1 by rounding."""
+    y = y.abs()
+    return torch.minimum(y, 1 - y).clamp_min_(0).sqrt_()
+
+
+def _result(limit: Sequence[float], sign: Sequence[float]) -> Callable[[Tensor, Tensor], Tensor]:
+    """limit + sign * distance, both by the bits."""
+
+    def result(root: Tensor, bits: Tensor) -> Tensor:
+        distance = _ops.few_bit_backward(root * root, bits, sign)
+        return distance.add_(_ops.few_bit_backward(torch.ones_like(root), bits, limit))
+
+    return result
+
+
+# Gray codes: 0 and 1 for [0, 1]; for [-1, 1] from below 0, 1, 3, 2.
+LIMITS = {
+    PROBABILITY: Limits(_root, Levels(1, (), (0.5,), (1,)), _result((0.0, 1.0), (1.0, -1.0))),
+    TANH: Limits(
+        _root,
+        Levels(2, (), (-0.5, 0.0, 0.5), (1, 2, 1)),
+        _result((-1.0, 0.0, 1.0, 0.0), (1.0, -1.0, -1.0, 1.0)),
+    ),
+}

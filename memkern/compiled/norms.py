@@ -1,0 +1,115 @@
+"""Batch, instance and group norms of a joint graph, made to use the normalized value in place of their input.
+
+torch's backward pass of these norms subtracts a multiple of the mean from a multiple of the input x, for which codes of
+x are too coarse. Codes of ``normalized = (x - mean) * inverse`` serve it, and so the norm gets::
+
+    x' = normalized / inverse + mean
+
+wherever it uses x, but for its statistics and for what is normalized: x to within rounding, of which nothing is saved.
+Layer norms have ``codable.share_normalized``, as torch's own backward pass uses what is normalized.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from torch import Tensor, fx
+
+from . import codecs
+from .nodes import NOT_CODED, aten, is_backward, packet
+from .operations import Operation, Operations
+
+NAMES = {"native_batch_norm", "native_group_norm"}
+
+
+class _Norm(NamedTuple):
+    """Nodes of a norm: its input, the statistics, and what is normalized, None where no node has it.
+
+    sources: the input in another dtype or as a view of it, as statistics and differences are of.
+    """
+
+    x: fx.Node
+    mean: fx.Node
+    inverse: fx.Node
+    normalized: fx.Node | None
+    sources: list[fx.Node]
+
+
+def use_normalized(graph: fx.Graph) -> None:
+    """Rewrites the norms of a joint graph whose input is computed in it."""
+    operations = Operations(graph)
+    for of in operations.by_seq.values():
+        norm = _found(of) if of.name in NAMES and of.seq in operations.differentiated else None
+        if norm is not None and norm.x.op == "call_function":
+            _rewrite(graph, of, norm)
+
+
+def _found(of: Operation) -> _Norm | None:
+    """None for a norm that is written in another way."""
+    statistics = next((n for n in of.nodes if packet(n) is aten.var_mean), None)
+    normalized: Any = next(
+        (n for n in of.nodes if packet(n) is aten.mul and packet(n.args[0]) is aten.sub and n.args[0] in of.nodes), None
+    )
+    source: Any
+    if normalized is not None:
+        (source, mean), inverse = normalized.args[0].args, normalized.args[1]
+    elif statistics is not None:  # a group norm with weights: x * (weight * inverse) + (bias - mean * weight * inverse)
+        source = statistics.args[0]
+        mean = next((n for n in statistics.users if n.args[1] == 1), None)
+        inverse = next((n for n in of.nodes if packet(n) is aten.rsqrt), None)
+    else:
+        return None
+    if not all(isinstance(n, fx.Node) for n in (source, mean, inverse)):
+        return None
+    between = _between(source, of)
+    x = between[-1].all_input_nodes[0] if between else source
+    of_statistics = _between(statistics.args[0], of) if statistics else []
+    return _Norm(x, mean, inverse, normalized, [source, *between, *of_statistics, x])
+
+
+def _between(source: Any, of: Operation) -> list[fx.Node]:
+    """The norm's own nodes from its input to one of its operands: casts and views."""
+    found = []
+    while source in of.nodes and len(source.all_input_nodes) == 1:
+        found.append(source)
+        source = source.all_input_nodes[0]
+    return found
+
+
+def _rewrite(graph: fx.Graph, of: Operation, norm: _Norm) -> None:
+    last = max(n for n in (norm.mean, norm.inverse, norm.normalized) if n is not None)
+
+    def users_of(source: fx.Node) -> list[fx.Node]:
+        """Those of the norm that come later: all but the statistics and what is normalized."""
+        return [u for u in source.users if u.meta.get("seq_nr") == of.seq and u > last]
+
+    every = {source: users_of(source) for source in norm.sources}
+    if not any(is_backward(u) for users in every.values() for u in users):
+        return
+    normalized = norm.normalized
+    if normalized is None:
+        function = lambda source, mean, inverse: (source - mean) * inverse  # noqa: E731
+        last = normalized = _add(graph, of, last, function, norm.sources[0], norm.mean, norm.inverse)
+    function = lambda y, mean, inverse: y / inverse + mean  # noqa: E731
+    last = again = _add(graph, of, last, function, normalized, norm.mean, norm.inverse)
+    again.meta[NOT_CODED] = True
+    for source, users in every.items():
+        if users:
+            same = lambda y, x: y.view(x.shape).to(x.dtype)  # noqa: E731
+            last = found = _add(graph, of, last, same, again, source)
+            for node in (found, *users):
+                node.meta[NOT_CODED] = True
+            for user in users:
+                user.replace_input_with(source, found)
+
+
+def _add(graph: fx.Graph, of: Operation, last: fx.Node, function: Callable[..., Tensor], *nodes: fx.Node) -> fx.Node:
+    """Adds operations of the norm's forward pass behind a node."""
+    before: Iterable[fx.Node] = set(graph.nodes)
+    with graph.inserting_before(last.next):
+        found = codecs.inline(graph, function, *nodes)
+    for node in set(graph.nodes).difference(before):
+        of_first = of.nodes[0].meta
+        node.meta.update(seq_nr=of.seq, original_aten=of_first.get("original_aten"), partitioner_tag="is_forward")
+    return found

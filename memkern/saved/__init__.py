@@ -1,1 +1,0 @@
-"""Saves tensors for the backward pass once, computed anew or in 8-bit codes (``memkern.quantize_saved``)."""

@@ -1,0 +1,347 @@
+"""checkpoint_blocks: inputs exact, or in codes with which the forward pass goes on, too."""
+
+import copy
+import gc
+import pickle
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memkern
+from memkern import memory
+from memkern.quant.blockwise import dequantize_blockwise, quantize_blockwise
+
+# ---- checkpoint_blocks(bits=8)
+
+
+class Router(nn.Module):
+    """A block that chooses its experts: near ties, rounded inputs choose others."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, 8, bias=False)
+        self.experts = nn.Parameter(torch.randn(8, width, width) / width**0.5)
+        self.chosen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.gate(x)
+        best = scores.topk(2, -1)
+        self.chosen.append(best.indices)
+        y = torch.einsum("...w,...kwv->...kv", x, self.experts[best.indices])
+        return x + (best.values.softmax(-1).unsqueeze(-1) * y).sum(-2)
+
+
+class Routed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(32, 32)
+        self.blocks = nn.ModuleList(Router(32) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def routed(bits: int | None, every: int | None = 1) -> Routed:
+    torch.manual_seed(0)
+    model = Routed()
+    if every is not None:
+        memkern.checkpoint_blocks(model, bits=bits, every=every)
+    return model
+
+
+def gradients(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    model(x).square().mean().backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+X = torch.randn(64, 16, 32, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_both_passes_decide_alike(every: int) -> None:
+    model = routed(8, every)
+    gradients(model, X)
+    assert [len(block.chosen) for block in model.blocks] == [2, 3 - every, 2, 3 - every]
+    for block in model.blocks[::every]:
+        forward, again = block.chosen
+        assert torch.equal(forward, again)
+    plain = routed(None, None)
+    plain(X)
+    # The test can fail: with exact inputs some tokens have other experts.
+    assert any(
+        not torch.equal(block.chosen[0], other.chosen[0])
+        for block, other in zip(model.blocks, plain.blocks, strict=True)
+    )
+
+
+class Rounded(torch.autograd.Function):
+    """What a checkpoint in 8 bits computes with, by the public functions."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return dequantize_blockwise(*quantize_blockwise(x))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def test_the_gradient_is_that_of_the_model_with_rounded_inputs() -> None:
+    model, twin = routed(8), routed(None, None)
+    for block in twin.blocks:
+        block.register_forward_pre_hook(lambda _, args: (Rounded.apply(args[0]), *args[1:]))
+    assert torch.equal(model(X), twin(X))
+    found, expected = gradients(model, X), gradients(twin, X)
+    assert found.keys() == expected.keys()
+    for name in found:
+        assert torch.equal(found[name], expected[name]), name
+
+
+def test_bytes_of_inputs_in_codes() -> None:
+    models = [routed(bits) for bits in (None, 8)]
+    exact, codes = (memory.saved_bytes(lambda model=model: model(X).sum()) for model in models)
+    assert exact - codes == pytest.approx(4 * X.numel() * (4 - (1 + 4 / 128)), rel=0.01)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_other_dtypes(dtype: torch.dtype) -> None:
+    model, twin = routed(8).to(dtype), routed(None).to(dtype)
+    x = X.to(dtype)
+    assert model(x).dtype == dtype
+    found, expected = gradients(model, x), gradients(twin, x)
+    name = "blocks.3.experts"
+    assert (found[name] - expected[name]).norm() < 0.1 * expected[name].norm()
+
+
+def test_float64_is_exact() -> None:
+    assert torch.equal(routed(8).double()(X.double()), routed(None, None).double()(X.double()))
+
+
+def test_without_gradients_nothing_is_rounded() -> None:
+    with torch.no_grad():
+        assert torch.equal(routed(8)(X), routed(None, None)(X))
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_every_call_rounds_alike(every: int) -> None:
+    """A resumed run repeats the bits: its first call is as all others."""
+    model = routed(8, every)
+    first, *others = (model(X) for _ in range(3))
+    assert all(torch.equal(first, other) for other in others)
+    assert torch.equal(first, routed(8, every)(X))
+    assert not torch.equal(first, routed(None)(X))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"bits": 4}, "bits: 4 given; allowed: None, 8"),
+        ({"every": 0}, "every: 0 given; allowed: a whole number, 1 or more"),
+        ({"every": 2.0}, "every: 2.0 given; allowed: a whole number, 1 or more"),
+        ({"blocks": "sqrt"}, "blocks: 'sqrt' given; allowed: 'blocks', with every=2"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_asked_for_changes_nothing(options: Any, message: str) -> None:
+    model = Routed()
+    with pytest.raises(memkern.OptionError, match=message):
+        memkern.checkpoint_blocks(model, **options)
+    assert not any("forward" in vars(block) for block in model.blocks)
+
+
+@pytest.mark.parametrize(("name", "given", "plain"), [("checkpoint_bits", 8, None), ("checkpoint_every", 2, 1)])
+def test_techniques_of_checkpoints_need_checkpoints(name: str, given: int, plain: Any) -> None:
+    message = f"{name}: {given} given; allowed: {plain} without checkpointing"
+    with pytest.raises(memkern.OptionError, match=message):
+        memkern.Techniques(**{name: given})
+
+
+# ---- blocks in all forms
+
+
+class Block(nn.Module):
+    """What a block returns, of its output."""
+
+    def __init__(self, returns: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.linear, self.returns = nn.Linear(32, 32), returns
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Any:
+        x = self.linear(x).tanh()
+        return self.returns(x if scale is None else x * scale)
+
+
+class Net(nn.Module):
+    """Calls its blocks, but for those that are left out, by ``call(block, x)``, which returns the next one's input."""
+
+    def __init__(
+        self,
+        returns: Callable[[Tensor], Any],
+        call: Callable[[Block, Tensor], Tensor],
+        skipped: Any = (),
+        depth: int = 5,
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block(returns) for _ in range(depth))
+        self.call, self.skipped = call, skipped
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = x.new_zeros(())
+        for index, block in enumerate(self.blocks):
+            if index not in self.skipped:
+                x = self.call(block, x)
+                seen = seen + x.square().mean()  # of hidden states
+        return x + seen
+
+
+class Output(NamedTuple):
+    hidden: Tensor
+    attention: Any = None
+
+
+def itself(x: Any) -> Any:
+    return x
+
+
+def plainly(block: Block, x: Tensor) -> Tensor:
+    return block(x)
+
+
+FORMS: dict[str, tuple[Any, Any]] = {
+    "tensor": (itself, plainly),
+    "tuple": (lambda x: (x,), lambda block, x: block(x)[0]),
+    "tuple with None": (lambda x: (x, None), lambda block, x: block(x)[0]),
+    "two tensors": (lambda x: (x, x + 1), lambda block, x: sum(block(x)) / 2),
+    "named tuple": (Output, lambda block, x: block(x).hidden),
+    "dict": (lambda x: {"hidden": x}, lambda block, x: block(x)["hidden"]),
+    "between": (itself, lambda block, x: block(x) + 1),
+    "by name": (itself, lambda block, x: block(x=x)),
+    "keyword tensor": (itself, lambda block, x: block(x, scale=x.mean(-1, keepdim=True))),
+    "both by name": (itself, lambda block, x: block(scale=x.mean(-1, keepdim=True), x=x)),
+    "positions": (itself, lambda block, x: block(x, x.mean(-1, keepdim=True))),
+}
+
+
+def run_and_gradients(model: nn.Module) -> list[Tensor]:
+    """What it returns, and the gradients of its input and of its parameters."""
+    model.zero_grad()
+    x = X.clone().requires_grad_()
+    out = model(x)
+    out.square().mean().backward()
+    return [out.detach(), *(p.grad.clone() for p in (x, *model.parameters()) if p.grad is not None)]
+
+
+def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
+    assert len(found) == len(expected)
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("every", [1, 2, 9])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_model_computes_as_without_checkpoints(form: str, every: int) -> None:
+    plain, model = Net(*FORMS[form]), Net(*FORMS[form])
+    memkern.checkpoint_blocks(model, every=every)
+    with pytest.raises(RuntimeError):  # a forward pass that is interrupted leaves nothing behind
+        model(X[..., :31])
+    for skipped in ((), (0,), (1,), (4,), (0, 1, 2, 3, 4), (1, 3)):  # as LayerDrop and an early exit do
+        plain.skipped = model.skipped = skipped
+        assert_same(run_and_gradients(model), run_and_gradients(plain))
+    for each in (plain, model):
+        each.skipped = ()
+        each.blocks[1] = nn.Identity() if form in ("tensor", "between") else each.blocks[0]
+        del each.blocks[3]
+    assert_same(run_and_gradients(model), run_and_gradients(plain))
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("form", FORMS)
+def test_codes_round_the_first_argument_alone(form: str, every: int) -> None:
+    """By position or by name, in every form of a block, and the gradient reaches it."""
+    model, twin = Net(*FORMS[form]), Net(*FORMS[form])
+    memkern.checkpoint_blocks(model, bits=8, every=every)
+
+    def rounds(block: nn.Module, args: Any, kwargs: Any) -> Any:
+        kwargs = {name: Rounded.apply(x) if name == "x" else x for name, x in kwargs.items()}
+        return tuple(Rounded.apply(x) if i == 0 else x for i, x in enumerate(args)), kwargs
+
+    for block in twin.blocks[::every]:
+        block.register_forward_pre_hook(rounds, with_kwargs=True)
+    for skipped in ((), (1, 3)):
+        model.skipped = twin.skipped = skipped
+        assert_same(run_and_gradients(model), run_and_gradients(twin))
+
+
+def test_hooks_see_what_a_block_returns() -> None:
+    plain, model = Net(itself, plainly), Net(itself, plainly)
+    memkern.checkpoint_blocks(model)
+    seen: list[list[Tensor]] = []
+    for each in (plain, model):
+        seen.append([])
+        for block in each.blocks:
+            block.register_forward_hook(lambda _, args, out, to=seen[-1]: to.append(out.detach()))
+        each(X)
+    assert_same(*seen)
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+def test_what_checkpoints_store_moves_under_save_on_cpu(bits: Any) -> None:
+    """The inputs, or their codes and scales. A checkpoint holds nothing else that a block made."""
+    model = Net(itself, plainly)
+    memkern.checkpoint_blocks(model, bits=bits)
+    expected = run_and_gradients(model)
+    with torch.autograd.graph.save_on_cpu():
+        assert_same(run_and_gradients(model), expected)
+
+    packed: list[Tensor] = []
+
+    def pack(x: Tensor) -> Tensor:
+        packed.append(x)
+        return x.clone()
+
+    def run(x: Tensor) -> Tensor:
+        for block in model.blocks:
+            x = block(x)
+        return x
+
+    alive: list[Any] = []
+    model.blocks[1].register_forward_pre_hook(lambda _, args: alive.append(weakref.ref(args[0])))
+    with torch.autograd.graph.saved_tensors_hooks(pack, itself):
+        out = run(X.clone().requires_grad_())
+    of_a_block = X.nbytes if bits is None else X.numel() + X.numel() // 128 * 4
+    assert sum(x.nbytes for x in packed) == 5 * of_a_block
+    packed.clear()
+    gc.collect()
+    assert alive[0]() is None
+    out.sum().backward()
+
+
+@pytest.mark.parametrize("was_called", [False, True])
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_runs_its_own_blocks(duplicate: Callable[[nn.Module], nn.Module], every: int, was_called: bool) -> None:
+    """As an average of weights does, which begins as a copy."""
+    model = Net(itself, plainly)
+    memkern.checkpoint_blocks(model, every=every)
+    if was_called:
+        model(X)
+    before, copied = model(X), duplicate(model)
+    assert torch.equal(copied(X), before)
+    model.blocks[0](X.clone().requires_grad_() * 1.0)  # a forward pass that ends after one block
+    assert torch.equal(duplicate(model)(X), before)
+    with torch.no_grad():
+        for p in copied.parameters():
+            p.zero_()
+    grads = gradients(copied, X)
+    assert torch.equal(copied(X), torch.zeros_like(before))
+    assert grads
+    assert all(p.grad is None for p in model.parameters())
+    assert torch.equal(model(X), before)

@@ -1,0 +1,141 @@
+"""Codes of what batch, instance and group norms have normalized: bytes, and the error of gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from memkern import memory
+from tests.support.partitioned import backend
+
+CHANNELS, SIZE = 32, 16
+
+
+def _conv(norm: nn.Module, activation: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1, bias=False), norm, activation)
+
+
+NORMS: dict[str, Callable[[], nn.Module]] = {
+    "batch": lambda: nn.BatchNorm2d(CHANNELS),
+    "batch without statistics": lambda: nn.BatchNorm2d(CHANNELS, track_running_stats=False),
+    "batch without weights": lambda: nn.BatchNorm2d(CHANNELS, affine=False),
+    "instance": lambda: nn.InstanceNorm2d(CHANNELS, affine=True),
+    "group": lambda: nn.GroupNorm(4, CHANNELS),
+    "group without weights": lambda: nn.GroupNorm(4, CHANNELS, affine=False),
+    "one group": lambda: nn.GroupNorm(1, CHANNELS),
+}
+
+
+def net(norm: str, activation: Callable[[], nn.Module] = nn.SiLU) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(_conv(NORMS[norm](), activation()) for _ in range(3)), nn.Conv2d(CHANNELS, 8, 1))
+
+
+def step(of: nn.Module, x: Tensor, bits: int | str | None, autocast: bool = False) -> tuple[int, Tensor, Tensor]:
+    """Saved bytes, the loss, and all gradients as one vector."""
+    torch._dynamo.reset()
+    call = torch.compile(of, backend=backend(bits))
+    found: list[Tensor] = []
+
+    def forward() -> None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            found.append(call(x).float().square().mean())
+
+    saved = memory.saved_bytes(forward, of, x)
+    found[0].backward()
+    return saved, found[0].detach(), torch.cat([p.grad.flatten().double() for p in of.parameters()])  # type: ignore[union-attr]
+
+
+def batch(memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
+    return torch.randn(4, CHANNELS, SIZE, SIZE, generator=torch.Generator().manual_seed(1)).to(
+        memory_format=memory_format
+    )
+
+
+def off(a: Tensor, b: Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_inputs_of_norms_are_in_codes(norm: str) -> None:
+    x = batch()
+    exact, _, expected = step(net(norm), x, "exact")
+    coded, _, found = step(net(norm), x, 8)
+    assert coded < 0.36 * exact
+    assert 1e-4 < off(found, expected) < 0.02
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("activation", [nn.ReLU, nn.GELU, nn.Identity], ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("norm", ["batch", "group"])
+def test_with_other_activations(norm: str, activation: type[nn.Module]) -> None:
+    x = batch()
+    exact, _, expected = step(net(norm, activation), x, "exact")
+    coded, _, found = step(net(norm, activation), x, 8)
+    assert coded < 0.55 * exact
+    assert off(found, expected) < 0.02
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("norm", ["batch", "instance", "group"])
+def test_other_precisions_and_layouts(norm: str) -> None:
+    for dtype, memory_format, autocast in (
+        (torch.float32, torch.channels_last, False),
+        (torch.float32, torch.contiguous_format, True),
+        (torch.bfloat16, torch.contiguous_format, False),
+    ):
+        x = batch(memory_format).to(dtype)
+        of, other = (net(norm).to(dtype=dtype, memory_format=memory_format) for _ in range(2))
+        exact, _, expected = step(of, x, "exact", autocast)
+        coded, _, found = step(other, x, 8, autocast)
+        assert coded < 0.75 * exact
+        assert off(found, expected) < 0.03
+
+
+@pytest.mark.parametrize("norm", ["batch", "instance", "group"])
+def test_a_mean_far_from_zero_does_no_harm(norm: str) -> None:
+    """Codes of x would be off by a share of the mean."""
+
+    def shifted() -> nn.Sequential:
+        of = net(norm)
+        for block in of[:-1]:
+            block[0].bias = nn.Parameter(torch.full((CHANNELS,), 100.0))
+        return of
+
+    x = batch()
+    _, loss, expected = step(shifted(), x, "exact")
+    _, found_loss, found = step(shifted(), x, 8)
+    assert float(found_loss) == pytest.approx(float(loss), rel=1e-3)
+    assert off(found, expected) < 0.02
+
+
+@pytest.mark.full
+def test_evaluation_statistics_and_running_ones() -> None:
+    """A frozen norm (eval) takes running statistics; in training the updated ones are torch's."""
+    x = batch()
+    frozen, other, plain = net("batch"), net("batch"), net("batch")
+    for of in (frozen, other):
+        of(x)
+        of.eval()
+    exact, _, expected = step(frozen, x, "exact")
+    coded, _, found = step(other, x, 8)
+    assert coded < 0.5 * exact
+    assert off(found, expected) < 0.02
+    step(frozen.train(), x, 8)
+    plain(x)
+    plain(x)
+    for name, buffer in plain.named_buffers():
+        torch.testing.assert_close(dict(frozen.named_buffers())[name], buffer, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.full
+def test_a_norm_of_the_graphs_input_saves_it_once() -> None:
+    """It is there anyway: codes would come on top."""
+    torch.manual_seed(0)
+    of = nn.Sequential(nn.GroupNorm(4, CHANNELS), nn.Conv2d(CHANNELS, 8, 1))
+    x = batch()
+    saved, _, _ = step(of, x, 8)
+    assert saved < x.nbytes

@@ -1,0 +1,313 @@
+"""HostOffload follows its groups and states as the optimizer in memory does, and what a step changes in them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from memkern import optim
+from memkern.optim import HostOffload, StepInBackward
+from tests.support.helpers import assert_same, name_of, snapshot
+from tests.support.late_transfers import LateHostOffload
+from tests.support.offloaded import over_transfers
+
+COUNT, SHAPE = 4, (20, 16)
+
+
+def parameters(count: int = COUNT, seed: int = 0, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return [nn.Parameter(torch.randn(SHAPE, generator=generator).to(dtype)) for _ in range(count)]
+
+
+def train(optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
+    """Steps on gradients that come from backward(), each of them another one."""
+    for step in range(first, last):
+        optimizer.zero_grad()
+        generator = torch.Generator().manual_seed(100 + step)
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        sum((p.float() * torch.randn(SHAPE, generator=generator)).sum() for p in params).backward()  # type: ignore[union-attr]
+        optimizer.step()
+
+
+# ---- what a step changes in groups
+
+
+class Counting(torch.optim.Optimizer):
+    """SGD with momentum that counts its steps in its groups, as apex's and TransformerEngine's Adam do."""
+
+    kept: dict[str, Any] = {}  # noqa: RUF012
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr, **copy.deepcopy(self.kept)})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            count = self.count(group)
+            for p in group["params"]:
+                if p.grad is not None:
+                    m = self.state[p].setdefault("m", torch.zeros_like(p))
+                    m.lerp_(p.grad, 0.1)
+                    p.sub_(m / (1 - 0.9**count), alpha=group["lr"])
+
+    def count(self, group: dict[str, Any]) -> float:
+        group["step"] = group.get("step", 0) + 1
+        return group["step"]
+
+
+class Declared(Counting):
+    kept = {"step": 0}  # noqa: RUF012
+
+
+class InPlace(Counting):
+    kept = {"step": torch.tensor(0.0)}  # noqa: RUF012
+
+    def count(self, group: dict[str, Any]) -> float:
+        return float(group["step"].add_(1))
+
+
+class Nested(Counting):
+    kept = {"progress": {"steps": [0]}}  # noqa: RUF012
+
+    def count(self, group: dict[str, Any]) -> float:
+        group["progress"]["steps"][0] += 1
+        return group["progress"]["steps"][0]
+
+
+class Together(Counting):
+    """As Prodigy's d: one number of all parameters' gradients."""
+
+    kept = {"d": 1.0}  # noqa: RUF012
+
+    def count(self, group: dict[str, Any]) -> float:
+        found = sum(float(p.grad.norm()) for p in group["params"] if p.grad is not None)
+        group["d"] = max(group["d"], found)
+        return group["d"]
+
+
+over_classes = pytest.mark.parametrize("build", [Counting, Declared, InPlace, Nested, Together], ids=name_of)
+
+
+@over_classes
+@over_transfers
+@pytest.mark.parametrize("gradients", [False, True])
+def test_what_a_class_keeps_in_its_groups(build: type, wrapper: type[HostOffload], gradients: bool) -> None:
+    make = lambda p: wrapper(build, p, offload_gradients=gradients)  # noqa: E731
+    for resumed in (False, True):
+        found = []
+        for new in (build, make):
+            optimizer = new([{"params": parameters(2)}, {"params": parameters(2, 1), "lr": 1e-3}])
+            train(optimizer, 0, 3)
+            if resumed:
+                state = copy.deepcopy(optimizer.state_dict())
+                optimizer = new([{"params": group["params"]} for group in optimizer.param_groups])
+                optimizer.load_state_dict(state)
+            train(optimizer, 3, 6)
+            found.append((snapshot(optimizer), optimizer.state_dict()))
+        assert_same(found[1], found[0])
+
+
+@over_classes
+def test_such_a_class_cannot_be_stepped_by_parameter(build: type) -> None:
+    name = next(iter(build.kept), "step")  # type: ignore[attr-defined]
+    optimizer = StepInBackward(build, parameters())
+    with pytest.raises(RuntimeError, match=rf"StepInBackward takes no {build.__name__}, whose step changes {name} of"):
+        train(optimizer, 0, 1)
+
+
+def test_a_class_of_its_own_that_keeps_nothing_in_groups_can() -> None:
+    class Plain(Counting):
+        def count(self, group: dict[str, Any]) -> float:
+            return 1.0
+
+    found = []
+    for make in (Plain, lambda p: StepInBackward(Plain, p)):
+        params = parameters()
+        train(make(params), 0, 3)
+        found.append(params)
+    assert_same(found[1], found[0])
+
+
+# ---- groups that change
+
+
+def assign_group(optimizer: Any) -> None:
+    """As Lightning's BaseFinetuning does when it resumes."""
+    group = {**optimizer.param_groups[0], "params": parameters(2, 1), "lr": 3e-3}
+    optimizer.param_groups = [*optimizer.param_groups, group]
+
+
+def drop_group(optimizer: Any) -> None:
+    optimizer.param_groups = [*optimizer.param_groups[:1]]
+
+
+def set_list(change: Callable[[list[Any]], list[Any]]) -> Callable[[Any], None]:
+    def changed(optimizer: Any) -> None:
+        group = optimizer.param_groups[0]
+        group["params"] = change(group["params"])
+
+    return changed
+
+
+def extend(optimizer: Any) -> None:
+    optimizer.param_groups[0]["params"].extend(parameters(2, 1))
+
+
+def to_the_other_group(optimizer: Any) -> None:
+    first, second = optimizer.param_groups
+    second["params"].append(first["params"].pop(0))
+
+
+def add_group(optimizer: Any) -> None:
+    optimizer.param_groups[0]["params"].pop()
+    optimizer.add_param_group({"params": parameters(1, 1), "lr": 3e-3})
+
+
+def take_out_and_add(optimizer: Any) -> None:
+    """As LLRD and unfreezing callbacks do: out of one group, and into a new one."""
+    taken = optimizer.param_groups[0]["params"].pop()
+    train(optimizer, 3, 5)
+    optimizer.add_param_group({"params": [taken]})
+
+
+def come_back(optimizer: Any) -> None:
+    params = optimizer.param_groups[0]["params"]
+    optimizer.param_groups[0]["params"] = params[1:]
+    train(optimizer, 3, 5)
+    optimizer.param_groups[0]["params"] = params
+
+
+def clear_states(optimizer: Any) -> None:
+    optimizer.state.clear()
+
+
+def pop_state(optimizer: Any) -> None:
+    optimizer.state.pop(optimizer.param_groups[0]["params"][1])
+
+
+def new_key(optimizer: Any) -> None:
+    optimizer.param_groups[0]["initial_lr"] = optimizer.param_groups[0]["lr"] = 5e-3
+    optimizer.param_groups[1].pop("name")
+
+
+CHANGES: dict[str, Callable[[Any], None]] = {
+    "group assigned": assign_group,
+    "group dropped": drop_group,
+    "removed": set_list(lambda params: params[1:]),
+    "all removed": set_list(lambda params: []),
+    "extended": extend,
+    "another order": set_list(lambda params: params[::-1]),
+    "to the other group": to_the_other_group,
+    "group added": add_group,
+    "taken out and added": take_out_and_add,
+    "come back": come_back,
+    "states cleared": clear_states,
+    "one state cleared": pop_state,
+    "keys of groups": new_key,
+}
+
+
+def changed(make: Callable[[Any], Any], change: Callable[[Any], None], way: str) -> Any:
+    optimizer = make([{"params": parameters(2), "name": "a"}, {"params": parameters(2, 7), "name": "b"}])
+    before = [p for group in optimizer.param_groups for p in group["params"]]
+    train(optimizer, 0, 3)
+    change(optimizer)
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for p in {*before} - {*params}:  # state_dict() has no number for the state of one that is in no group
+        if way == "saved":
+            optimizer.state.pop(p, None)
+    if way == "saved":
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    elif way == "copied":
+        optimizer = copy.deepcopy(optimizer)
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+    train(optimizer, 5, 8)
+    options = [{key: x for key, x in group.items() if key != "params"} for group in optimizer.param_groups]
+    return params, before, options, [dict(optimizer.state.get(p, {})) for p in params]
+
+
+@over_transfers
+@pytest.mark.parametrize("way", ["stepped", "saved", "copied"])
+@pytest.mark.parametrize("build", [optim.AdamW8bit, torch.optim.AdamW], ids=name_of)
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("change", CHANGES)
+def test_groups_are_read_as_they_are(
+    change: str, build: type, way: str, wrapper: type[HostOffload], gradients: bool
+) -> None:
+    options = {"min_8bit_size": 0} if build is optim.AdamW8bit else {}
+    expected = changed(lambda p: build(p, lr=1e-2, **options), CHANGES[change], way)
+    make = lambda p: wrapper(build, p, lr=1e-2, offload_gradients=gradients, **options)  # noqa: E731
+    assert_same(changed(make, CHANGES[change], way), expected)
+
+
+@over_transfers
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name_of)
+def test_parameters_in_place_of_others_have_their_states(wrapper: type[HostOffload], dtype: torch.dtype) -> None:
+    """As of memkern's optimizers in memory: a wrapper puts its own in place of the model's."""
+    found = []
+    for replaces in (False, True):
+        optimizer = wrapper(optim.AdamW8bit, parameters(dtype=dtype), lr=1e-2, min_8bit_size=0)
+        train(optimizer, 0, 3)
+        if replaces:
+            params = optimizer.param_groups[0]["params"]
+            optimizer.param_groups[0]["params"] = [nn.Parameter(p.detach().clone()) for p in params]
+        train(optimizer, 3, 5)
+        found.append((snapshot(optimizer), optimizer.state_dict()))
+        assert len(optimizer.state) == len(optimizer.inner.state) == COUNT
+    assert_same(found[1], found[0])
+
+
+def test_fp32_weights_of_parameters_in_place_of_others() -> None:
+    model = nn.Linear(64, 64).to(torch.bfloat16)
+    optimizer = LateHostOffload(optim.AdamW8bit, model.parameters(), lr=1e-4)
+    model(torch.ones(2, 64, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    before = optim.to_fp32_state_dict(model, optimizer)
+    assert not torch.equal(before["weight"], model.weight.float())
+    model.weight = nn.Parameter(model.weight.detach().clone())
+    optimizer.param_groups[0]["params"] = [*model.parameters()]
+    assert_same(optim.to_fp32_state_dict(model, optimizer), before)
+
+
+@over_transfers
+def test_a_gradient_of_a_parameter_that_has_left_stays(wrapper: type[HostOffload]) -> None:
+    """Another optimizer may take it."""
+    a, b = parameters(2)
+    optimizer = wrapper(optim.AdamW, [a, b], offload_gradients=True)
+    train(optimizer, 0, 1)
+    optimizer.param_groups[0]["params"] = [b]
+    (a.sum() + b.sum()).backward()
+    assert a.grad is not None
+    assert b.grad is None
+
+
+def test_a_group_that_is_refused_changes_nothing() -> None:
+    params = parameters()
+    optimizer = LateHostOffload(optim.AdamW8bit, params, lr=1e-2)
+    train(optimizer, 0, 1)
+    before = copy.deepcopy(params)
+    optimizer.param_groups = [*optimizer.param_groups, {**optimizer.param_groups[0], "params": [], "block_size": 3}]
+    with pytest.raises(ValueError, match="block_size must be a multiple of 8"):
+        train(optimizer, 1, 2)
+    assert_same(params, before)
+    optimizer.param_groups.pop()
+    train(optimizer, 1, 2)
+    assert float(optimizer.state[params[0]]["step"]) == 2
+
+
+def test_a_frozen_group_that_is_thawed() -> None:
+    """HostOffload asked for fp32 copies of bf16 weights there, as none of its parameters was something else."""
+    frozen = parameters(2)
+    for p in frozen:
+        p.requires_grad_(False)
+    optimizer = HostOffload(optim.AdamW8bit, [{"params": parameters(1)}, {"params": frozen}])
+    train(optimizer, 0, 1)
+    for p in frozen:
+        p.requires_grad_()
+    train(optimizer, 1, 2)
+    assert float(optimizer.state[frozen[0]]["step"]) == 1
