@@ -41,6 +41,12 @@ class FakeMode(FakeTensorMode):
     runs_alike_once = True
     """Of a loop over like pieces few need to run: see :mod:`memkern.alike`."""
 
+    @property
+    def avoid_device_init(self) -> bool:
+        """Whether torch makes a tensor of numbers (``x[[0, 1]]``, ``torch.tensor([0, 1])``) on the CPU, and its copy on
+        the device is fake. Torch would ask whether there is a GPU, which fake CUDA says, and make it there."""
+        return True
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         """Torch would wrap ``__torch_dispatch__``, which takes as long as what it does."""

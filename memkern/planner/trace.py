@@ -249,7 +249,9 @@ def record(
     with mode.inside(live.around):
         loss = forward()
         middle = live.clock
-        loss.backward()
+        # In this thread, with its modes, on a GPU's fake tensors too: checkpoints run the model again in it.
+        with torch.autograd.set_multithreading_enabled(False):
+            loss.backward()
     del loss
     for handle in handles:
         handle.remove()

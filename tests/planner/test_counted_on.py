@@ -1,5 +1,6 @@
 """Which fake tensors a plan is counted on, and which modules and batches it counts."""
 
+import pickle
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import memkern
 from memkern.options import OptionError, Techniques
 from memkern.planner import fake_cuda, fake_step, models, planning
 from memkern.planner.models import resolve
+from tests.planner import numbers_on_cuda
 
 COUNTED: dict[str, Any] = {"memory": "1GiB", "inputs": torch.zeros(2, 4), "cache": False}
 
@@ -70,3 +72,12 @@ def test_attention_masks() -> None:
     for model, why in (("vit-base", "ViTForImageClassification, which takes no tokens"), (nn.Linear(4, 4), "a module")):
         with pytest.raises(OptionError, match=f"attention_mask: True given; allowed: False for {why}"):
             memkern.plan(model, attention_mask=True, **COUNTED)
+
+
+def test_numbers_of_a_model_are_on_the_fake_device() -> None:
+    """Also where a checkpoint runs a block again: Falcon's blocks index by lists."""
+    if not fake_cuda.is_possible():
+        pytest.skip("fake CUDA needs a C++ compiler, and a torch without CUDA")
+    found = fake_cuda.call(pickle.dumps((numbers_on_cuda.all_ways, {})))
+    assert found == {way: numbers_on_cuda.saved(way, "cpu") for way in numbers_on_cuda.WAYS}
+    assert all(with_checkpoints < as_it_is for as_it_is, with_checkpoints in found.values())

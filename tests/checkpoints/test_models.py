@@ -1,0 +1,71 @@
+"""checkpoint_blocks in transformers' models: layers that are dropped, hidden states, and blocks of all forms."""
+
+import random
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+import memkern
+from memkern.swap.block_lists import block_lists
+from tests.support import tiny
+
+pytest.importorskip("transformers")
+QUICK = ("bart", "gpt2", "t5", "vit", "wav2vec2", "whisper")
+TYPES = [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.full) for kind in tiny.types()]
+DROP_LAYERS = (  # of those whose tiny model runs
+    "audioflamingo3", "bart", "bigbird_pegasus", "biogpt", "blenderbot", "blenderbot-small", "data2vec-audio", "fsmt",
+    "hubert", "led", "m2m_100", "marian", "mbart", "mvp", "nllb-moe", "opt", "pegasus", "plbart", "qwen2_audio",
+    "seamless_m4t", "seamless_m4t_v2", "sew", "speech_to_text", "trocr", "unispeech", "wav2vec2", "wav2vec2-bert",
+    "wav2vec2-conformer", "wavlm", "whisper", "xglm",
+)  # fmt: skip
+STEPS = 2
+
+
+def seed(number: int) -> None:
+    torch.manual_seed(number)
+    random.seed(number)
+    numpy.random.seed(number)  # noqa: NPY002 - which transformers draws from
+
+
+def steps(source: Any, every: int | None) -> list[Tensor]:
+    """All that a model returns, its hidden states too, and the gradients of its parameters, in each of two steps."""
+    seed(0)
+    model = source.build(torch.float32, empty=False)
+    if every is not None:
+        memkern.checkpoint_blocks(model, every=every)
+    batch = source.batch(2)
+    for name, x in batch.items():
+        if isinstance(x, Tensor) and x.is_floating_point():
+            batch[name] = torch.randn(x.shape)
+    batch["output_hidden_states"] = True
+    if "use_cache" in source.inputs.names:
+        batch["use_cache"] = False  # keys of a cache have another layout, which rounds otherwise
+    found = []
+    for step in range(STEPS):
+        model.zero_grad()
+        seed(step + 1)
+        outputs = [x for x in tree_leaves(dict(model(**batch))) if isinstance(x, Tensor) and x.is_floating_point()]
+        torch.stack([x.square().mean() for x in outputs if x.requires_grad]).sum().backward()
+        found += [*(x.detach() for x in outputs), *(p.grad for p in model.parameters() if p.grad is not None)]
+    return found
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_outputs_hidden_states_and_gradients_are_those_of_the_plain_model(kind: str) -> None:
+    try:
+        source = tiny.source(kind)
+        expected = steps(source, None)
+    except Exception as error:  # transformers' own, of any kind
+        assert kind not in DROP_LAYERS
+        pytest.skip(f"no tiny model: {error}"[:200])
+    assert (kind in DROP_LAYERS) <= tiny.drops_layers(source.config)
+    if not any(True for _ in block_lists(source.build(torch.float32))):
+        pytest.skip("has no list of like blocks")
+    for every in (1, 2):
+        found = steps(source, every)
+        assert len(found) == len(expected)
+        assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(found, expected, strict=True))
