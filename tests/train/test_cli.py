@@ -388,6 +388,9 @@ def test_ctrl_c_in_the_last_step_ends_the_run_as_always(
 
 BAD = [
     (["--steps", "0"], "--steps", "0 given", "1 or more"),
+    (["--seed", str(2**63)], "--seed", "9223372036854775808 given", "0 to 9223372036854775807"),
+    (["--threads", "99999999999"], "--threads", "99999999999 given", "1 to 1024"),
+    (["--workers", "99999999999"], "--workers", "99999999999 given", "0 to 1024"),
     (["--steps", "many"], "--steps", "invalid int value: 'many'"),
     (["--batch-size", "-3"], "--batch-size", "-3 given", "1 or more"),
     (["--lr", "nan"], "--lr", "nan given", "finite"),
@@ -479,6 +482,88 @@ def test_bad_input_is_named_and_nothing_is_written(
     assert last.startswith(f"python -m memkern train: error: argument {name}: ")
     assert all(piece in last for piece in pieces), last
     assert sorted(os.listdir()) == before
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"step": "third"},
+        {"step": 5},
+        {"model": None},
+        {"optimizer": {}},
+        {"optimizer": {"state": {}, "param_groups": []}},
+        {"scheduler": {}},
+        {"config": {"model": 3}},
+        {"config": {"steps": "four"}},
+        {"config": {"lr": "high"}},
+    ],
+    ids=str,
+)
+def test_a_checkpoint_of_other_values_is_refused_in_a_line(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any]
+) -> None:
+    path = tmp_path / "run.pt"
+    main(["train", "--data", text, *SMALL, "--save", str(path)])
+    state = checkpoint.load(path)
+    changes = {name: state[name] | value if name == "config" else value for name, value in changes.items()}
+    torch.save(state | changes, path)
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "--resume", str(path)])
+    assert ended.value.code == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("python -m memkern train: error: argument --")
+
+
+@pytest.mark.parametrize(
+    ("variables", "name", "piece"),
+    [
+        ({"RANK": "3"}, "RANK", "3 given in the environment; allowed: below WORLD_SIZE, 1"),
+        ({"RANK": ""}, "RANK", "'' given"),
+        ({"LOCAL_RANK": "-1"}, "LOCAL_RANK", "'-1' given"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE", "'two' given"),
+        ({"WORLD_SIZE": "0"}, "RANK", "below WORLD_SIZE, 0"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE", "2 given in the environment without RANK, MASTER_ADDR, MASTER_PORT"),
+        ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK", "below WORLD_SIZE, 2"),
+        ({"MEMKERN_BACKEND": "xx"}, "MEMKERN_BACKEND", "must be one of cpu, cuda"),
+    ],
+    ids=str,
+)
+def test_a_bad_environment_is_named(
+    text: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    variables: dict[str, str],
+    name: str,
+    piece: str,
+) -> None:
+    for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(variable, raising=False)
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    backend.from_environment.cache_clear()
+    try:
+        with pytest.raises(SystemExit) as ended:
+            main(["train", "--data", text, *SMALL])
+    finally:
+        monkeypatch.undo()
+        backend.from_environment.cache_clear()
+    assert ended.value.code == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"python -m memkern train: error: argument {name}: ")
+    assert piece in line
+
+
+@pytest.mark.parametrize("path", ["x.txt", "x", "absent/x.png", "/proc/x.png"])
+def test_a_plan_is_no_picture_of_another_kind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = ["--model", "gpt2", "--memory", "1TiB", "--seq-len", "16", "--device", "cpu"]
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", *model, "--png", path])
+    assert ended.value.code == 2
+    assert f"argument --png: {path!r} given; allowed: a file " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
