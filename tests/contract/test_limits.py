@@ -28,7 +28,6 @@ LONG_FILES = {
     "tests/saved/test_with.py": 402,
     "tests/support/cpu_kernels.cpp": 444,
     "tests/support/training_loops.py": 468,
-    "tests/train/test_cli.py": 508,
     "lab/gpu/smoke.py": 415,
 }
 LONG_FUNCTIONS = {
