@@ -39,6 +39,10 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (--help lists the options)\n")
 
+    def refuse(self, error: OptionError) -> NoReturn:
+        """The error of an option, or of a variable of the environment, by its name."""
+        self.error(f"argument {error.name if error.name.isupper() else flag(error.name)}: {error.message}")
+
 
 def info(args: argparse.Namespace) -> None:
     """Prints ``memkern.backend.report()``."""
@@ -52,6 +56,16 @@ def info(args: argparse.Namespace) -> None:
     width = max(len(label) for label, _ in pairs)
     for label, text in pairs:
         print(f"{label:<{width}}  {text}".rstrip())
+
+
+def check_environment() -> None:
+    """Raises OptionError for a MEMKERN_BACKEND that cannot be used."""
+    from . import backend
+
+    try:
+        backend.from_environment()
+    except (ValueError, RuntimeError) as error:
+        raise OptionError("MEMKERN_BACKEND", str(error)) from error
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -70,14 +84,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         return info(args)
     if args.command == "plan":
         try:
+            check_environment()
             sys.exit(plan_cli.main(args))
         except OptionError as error:
-            plan_parser.error(f"argument {flag(error.name)}: {error.message}")
+            plan_parser.refuse(error)
     with unfailing_output():
         try:
+            check_environment()
             train_cli.main(args)
         except OptionError as error:
-            train_parser.error(f"argument {flag(error.name)}: {error.message}")
+            train_parser.refuse(error)
         except KeyboardInterrupt as interrupt:
             print(*interrupt.args, file=sys.stderr)
             sys.exit(getattr(interrupt, "status", 130))

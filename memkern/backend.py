@@ -180,7 +180,8 @@ def _check(name: str) -> str:
 
 
 @functools.cache
-def _from_environment() -> str | None:
+def from_environment() -> str | None:
+    """The backend of MEMKERN_BACKEND. Raises ValueError for none of BACKENDS, RuntimeError for one that is absent."""
     name = os.environ.get("MEMKERN_BACKEND")
     return _check(name) if name else None
 
@@ -191,7 +192,7 @@ _chosen: dict[str | torch.device, str] = {}
 @functools.cache  # once
 def warn_of_reference(kind: str, asked_for: str | None) -> None:
     """Says that plain PyTorch runs where nobody has asked for it and there are kernels for the type of device."""
-    if asked_for or _from_environment() or kind not in PREFERENCE or shadowed():  # the last has been warned of
+    if asked_for or from_environment() or kind not in PREFERENCE or shadowed():  # the last has been warned of
         return
     log.warning(
         "%s tensors run in plain PyTorch, which can be tens of times slower than compiled kernels: %s "
@@ -223,7 +224,7 @@ def select(device: str | torch.device) -> str:
     Raises:
         RuntimeError: the backend that was requested cannot run on such tensors, with the reason and the cure.
     """
-    name = _asked_for or _from_environment()
+    name = _asked_for or from_environment()
     if name is None:
         return _automatic(device)
     kind = device if isinstance(device, str) else device.type

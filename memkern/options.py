@@ -71,9 +71,10 @@ class Range:
     words: str
 
 
-def at_least(low: int) -> Range:
-    """The integers from ``low`` on."""
-    return Range(lambda x: type(x) is int and x >= low, f"a whole number, {low} or more")
+def at_least(low: int, most: int | None = None) -> Range:
+    """The integers from ``low`` on, or to ``most``."""
+    words = f"a whole number, {low} or more" if most is None else f"a whole number, {low} to {most}"
+    return Range(lambda x: type(x) is int and low <= x and (most is None or x <= most), words)
 
 
 def _finite(x: Any) -> bool:

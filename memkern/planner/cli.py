@@ -51,8 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Prints the plan; returns 0 where something fits, else 1. Raises OptionError."""
-    if args.png is not None and not args.png.absolute().parent.is_dir():
-        raise not_allowed("png", str(args.png), "a file in an existing folder")
+    if args.png is not None and (args.png.suffix.lower() != ".png" or not args.png.absolute().parent.is_dir()):
+        raise not_allowed("png", str(args.png), "a file with the ending .png in an existing folder")
     names = [field.name for field in dataclasses.fields(Techniques)]
     given = {name: getattr(args, name) for name in names if hasattr(args, name)}
     if importlib.util.find_spec("transformers") is None:
@@ -81,5 +81,8 @@ def main(args: argparse.Namespace) -> int:
     if args.png is not None:
         from .outcome import write_png
 
-        write_png(args.png, made)
+        try:
+            write_png(args.png, made)
+        except OSError as error:
+            raise not_allowed("png", str(args.png), f"a file that can be written ({error.strerror})") from error
     return 0 if made.fits else 1

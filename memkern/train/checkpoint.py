@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ import torch
 
 from ..options import OptionError, Techniques
 from .config import TrainConfig
-from .loop import FORMAT
+from .loop import FORMAT, KEYS, History
 from .paths import ZIP, replacing
 
 
@@ -32,14 +35,32 @@ def _why_not(path: Path) -> str:
     return "is damaged, or holds other objects than a checkpoint of memkern train"
 
 
-def _is_config(config: Any) -> bool:
-    """Whether it has the fields of TrainConfig and Techniques."""
-    return (
-        isinstance(config, dict)
-        and config.keys() == {field.name for field in dataclasses.fields(TrainConfig)}
-        and isinstance(config["techniques"], dict)
-        and config["techniques"].keys() == {field.name for field in dataclasses.fields(Techniques)}
-    )
+def _names(cls: type) -> list[str]:
+    return [field.name for field in dataclasses.fields(cls)]
+
+
+_PARTS: tuple[tuple[tuple[str, ...], Sequence[str]], ...] = (
+    ((), KEYS),
+    (("config",), _names(TrainConfig)),
+    (("config", "techniques"), _names(Techniques)),
+    (("history",), _names(History)),
+)
+
+
+def _other_keys(state: Any) -> str | None:
+    """Says which key is absent from a checkpoint, or unknown; None where all are as ``Trainer.state_dict`` has them."""
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        return f"its format is not {FORMAT}"
+    for path, keys in _PARTS:
+        found = functools.reduce(operator.getitem, path, state)
+        name = ".".join(path) or "it"
+        if not isinstance(found, dict):
+            return f"{name} is no dict"
+        if absent := [key for key in keys if key not in found]:
+            return f"{name} has no {absent[0]!r}"
+        if unknown := [key for key in found if key not in keys]:
+            return f"{name} has an unknown {unknown[0]!r}"
+    return None
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -53,6 +74,6 @@ def load(path: Path) -> dict[str, Any]:
         raise OptionError("resume", f"{str(path)!r} cannot be read: {error}") from error
     except Exception as error:  # on a file of another format torch.load may raise anything
         raise OptionError("resume", f"{str(path)!r} {_why_not(path)}") from error
-    if not isinstance(state, dict) or state.get("format") != FORMAT or not _is_config(state.get("config")):
-        raise OptionError("resume", f"{str(path)!r} is no checkpoint of this version of memkern train")
+    if why := _other_keys(state):
+        raise OptionError("resume", f"{str(path)!r} is no checkpoint of this version of memkern train: {why}")
     return state

@@ -272,6 +272,17 @@ def print_evaluation(config: TrainConfig, on_host: str | None) -> None:
     print(f"Validation loss {loss:.4f} nats per {source.corpus.unit}.")
 
 
+def load_state(trainer: Trainer, state: dict[str, Any], path: Path) -> None:
+    """Continues the run of a checkpoint. Raises OptionError for one that has its keys and not what belongs to them."""
+    try:
+        trainer.load_state_dict(state)
+    except OptionError:
+        raise
+    except Exception as error:  # whatever is there, in torch's classes and in memkern's
+        why = " ".join(str(error).split()) or "nothing more is known"
+        raise OptionError("resume", f"{str(path)!r} cannot be continued: {type(error).__name__}: {why}") from error
+
+
 def main(args: argparse.Namespace) -> None:
     """Checks everything, trains, reports.
 
@@ -306,7 +317,7 @@ def main(args: argparse.Namespace) -> None:
         trainers = [Trainer(each, source, group) for each in configs]
         trainers[0].counts_peak = not args.fit
         if state:
-            trainers[0].load_state_dict(state)
+            load_state(trainers[0], state, args.resume)
             state = None  # now a copy of what the model and the optimizer have
         if group.first:
             print(source.corpus.description(), flush=True)

@@ -68,6 +68,8 @@ DEFAULTED = {"lr": "base_lr", "weight_decay": "decay", "clip": "max_norm", "warm
 DATA, TRAINING, TECHNIQUES = "data and model", "training", "techniques that save memory"
 RATES_AND_BATCHES, FILES = "rates and large batches", "files and comparison"
 
+THREADS = 1024  # at most: a system that cannot start them ends the process
+
 _SIZES = "; ".join(f"{name}: {'x'.join(map(str, shape))}" for name, shape in MODELS.items())
 
 
@@ -126,12 +128,12 @@ class TrainConfig:
     epochs: float | None = option(
         None, "passes over the text, in place of --steps", POSITIVE, group=TRAINING, shown="none"
     )
-    seed: int = option(0, "initial values and batches", at_least(0), group=TRAINING)
+    seed: int = option(0, "initial values and batches", at_least(0, 2**63 - 1), group=TRAINING)
     device: str | None = option(
         None, "cpu, cuda or cuda:N", group=TRAINING, metavar="NAME", shown="cuda if there is one"
     )
-    threads: int | None = option(None, "CPU threads", at_least(1), group=TRAINING, shown="torch's choice")
-    workers: int = option(0, "threads that prepare batches ahead of time", at_least(0), group=TRAINING)
+    threads: int | None = option(None, "CPU threads", at_least(1, THREADS), group=TRAINING, shown="torch's choice")
+    workers: int = option(0, "threads that prepare batches ahead of time", at_least(0, THREADS), group=TRAINING)
     parallel: str = option("ddp", "of several processes: DDP, or FSDP2's shards", PARALLEL, group=TRAINING)
     eval_every: int = option(50, "steps between validations; the last step has one", at_least(1), group=TRAINING)
     eval_tokens: int = option(16384, "tokens of validation text", at_least(1), group=TRAINING)

@@ -36,8 +36,21 @@ class Processes:
 
     @classmethod
     def from_environment(cls) -> Processes:
-        """As torchrun says: RANK, WORLD_SIZE and LOCAL_RANK."""
-        rank, world, local = (int(os.environ.get(name, default)) for name, default in VARIABLES)
+        """As torchrun says: RANK, WORLD_SIZE and LOCAL_RANK.
+
+        Raises OptionError for what no launcher sets, as a part of them that was left from another command.
+        """
+        given = {name: os.environ.get(name, default) for name, default in VARIABLES.items()}
+        for name, value in given.items():
+            if not (value.isascii() and value.isdigit()):
+                raise OptionError(name, f"{value!r} given in the environment; allowed: a whole number, 0 or more")
+        rank, world, local = map(int, given.values())
+        if rank >= world:
+            raise OptionError("RANK", f"{rank} given in the environment; allowed: below WORLD_SIZE, {world}")
+        absent = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        if world > 1 and absent:
+            text = f"{world} given in the environment without {', '.join(absent)}; allowed: as torchrun sets them"
+            raise OptionError("WORLD_SIZE", text)
         return cls(rank, world, local)
 
     def sum(self, value: Tensor) -> Tensor:
@@ -59,7 +72,7 @@ class Processes:
             dist.barrier()
 
 
-VARIABLES = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
+VARIABLES = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
 
 
 def check_micro_batches(config: TrainConfig, world: int) -> None:

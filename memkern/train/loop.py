@@ -31,6 +31,8 @@ from .evaluation import validate
 from .phases import Phases
 
 FORMAT = 2
+KEYS = ("format", "config", "corpus", "step", "model", "optimizer", "scheduler", "scaler", "rng", "history")
+"""Of a checkpoint: :meth:`Trainer.state_dict`."""
 
 
 class Diverged(RuntimeError):
@@ -265,6 +267,10 @@ class Trainer:
             raise OptionError(
                 "data",
                 f"{self.corpus.name!r} given; allowed: the text with which the resumed run began, unchanged",
+            )
+        if state["step"] not in range(self.config.steps + 1):
+            raise OptionError(
+                "resume", f"given a checkpoint of step {state['step']!r}; allowed: 0 to {self.config.steps}"
             )
         models = (self.model.state_dict(), state["model"])
         shapes = [{name: tensor.shape for name, tensor in model.items()} for model in models]

@@ -1,6 +1,5 @@
 """Checkpoints of the training loop: a resumed run repeats every bit."""
 
-import dataclasses
 import os
 import signal
 import subprocess
@@ -16,6 +15,7 @@ from memkern import OptionError
 from memkern.flags import typed
 from memkern.train import Corpus, TrainConfig, Trainer, load_corpus, run
 from memkern.train import checkpoint as checkpoints
+from memkern.train.loop import KEYS
 from tests.support.helpers import first_quick
 from tests.support.train_helpers import (
     ADAMW8,
@@ -112,12 +112,38 @@ def test_another_configuration_is_not_resumed(corpus: Corpus, changes: dict[str,
     assert all(torch.equal(a, b) for a, b in zip(before, weights(other), strict=True))
 
 
-@pytest.mark.parametrize("techniques", [None, [], "none", {}])
-def test_a_configuration_of_other_fields_is_none(tmp_path: Path, techniques: Any) -> None:
-    config = dict.fromkeys(field.name for field in dataclasses.fields(TrainConfig)) | {"techniques": techniques}
-    torch.save({"format": checkpoints.FORMAT, "config": config}, tmp_path / "run.pt")
-    with pytest.raises(OptionError, match="is no checkpoint of this version"):
-        checkpoints.load(tmp_path / "run.pt")
+def without(state: dict[str, Any], *path: str) -> dict[str, Any]:
+    """A copy without one key, of it or of a part of it."""
+    name, *rest = path
+    if rest:
+        return state | {name: without(state[name], *rest)}
+    return {key: value for key, value in state.items() if key != name}
+
+
+def test_a_checkpoint_without_a_key_is_refused_by_its_name(corpus: Corpus, tmp_path: Path) -> None:
+    state, path = Trainer(SMALL, corpus).state_dict(), tmp_path / "run.pt"
+    assert tuple(state) == KEYS
+    parts: dict[tuple[str, ...], dict[str, Any]] = {
+        (): without(state, "format"),
+        ("config",): state["config"],
+        ("config", "techniques"): state["config"]["techniques"],
+        ("history",): state["history"],
+    }
+    for part, keys in parts.items():
+        for key in keys:
+            torch.save(without(state, *part, key), path)
+            with pytest.raises(OptionError, match=f"resume: .* is no checkpoint of this version .* has no '{key}'"):
+                checkpoints.load(path)
+    for bad, why in (
+        ([], "its format is not"),
+        (without(state, "format"), "its format is not"),
+        (state | {"new": 1}, "it has an unknown 'new'"),
+        (state | {"config": state["config"] | {"techniques": None}}, "config.techniques is no dict"),
+        (state | {"history": []}, "history is no dict"),
+    ):
+        torch.save(bad, path)
+        with pytest.raises(OptionError, match=f"is no checkpoint of this version .*: {why}"):
+            checkpoints.load(path)
 
 
 def test_another_text_is_not_resumed(corpus: Corpus, tmp_path: Path) -> None:
