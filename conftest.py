@@ -109,11 +109,3 @@ def _same_conditions(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
     torch.manual_seed(0)
     torch.set_num_threads(1)  # the tensors are small: a second thread would only be waited for
-
-
-@pytest.fixture
-def python_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Saved tensors by Python's hooks, also where those in C++ are built: for a test that looks into them."""
-    from memkern.saved import extension
-
-    monkeypatch.setattr(extension, "missing", lambda: "a test asks for Python's")

@@ -89,7 +89,7 @@ CASES: dict[str, tuple[Case, float, float]] = {
     **{f"sigmoid, {c}": (_gated(torch.sigmoid, c), 0.03, 0.5) for c in (0.0, 2.2, 4.6, 6.9, 13.8)},
     **{f"tanh, {c}": (_gated(torch.tanh, c), 0.03, 0.5) for c in (0.0, 1.5, 2.6, 3.8)},
     **{f"softmax, {size}": (_softmax(size), 0.03, 0.5) for size in (1.0, 5.0, 15.0, 50.0)},
-    # 1.4 % times the deviation of scores: nothing is asked of the data (docs/saved-tensors.md)
+    # 1.4 % times the deviation of scores: nothing is asked of the data (docs/compiled.md)
     **{f"attention, {d}": (_attention(d), max(0.03, 0.014 * d), 0.3) for d in (1.0, 5.0, 15.0, 50.0)},
     "attention, a learned bias": (_learned_bias, 0.03, 0.4),
     **{f"cross entropy, {margin}": (_cross_entropy(margin), 0.03, 0.4) for margin in (0.0, 5.0, 10.0, 15.0)},

@@ -1,4 +1,4 @@
-"""What docs/saved-tensors.md says of torch's own ways to save less in a compiled graph."""
+"""What docs/compiled.md says of torch's own ways to save less in a compiled graph."""
 
 from __future__ import annotations
 

@@ -55,10 +55,8 @@ def tiny_gpt2() -> Any:
 NEEDS = {
     "frameworks.md": ("transformers", "accelerate", "timm"),
     "what-does-not-fit.md": ("transformers",),
-    "saved-tensors.md": ("transformers",),
 }
 SLOW = {
-    "saved-tensors.md",
     "what-does-not-fit.md",
     "several-processes.md",
     "frameworks.md",
