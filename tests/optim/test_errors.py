@@ -252,7 +252,7 @@ def sparse(p: torch.nn.Parameter) -> None:
     p.grad = torch.ones_like(p).to_sparse()
 
 
-GRADIENTS: dict[str, tuple[Callable[[torch.nn.Parameter], None], type, str]] = {
+GRADIENTS: dict[str, tuple[Callable[[torch.nn.Parameter], None], Any, str]] = {
     "sparse": (sparse, RuntimeError, "dense gradients.*SparseAdam"),
     "fp64": (of_dtype(torch.float64), TypeError, "gradients must be float32, bfloat16 or float16"),
     "complex": (

@@ -169,7 +169,7 @@ def test_a_cut_parameter_is_refused_before_anything_is_changed() -> None:
     params[1].data = params[1].data[:32]
     before = copy.deepcopy(snapshot(optimizer))
     give_gradients(params, 1)
-    with pytest.raises(ValueError, match="must have its parameter's shape"):
+    with pytest.raises(ValueError, match=r"exp_avg of parameter 1 .* must be torch.int8 of shape"):
         optimizer.step()
     assert_same(snapshot(optimizer), before)
 
