@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
-from types import MethodType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
 from ..checkpointing import caches_of, is_filled, without_cache
@@ -18,6 +18,10 @@ from .compiling import FIRST_VERSION, _options_of_inductor
 
 MARK = "_memkern_compiled"
 """Attribute of a block whose forward method is compiled, beneath a checkpoint too: the function that was compiled."""
+
+_GRAPHS = 32
+"""Of one kind of block at most, where torch's limit is 8: for each range of lengths that torch tells apart, with and
+without a gradient of the input."""
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -50,46 +54,90 @@ def compile_blocks(model: nn.Module, techniques: Techniques) -> None:
     """Compiles the forward method of every block in place, with ``memkern.compile`` where less is to be saved.
 
     A block is compiled by itself: of like blocks one graph is compiled, whatever their number. What is around a forward
-    method stays outside of the graph: checkpoints, the hooks of ``fully_shard`` and DDP. Every shape has a graph of its
-    own (``dynamic=False``): which graph runs must not depend on what ran before, or a resumed run would round
-    otherwise.
+    method stays outside of the graph: checkpoints, the hooks of ``fully_shard`` and DDP. After a second length a graph
+    is for many lengths (torch's automatic dynamic shapes); where torch compiles no more, a warning names what a block
+    saves. Copies of a model, pickled ones too, have compiled blocks of their own.
     """
-    compiler = _compiler(techniques)
     for blocks in block_lists(model):
+        compiled: dict[int, _Compiled] = {}
         for block in blocks:
             function: Any = block.forward
             is_method = getattr(function, "__self__", None) is block
             if is_method:
                 function = function.__func__
-            run = _without_empty_cache(function, compiler)
-            block.forward = MethodType(run, block) if is_method else run  # a copy gets a method of its own blocks
+            if id(function) not in compiled:
+                compiled[id(function)] = _Compiled(function, techniques)
+            run = compiled[id(function)]
+            block.forward = functools.partial(run, block) if is_method else run
             setattr(block, MARK, function)
 
 
-def _without_empty_cache(forward: Callable[..., Any], compiler: Callable[[Callable[..., Any]], Any]) -> Any:
-    """A block's forward method, compiled, but where it is given transformers' cache of keys and values.
+class _Compiled:
+    """A block's forward method as a function of the block, compiled, but where it is given transformers' cache.
 
-    A graph would be of one layer of the cache, so that each block had its own, up to TorchDynamo's limit of 8. In a
-    training step transformers makes an empty cache by default (use_cache), which is left out. With a cache that is not
-    empty, or that is to be filled (no gradients), the block runs uncompiled.
+    A graph would be of one layer of the cache of keys and values, so that each block had its own, up to TorchDynamo's
+    limit of 8. In a training step transformers makes an empty cache by default (use_cache), which is left out. With a
+    cache that is not empty, or that is to be filled (no gradients), the block runs uncompiled.
+
+    An object and no closure, so that it can be pickled: it is compiled again then.
     """
-    compiled = compiler(forward)
 
-    @functools.wraps(forward)
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def __init__(self, forward: Callable[..., Any], techniques: Techniques) -> None:
+        functools.update_wrapper(self, forward)
+        self.forward, self.techniques = forward, techniques
+        self.compiled = _compiler(techniques)(forward)
+        self.is_at_limit = False
+
+    def __reduce__(self) -> Any:
+        return _Compiled, (self.forward, self.techniques)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if caches := caches_of(args, kwargs):
             if not torch.is_grad_enabled() or any(map(is_filled, caches)):
-                return forward(*args, **kwargs)
+                return self.forward(*args, **kwargs)
             args, kwargs = without_cache(args, kwargs)
-        return compiled(*args, **kwargs)
+        if self.is_at_limit:
+            return self.compiled(*args, **kwargs)
+        config = torch._dynamo.config
+        before = config.recompile_limit, config.fail_on_recompile_limit_hit
+        config.recompile_limit, config.fail_on_recompile_limit_hit = max(before[0], _GRAPHS), True
+        try:
+            return self.compiled(*args, **kwargs)
+        except torch._dynamo.exc.FailOnRecompileLimitHit:
+            if before[1]:
+                raise
+            self.is_at_limit = True
+        finally:
+            config.recompile_limit, config.fail_on_recompile_limit_hit = before
+        out, saved = _saved_by(self.forward, args, kwargs)
+        name = getattr(self.forward, "__qualname__", "a block")
+        warnings.warn(
+            f"{name} has as many graphs as torch may compile ({max(before[0], _GRAPHS)}, or what torch._dynamo.config."
+            f"recompile_limit has): for other inputs it runs uncompiled, as now, and saves {saved:,} bytes",
+            stacklevel=2,
+        )
+        return out
 
-    return run
+
+def _saved_by(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int]:
+    """What a call returns, and the bytes that it saves but parameters, by hooks that call those of the caller."""
+    saved: dict[int, torch.UntypedStorage] = {}
+    pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False) or (lambda x: x, lambda x: x)
+
+    def count(x: Tensor) -> Any:
+        if not isinstance(x if x._base is None else x._base, nn.Parameter):
+            saved[x.untyped_storage()._cdata] = x.untyped_storage()
+        return pack(x)
+
+    with torch.autograd.graph.saved_tensors_hooks(count, unpack):
+        out = function(*args, **kwargs)
+    return out, sum(storage.nbytes() for storage in saved.values())
 
 
 def _compiler(techniques: Techniques) -> Callable[[Callable[..., Any]], Any]:
     """torch.compile for blocks. Raises RuntimeError where torch is too old for what is to be saved."""
     options = _options(techniques.saved_bits, techniques.activation_bits, techniques.memory_budget)
-    return lambda forward: torch.compile(forward, options=options, dynamic=False)
+    return lambda forward: torch.compile(forward, options=options)
 
 
 @functools.cache

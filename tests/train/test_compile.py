@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -268,12 +269,14 @@ def test_blocks_with_a_cache_of_keys_and_values() -> None:
 
 
 def test_blocks_get_equal_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else torch compiles every block anew."""
+    """Else torch compiles every block anew, and blocks that were pickled once more."""
     given = []
     monkeypatch.setattr(compiled_blocks.torch, "compile", lambda f, **options: given.append(options) or f)
-    memkern.apply(model(), Techniques(compile=True, memory_budget=1, activation_bits=2))
-    assert len(given) == 3
-    assert all(options == given[0] for options in given)
+    of = model()
+    memkern.apply(of, Techniques(compile=True, memory_budget=1, activation_bits=2))
+    assert len(given) == 1
     partitioner = given[0]["options"]["custom_partitioner_fn"]
     assert (partitioner.bits, partitioner.memory_budget, partitioner.activations) == ("exact", 1.0, 2)
     assert type(partitioner.memory_budget) is float  # 1 would be a byte
+    pickle.loads(pickle.dumps(of))
+    assert given == 2 * given[:1]

@@ -1,0 +1,138 @@
+"""Blocks that are compiled in place: inputs whose length varies, torch's limit of graphs, copies and pickles."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.nn import functional as F
+
+import memkern
+from memkern import Techniques
+from memkern.compiled import blocks
+from memkern.compiled.blocks import is_compiled
+
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+WIDTH = 64
+
+
+class Adapted(nn.Module):
+    """LoRA."""
+
+    def __init__(self, rows: int, columns: int) -> None:
+        super().__init__()
+        self.base = nn.Linear(rows, columns).requires_grad_(False)
+        self.down, self.up = nn.Linear(rows, 4, bias=False), nn.Linear(4, columns, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), Adapted(WIDTH, 4 * WIDTH), Adapted(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def applied(**techniques: Any) -> nn.Module:
+    model = Net()
+    memkern.apply(model, Techniques(compile=True, saved_bits=8, **techniques))
+    return model
+
+
+def saved_and_gradients(model: nn.Module, x: Tensor) -> tuple[int, Tensor]:
+    model.zero_grad()
+    saved = memkern.memory.saved_bytes(lambda: model(x).sum(), x)
+    model(x).square().mean().backward()
+    return saved, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+@pytest.mark.full
+def test_lengths_that_vary() -> None:
+    model = applied()
+    for length in (64, 128, 100, 77, 256, 33, 64, 300, 90):
+        x = torch.randn(2, length, WIDTH)
+        (saved, found), (plain, expected) = (saved_and_gradients(each, x) for each in (model, Net()))
+        assert saved < 0.4 * plain
+        assert (found - expected).norm() < 0.02 * expected.norm()
+    assert counters["stats"]["unique_graphs"] <= 8
+
+
+@pytest.mark.full
+def test_torchs_limit_is_a_warning_that_names_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first block's input needs no gradient, the second block's does."""
+    monkeypatch.setattr(blocks, "_GRAPHS", 1)
+    model, x = applied(), torch.randn(2, 64, WIDTH)
+    given = x.clone().requires_grad_()
+    plain = memkern.memory.saved_bytes(lambda: Net().layers[0](given))  # type: ignore[operator]
+    config = torch._dynamo.config
+    with config.patch(recompile_limit=1):
+        with pytest.warns(UserWarning, match=rf"Block.forward has .* as now, and saves {plain:,} bytes") as warned:
+            saved, found = saved_and_gradients(model, x)  # the hooks that count are called still
+        assert len(warned) == 1
+        assert (config.recompile_limit, config.fail_on_recompile_limit_hit) == (1, False)
+    assert 2 * plain - 2 * x.nbytes < saved < 3 * plain
+    expected = saved_and_gradients(Net(), x)[1]
+    assert (found - expected).norm() < 0.02 * expected.norm()
+
+
+COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "pickled": lambda model: pickle.loads(pickle.dumps(model)),
+    "copied": copy.deepcopy,
+}
+
+
+@pytest.mark.parametrize("checkpointing", [None, "blocks", "sqrt"])
+@pytest.mark.parametrize("way", COPIES)
+def test_copies_are_compiled_models(way: str, checkpointing: str | None) -> None:
+    model = applied(checkpointing=checkpointing)
+    copied = COPIES[way](model)
+    assert copied.state_dict().keys() == Net().state_dict().keys()
+    assert all(map(is_compiled, copied.layers))  # type: ignore[arg-type, union-attr]
+    with pytest.raises(memkern.OptionError, match=r"layers\.0 is compiled already"):
+        memkern.apply(copied, Techniques(compile=True))
+    if checkpointing is None:
+        for layer in copied.layers:  # type: ignore[union-attr]
+            assert layer.forward.args == (layer,)
+            assert layer.forward.func is copied.layers[0].forward.func  # type: ignore[index, union-attr]
+            assert layer.forward.func.techniques == Techniques(compile=True, saved_bits=8)
+            assert [*inspect.signature(layer.forward).parameters] == ["x"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("checkpointing", [None, "sqrt"])
+@pytest.mark.parametrize("way", COPIES)
+def test_copies_compute_with_their_own_weights(way: str, checkpointing: str | None) -> None:
+    model, x = applied(checkpointing=checkpointing), torch.randn(2, 64, WIDTH)
+    model(x)  # the first call of groups has checkpoints of its own
+    expected = saved_and_gradients(model, x)
+    copied = COPIES[way](model)
+    saved, gradients = saved_and_gradients(copied, x)
+    assert saved == expected[0]
+    assert torch.equal(gradients, expected[1])
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    assert torch.equal(saved_and_gradients(copied, x)[1], gradients)
