@@ -1,6 +1,5 @@
 """Drop-in optimizers with block-wise 8-bit or 32-bit states, and converters of other libraries' states."""
 
-from .accumulation import accumulate
 from .adam import Adam, Adam8bit, AdamW, AdamW8bit
 from .backward import StepInBackward
 from .convert import (
@@ -39,7 +38,6 @@ __all__ = [
     "Muon8bit",
     "SGD8bit",
     "StepInBackward",
-    "accumulate",
     "from_bitsandbytes_state_dict",
     "from_torch_muon_state_dict",
     "from_torch_state_dict",

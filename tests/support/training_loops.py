@@ -191,7 +191,6 @@ class Loop(RuleBasedStateMachine):
         micro=integers(1, 3),
         clip=sampled_from([None, None, None, 0.1]),
         scaled=sampled_from(["", "", "", "scaled", "infinite"]),
-        accumulated=booleans(),
         compiled=booleans(),
     )
     def step(
@@ -201,7 +200,6 @@ class Loop(RuleBasedStateMachine):
         micro: int,
         clip: float | None,
         scaled: str,
-        accumulated: bool,
         compiled: bool,
     ) -> None:
         inside, offloads = "backward" in self.wrapper, self.wrapper in ("host gradients", "late")
@@ -211,15 +209,13 @@ class Loop(RuleBasedStateMachine):
             clip = None  # torch refuses to unscale fp16 gradients
         self.step_is_compiled = compiled and bool(self.compiler) and not scaled
         for _ in range(count):
-            self._one_step(kinds, micro, clip, scaled, accumulated and not offloads)
+            self._one_step(kinds, micro, clip, scaled)
 
-    def _one_step(self, kinds: list[str], micro: int, clip: Any, scaled: str, accumulated: bool) -> None:
+    def _one_step(self, kinds: list[str], micro: int, clip: Any, scaled: str) -> None:
         before = self._prepare()
         totals: list[Any] = [None] * len(SHAPES)
         on_host: list[Any] = [None] * len(SHAPES)  # as HostOffload adds them up: in the parameter's dtype
         scale = self.scaler.get_scale() if scaled else 1.0
-        halves = [w for w in self.model.parameters() if w.dtype == torch.bfloat16]
-        handle = optim.accumulate(self.model) if accumulated and halves and micro > 1 else None
         for _ in range(micro):
             loss = torch.zeros(())
             for i, kind in enumerate(kinds):
@@ -235,8 +231,6 @@ class Loop(RuleBasedStateMachine):
                     loss = loss + (p * g).float().sum()
             if loss.requires_grad:
                 (self.scaler.scale(loss) if scaled else loss).backward()
-        if handle is not None:
-            handle.remove()
         if all(total is None for total in totals):
             return
         for ref, total in zip(self.refs, totals, strict=True):

@@ -418,13 +418,6 @@ BAD = [
     (["--step-in-backward", "--clip", "1"], "--clip", "given with --step-in-backward", "0"),
     (["--step-in-backward", "--accumulation", "2"], "--step-in-backward", "True given", "accumulation=2"),
     (["--step-in-backward", "--precision", "fp16-mixed"], "--precision", "given", "without step_in_backward"),
-    (["--gradient-rounding", "stochastic"], "--precision", "given with --gradient-rounding", "bf16"),
-    (
-        ["--gradient-rounding", "stochastic", "--precision", "bf16", "--offload"],
-        "--offload",
-        "given with --gradient-rounding",
-        "False: gradients are added up on the host",
-    ),
     (["--saved-bits", "8"], "--saved-bits", "8 given", "None without compile"),
     (["--offload", "--precision", "fp16-mixed"], "--precision", "'fp16-mixed' given", "without offload"),
     (["--loss-chunk", "0"], "--loss-chunk", "0 given", "1 or more"),

@@ -113,16 +113,6 @@ def test_offload_clips(corpus: Corpus, optimizer: dict[str, Any]) -> None:
     assert (there.optimizer.defaults.get("max_grad_norm") == 0.05) == (optimizer == ADAMW8)
 
 
-def test_gradients_are_added_with_stochastic_rounding(corpus: Corpus) -> None:
-    options = {"precision": "bf16", "accumulation": 4, "clip": 0.05}
-    nearest = trained(corpus, **options)
-    stochastic = trained(corpus, **options, gradient_rounding="stochastic")
-    assert stochastic.history.train_loss != nearest.history.train_loss
-    assert stochastic.history.train_loss == pytest.approx(nearest.history.train_loss, rel=0.02)
-    alone = {"precision": "bf16", "clip": 0.05}
-    assert_same_run(trained(corpus, **alone), trained(corpus, **alone, gradient_rounding="stochastic"))
-
-
 # The planner
 
 PRESET = SMALL.replace(device="cpu")

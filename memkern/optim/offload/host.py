@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .. import accumulation, loading
+from .. import loading
 from ..backward import (
     ParameterHooks,
     check_class,
@@ -258,11 +258,6 @@ class HostOffload(Optimizer):
     def _take(self, w: Weight) -> None:
         """Begins the copy of a gradient to the host, or takes it where it is; adds to one that came before."""
         self._worker.join_addition()
-        if self._hooks_gradients and w.gradient is not None and accumulation.is_active(w.p):
-            raise RuntimeError(
-                f"accumulate() cannot add to a gradient of shape {tuple(w.p.shape)} that HostOffload has taken to the "
-                "host: leave offload_gradients False, and gradients are added up on the device; or leave accumulate()"
-            )
         if add := w.take(self._weights.transfers(w.p)):
             self._worker.add(add)
         if self._hooks_gradients:
