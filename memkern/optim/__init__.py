@@ -7,9 +7,7 @@ from .convert import (
     from_torch_muon_state_dict,
     from_torch_state_dict,
     load_fp32_state_dict,
-    to_bitsandbytes_state_dict,
     to_fp32_state_dict,
-    to_torch_muon_state_dict,
     to_torch_state_dict,
 )
 from .foreign import GlobalOptimManager as GlobalOptimManager  # not in __all__: every use of it raises
@@ -44,8 +42,6 @@ __all__ = [
     "load_fp32_state_dict",
     "muon_groups",
     "param_groups",
-    "to_bitsandbytes_state_dict",
     "to_fp32_state_dict",
-    "to_torch_muon_state_dict",
     "to_torch_state_dict",
 ]

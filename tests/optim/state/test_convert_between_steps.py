@@ -14,8 +14,6 @@ from tests.support.helpers import assert_same
 
 EXPORTS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "torch": (optim.AdamW8bit, lambda o: optim.to_torch_state_dict(o)["state"]),
-    "bitsandbytes": (optim.Lion8bit, lambda o: optim.to_bitsandbytes_state_dict(o)["state"]),
-    "torch's Muon": (optim.Muon8bit, lambda o: optim.to_torch_muon_state_dict(o)[0]["state"]),
     "trust ratios": (optim.LAMB8bit, lambda o: o.trust_ratios()),
 }
 

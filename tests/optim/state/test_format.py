@@ -86,9 +86,6 @@ CHANGES: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
     (optim.AdamW8bit, {}, {"state_bits": 32}),
     (optim.AdamW8bit, {"state_bits": (8, 4)}, {"state_bits": 8}),
     (optim.AdamW, {}, {"amsgrad": True}),
-    (optim.Muon8bit, {}, {"codec": "dynamic"}),
-    (optim.Muon8bit, {}, {"block_size": 64}),
-    (optim.Lion8bit, {}, {"codec": "dynamic"}),
 ]
 
 
@@ -101,22 +98,12 @@ def test_exports_between_a_change_of_options_and_the_next_step(
     optimizer = build([p], min_8bit_size=0, **options)
     train(optimizer)
 
-    def exports() -> list[Any]:
-        found: list[Any] = []
-        if isinstance(optimizer, optim.Muon):
-            found += [x["state"] for x in optim.to_torch_muon_state_dict(optimizer)]
-        elif isinstance(optimizer, optim.Adam):
-            found.append(optim.to_torch_state_dict(optimizer)["state"])
-        if not isinstance(optimizer, optim.Muon) and "amsgrad" not in change:
-            found.append(optim.to_bitsandbytes_state_dict(optimizer)["state"])
-        return found
-
-    before = exports()
+    before = optim.to_torch_state_dict(optimizer)["state"]
     for group in optimizer.param_groups:
         group.update(change)
-    after = exports()
+    after = optim.to_torch_state_dict(optimizer)["state"]
     if "amsgrad" in change:
-        assert not after[0][0].pop("max_exp_avg_sq").any()
+        assert not after[0].pop("max_exp_avg_sq").any()
     assert_same(after, before)
 
 

@@ -361,18 +361,6 @@ def test_from_and_to_torch() -> None:
         assert back["state"][i]["exp_avg_sq"].shape == p.shape
 
 
-def test_to_bitsandbytes() -> None:
-    p = torch.nn.Parameter(hard((64, 256), 0))
-    ours = optim.AdamW([p], weight_decay=0.0, **BITS)
-    train(ours, 3)
-    state = optim.to_bitsandbytes_state_dict(ours)["state"][0]
-    assert state["state2"].shape == p.shape
-    again = optim.AdamW([copy.deepcopy(p)], **BITS)
-    again.load_state_dict(optim.from_bitsandbytes_state_dict(again, optim.to_bitsandbytes_state_dict(ours)))
-    (q,) = again.param_groups[0]["params"]
-    assert again.state[q]["exp_avg_sq"].shape == (64, 128)
-
-
 # ---- bad input
 
 
