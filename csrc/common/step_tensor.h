@@ -7,8 +7,7 @@
 
 namespace memkern {
 
-// kPower4: power codes, of the second moment 4 bits each, two in a byte.
-enum class StateKind { kFp32, kPower, kDynamic, kPower4 };
+enum class StateKind { kFp32, kPower, kDynamic };
 enum class FloatType { kFp32, kBf16, kFp16 };
 // How a parameter is stored: WEIGHTS of memkern/quant/codec.py. All but the first are for bf16.
 enum class WeightStorage { kNearest, kStochastic, kError8, kError16, kFp32 };
@@ -35,9 +34,7 @@ MEMKERN_FN constexpr int dropped_bits(WeightStorage storage) {
 }
 
 // Whether the second moment is stored as w = sqrt(v).
-MEMKERN_FN constexpr bool is_power(StateKind kind) {
-  return kind == StateKind::kPower || kind == StateKind::kPower4;
-}
+MEMKERN_FN constexpr bool is_power(StateKind kind) { return kind == StateKind::kPower; }
 
 // Bytes per element of the weight state.
 MEMKERN_FN int weight_state_bytes(WeightStorage storage) {

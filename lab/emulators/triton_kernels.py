@@ -17,7 +17,7 @@ from tests.support.optimizers import SPECS, OptimizerSpec
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942")
 FP32, BF16, FP16 = range(3)  # in memkern.quant.layout.FLOATS
-POWER, DYNAMIC, POWER4, PLAIN = 1, 2, 3, 0
+POWER, DYNAMIC, PLAIN = 1, 2, 0
 
 # Argument types by name, for all kernels; what is not here is an i32 or a constant.
 TYPES = {
@@ -76,17 +76,11 @@ STEP_TILES = {
     "power, bf16, stochastic": tile(POWER, STOCHASTIC.value, BF16),
     "fp32 states, bf16+8": tile(PLAIN, ERROR8.value, BF16),
 }
-FOUR_BITS = {  # of Adam alone
-    "4 bits, fp32": tile(POWER4, FP32, FP32),
-    "4 bits, bf16": tile(POWER4, BF16, BF16),
-    "4 bits, fp32, ragged": tile(POWER4, FP32, FP32, vector=1, flat=False),
-    "4 bits, bf16+8": tile(POWER4, ERROR8.value, BF16),
-}
 EVERYWHERE = {"muon: power, bf16 and fp32"}.union(*(spec.everywhere for spec in SPECS.values()))
 COMMON = ("power, fp32", "power, bf16", "power, fp32, ragged", "dynamic, fp32", "fp32 states, bf16")
 
 
-GROUPS = {"all": STEP_TILES, "4 bits": FOUR_BITS}  # of OptimizerSpec.triton
+GROUPS = {"all": STEP_TILES}  # of OptimizerSpec.triton
 
 
 def _steps(name: str, kernel: Any, variants: Any) -> dict[str, Variant]:
@@ -98,7 +92,7 @@ def _steps(name: str, kernel: Any, variants: Any) -> dict[str, Variant]:
             constants["ROWS"] * constants["BLOCK_SIZE"],
             f"{name}: {variant}" in EVERYWHERE,
         )
-        for variant, constants in {**STEP_TILES, **FOUR_BITS}.items()
+        for variant, constants in STEP_TILES.items()
         if variant in variants
     }
 

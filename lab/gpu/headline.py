@@ -38,7 +38,6 @@ FUSED = ("torch AdamW fused", of("torch.optim", "AdamW", fused=True), NOTHING)
 FOREACH = ("torch AdamW foreach", of("torch.optim", "AdamW", foreach=True), NOTHING)
 OTHERS: dict[str, list[tuple[str, Any, Any]]] = {
     "AdamW8bit": [
-        ("memkern AdamW, 8 and 4 bits", of("memkern.optim", "AdamW", state_bits=(8, 4)), NOTHING),
         FUSED,
         FOREACH,
         ("bitsandbytes AdamW8bit", of("bitsandbytes.optim", "AdamW8bit"), NOTHING),

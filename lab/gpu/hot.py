@@ -18,7 +18,6 @@ ELEMENTS = 2**26
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 STEPS: tuple[tuple[str, dict[str, Any]], ...] = (
     *((name, {}) for name in ("AdamW8bit", "Lion8bit", "LAMB8bit", "LARS8bit")),
-    ("AdamW", {"state_bits": (8, 4)}),
     ("AdamW8bit", {"codec": "dynamic"}),
 )
 ROW = 1600  # of GPT-2-XL: no whole blocks of 128

@@ -21,7 +21,6 @@ LARGE: dict[str, tuple[int, ...]] = {
 }
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     **{name: {} for name in ("AdamW8bit", "Lion8bit", "LAMB8bit", "LARS8bit", "SGD8bit", "AdamW")},
-    "AdamW, 4 bits": {"state_bits": (8, 4)},
     "AdamW8bit, dynamic": {"codec": "dynamic"},
     "AdamW8bit, bf16+8": {"master_weights": "bf16+8"},
 }

@@ -14,8 +14,6 @@ magnitude ``s``.
     w. m, signed, without bias in its value: ``q = floor(sqrt(a))``, one more where
     ``a - q * q >= (1 - u) * (2 * q + 1)``, with u clamped to [2^-14, 1 - 2^-14], and then m's sign. To the nearest code
     both would freeze: v loses 0.1 % a step and never crosses half a code, nor does m below a tenth of the codes.
-
-    With ``state_bits=(8, 4)`` w has 4 bits: the same formulas with N = 15, two codes in a byte.
 ``dynamic``
     The dynamic tree map of Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (arXiv 2110.02861):
     the nearest of 256 fixed values, entry for entry those of bitsandbytes. A code is the entry's index less that of 0,
@@ -32,8 +30,6 @@ from itertools import pairwise
 
 CODECS = {"power": 0, "dynamic": 1}
 """Codec names and the numbers that stand for them in op arguments."""
-POWER4 = 2
-"""In the arguments of Adam's step: power codes, the second moment's in 4 bits."""
 
 ACTIVATIONS = {
     "gelu": 0,
@@ -80,7 +76,6 @@ def plane_bytes(numel: int) -> int:
 
 POWER_LEVELS_SIGNED = 127
 POWER_LEVELS_UNSIGNED = 255
-POWER4_LEVELS = 15
 
 # The dither: u = ((j * DITHER_J + step * DITHER_STEP) mod 2^32 >> DITHER_SHIFT) * 2^-24,
 # j the position inside the block. DITHER_J is 2^32 over the golden ratio, so that u is evenly spread along a block.

@@ -106,7 +106,6 @@ def test_options_of_bf16_parameters_are_taken(tmp_path: Path) -> None:
         {"master_weights": "bf16+8"},
         {"master_weights": "fp32"},
         {"stochastic_rounding": True},
-        {"state_bits": (8, 4)},
     ):
         assert options.items() <= optimizer_cls_and_kwargs(arguments(tmp_path), **options)[1].items()
 

@@ -84,7 +84,7 @@ def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
         ),
         (
             ("--model", "gpt2", "--memory", "1GiB", "--seq-len", "8", "--state-bits", "4"),
-            "--state-bits: '4' given; allowed: 32, 8, 8/4",
+            "--state-bits: '4' given; allowed: 32, 8",
         ),
         (("--model", "gpt2", "--memory", "1GiB", "--seq-len", "8", "--clip", "-1"), "--clip: -1.0 given"),
         (
@@ -119,8 +119,8 @@ def test_a_folder_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixture)
             "master_weights: 'bf16+8' given; allowed: None, unless precision is 'bf16'",
         ),
         ({"optimizer": "torch-adamw", "state_bits": 8}, "state_bits: 8 given; allowed: 32 with torch-adamw"),
-        ({"state_bits": 4}, "state_bits: 4 given; allowed: 32, 8, (8, 4)"),
-        ({"optimizer": "lion", "state_bits": (8, 4)}, "state_bits: (8, 4) given; allowed: 8 or 32 with lion"),
+        ({"state_bits": 4}, "state_bits: 4 given; allowed: 32, 8"),
+        ({"state_bits": (8, 4)}, "state_bits: (8, 4) given; allowed: 32, 8"),
         ({"step_in_backward": True, "accumulation": 2}, "step_in_backward: True given"),
         ({"micro_batch": 0}, "micro_batch: 0 given; allowed: a whole number, 1 or more"),
         ({"linear_share": 1.5}, "linear_share: 1.5 given; allowed: None or a number above 0, at most 1"),

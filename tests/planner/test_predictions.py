@@ -29,24 +29,6 @@ def test_categories_add_up_and_are_as_counted() -> None:
     assert prediction.categories["optimizer"] == 8 * count + 4 * 4 * DEPTH  # and a step counter per tensor
 
 
-def test_bytes_of_a_second_moment_in_4_bits() -> None:
-    fixed = predictor_of(Stack(), torch.zeros(2, WIDTH)).fixed(Techniques(state_bits=(8, 4)))
-    eight = predictor_of(Stack(), torch.zeros(2, WIDTH)).fixed(Techniques(state_bits=8))
-    packed = DEPTH * 8 * WIDTH * WIDTH  # elements of the matrices; biases and norms have 32 bits
-    assert eight.optimizer - fixed.optimizer == packed // 2
-    plan = memkern.plan(
-        Stack(),
-        memory="4GiB",
-        inputs=torch.zeros(2, WIDTH),
-        device="cpu",
-        techniques={"state_bits": [8, 4]},
-    )
-    assert plan.recommended is not None
-    assert plan.recommended.techniques.state_bits == (8, 4)
-    assert "adamw, 8- and 4-bit states" in str(plan)
-    assert "state_bits=(8, 4)" in str(plan)
-
-
 def test_bytes_of_muons_momentum() -> None:
     predictor = predictor_of(Stack(), torch.zeros(2, WIDTH))
     fixed = predictor.fixed(Techniques(optimizer="muon", state_bits=8))

@@ -31,14 +31,14 @@ PLAIN: dict[str, tuple[type, dict[str, Any]]] = {
     "Muon": (optim.Muon, {}),
 }
 """A class, what it is compared with (torch.optim's, else memkern's own with fp32 states), and options of both."""
-ERRORS = {32: 1e-3, 8: 0.3, (8, 4): 0.8}
+ERRORS = {32: 1e-3, 8: 0.3}
 """The error of an update, in means over a tensor, by state_bits; of sign(m), 0.3 is 15 % of the signs."""
 MUON_ERRORS = {32: 0.05, 8: 0.5}
 """The same for Muon's matrices, in which what rounding changes of small singular values is as large as the others."""
 QUIET_ERROR = 1.0
 """The same for codes after sparse gradients. An element whose moments are far below its block's largest is stored as
 zero or as the smallest code and takes too small a step, and most elements may be such: LAMB and Adam missed 0.38 and
-0.56 of an update with 8 bits, 0.71 and 0.84 with (8, 4), and nothing with 32.
+0.56 of an update with 8 bits, and nothing with 32.
 """
 SHARED = ("lr", "weight_decay", "betas", "momentum", "maximize")
 WRITTEN = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
@@ -72,7 +72,7 @@ class Loop(RuleBasedStateMachine):
     @initialize(
         name=sampled_from([*PLAIN]),
         dtype=sampled_from([torch.float32, torch.bfloat16, torch.float16]),
-        bits=sampled_from([8, 8, 32, (8, 4)]),
+        bits=sampled_from([8, 8, 32]),
         weights=sampled_from([None, "fp32", "bf16+16", "bf16+8", "stochastic"]),
         wrapper=sampled_from(["", "", "", "host", "host gradients", "late", "backward", "host backward"]),
         seed=seeds,
@@ -90,7 +90,6 @@ class Loop(RuleBasedStateMachine):
         self.model = Holder(seed, dtype)
         self.members = [[0, 1, 3], [2, 4]] if name == "Muon" else [[0, 1, 2], [3, 4]]
         self.refs = [nn.Parameter(self.model.weight(i).detach().float().clone()) for i in range(len(SHAPES))]
-        bits = bits if bits != (8, 4) or name.startswith("Adam") else 8
         options = {"lr": 1e-2, "weight_decay": 0.0, **PLAIN[name][1]}
         self.plain = PLAIN[name][0](self._groups(self.refs), **options)
         own: dict[str, Any] = {"state_bits": bits, "min_8bit_size": 512}
@@ -417,17 +416,12 @@ class Loop(RuleBasedStateMachine):
     def change_option(self, k: int, change: tuple[str, Any]) -> None:
         name, value = change
         group = self.optimizer.param_groups[k]
-        if name not in group or (name == "state_bits" and value == (8, 4) and not self._takes_4_bits(group)):
-            return
-        if name == "codec" and group["state_bits"] == (8, 4):
+        if name not in group:
             return
         group[name] = value
         if name in SHARED:
             self.plain.param_groups[k][name] = value
         self._note(k)
-
-    def _takes_4_bits(self, group: Any) -> bool:
-        return self.name.startswith("Adam") and group["codec"] == "power"
 
     def _note(self, k: int) -> None:
         for i in self.members[k]:
