@@ -24,7 +24,7 @@ CLASSES = {
 }
 OPTIMIZERS = (*CLASSES, "torch-adamw", "torch-adam", "torch-sgd")
 STATE_BITS = (32, 8)
-MASTER_WEIGHTS = (None, "fp32", "bf16+16", "bf16+8")
+MASTER_WEIGHTS = (None, "bf16+16", "bf16+8")
 ACTIVATION_BITS = (None, 1, 2, 3, 4)
 SAVED_BITS = (None, "exact", 8)
 CHECKPOINTING = (None, "blocks")
@@ -125,8 +125,8 @@ class Techniques:
     optimizer: memkern's "adamw", "adam", "lion", "sgd" (momentum 0.9), "lamb", "lars" or "muon" (at AdamW's learning
         rate, by ``adjust_lr_fn="match_rms_adamw"``; AdamW for all that is no matrix); torch's "torch-adamw",
         "torch-adam" or "torch-sgd". state_bits: 32 or 8; torch's have 32.
-    master_weights: with bf16 weights; a copy in fp32 (4 bytes per parameter), the rounding error of the weight in 16
-        bits (2) or in 8 (1), or None (0).
+    master_weights: with bf16 weights; the rounding error of the weight in 16 bits (2 bytes per parameter: with the
+        weight fp32's bits) or in 8 (1), or None (0).
     activation_bits: 1 to 4 bits per element that activation functions save; None, torch's activations.
     linear_share: the share of the tokens from which linear layers compute their weights' gradients; None, all tokens
         (:class:`memkern.nn.RandomizedLinear`).
@@ -159,7 +159,7 @@ class Techniques:
     optimizer: str = option("adamw", "of memkern.optim, or of torch.optim (torch-)", OPTIMIZERS)
     state_bits: int = option(32, "bits per element of the optimizer's states", STATE_BITS)
     master_weights: str | None = option(
-        None, "beside bf16 weights: a copy in fp32, or the rounding errors in 16 or 8 bits", MASTER_WEIGHTS
+        None, "beside bf16 weights: their rounding errors in 16 bits (fp32's bits in all) or 8", MASTER_WEIGHTS
     )
     activation_bits: int | None = option(
         None, "bits per element that activations save for the backward pass", ACTIVATION_BITS
@@ -280,8 +280,8 @@ class Techniques:
 
     @property
     def host_copies(self) -> bool:
-        """Whether offload holds bf16 weights in fp32 on the host."""
-        return self.offload and self.precision == "bf16" and self.master_weights in (None, "fp32")
+        """Whether offload holds bf16 weights with the bits of fp32 on the host."""
+        return self.offload and self.precision == "bf16" and self.master_weights is None
 
     def replace(self, **changes: Any) -> Techniques:
         """A copy with other values."""
@@ -301,7 +301,7 @@ class Techniques:
 
     def _words(self) -> Iterator[str]:
         precision = {"fp32": "fp32", "bf16": "bf16 weights"}
-        weights = {"fp32": "an fp32 copy", "bf16+16": "16-bit errors", "bf16+8": "8-bit errors"}
+        weights = {"bf16+16": "16-bit errors", "bf16+8": "8-bit errors"}
         beside = f" with {weights[self.master_weights]}" if self.master_weights else ""
         yield precision.get(self.precision, f"{self.autocast} autocast") + beside
         if self.compile:

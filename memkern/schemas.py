@@ -82,8 +82,8 @@ class StepArgs(NamedTuple):
         return self.scales[k * coded : (k + 1) * coded]
 
 
-WEIGHT_STATES = {2: "int8", 3: "int16", 4: "float32"}
-"""weight_storage -> the dtype of weight states: rounding errors of bf16 weights, or the weights in fp32."""
+WEIGHT_STATES = {2: "int8", 3: "int16"}
+"""weight_storage -> the dtype of weight states, the rounding errors of bf16 weights."""
 
 
 class StepOp(NamedTuple):

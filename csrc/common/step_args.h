@@ -131,9 +131,9 @@ inline void check_lists(const StepArgs& args, const StepOp& op) {
   MEMKERN_CHECK(args.weight_storage.empty() || args.weight_storage.size() == groups,
                 "weight_storage must have ", groups, " entries or none, got ", args.weight_storage.size());
   for (const int64_t storage : args.weight_storage)
-    MEMKERN_CHECK(0 <= storage && storage <= static_cast<int64_t>(WeightStorage::kFp32),
-                  "weight_storage must be from 0 to ", static_cast<int64_t>(WeightStorage::kFp32), ", got ",
-                  storage);
+    MEMKERN_CHECK(0 <= storage && storage <= static_cast<int64_t>(WeightStorage::kError16),
+                  "weight_storage must be from 0 to ", static_cast<int64_t>(WeightStorage::kError16),
+                  ", got ", storage);
   MEMKERN_CHECK(op.has_trust_ratios || !(args.squares || args.squares_only),
                 "squares and squares_only are of steps with trust ratios");
   const DeviceOf device(args.params);

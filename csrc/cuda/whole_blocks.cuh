@@ -258,8 +258,7 @@ template <StateKind Kind, class P, class G, Loads How, int Moments = 2> struct W
     if constexpr (!std::is_same_v<P, Written>) copy_async<16>(to.p, element<2>(tensor.param, at));
     copy_async<16>(to.p + to.kG, element<2>(grad, at));
     copy_async<8>(to.p + to.kCodes, element<1>(tensor.m, at));
-    if constexpr (Moments > 1)
-      copy_async<8>(to.p + to.kCodes + 8, element<1>(tensor.v, at));
+    if constexpr (Moments > 1) copy_async<8>(to.p + to.kCodes + 8, element<1>(tensor.v, at));
     if (!kWhole && ragged) store_shared(to.word(), ahead.word);
   }
 

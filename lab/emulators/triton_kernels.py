@@ -12,7 +12,7 @@ from memkern.fewbit.tables import LEVELS, TWO_BRANCHES
 from memkern.quant.codec import ACTIVATIONS
 from memkern.triton import activation, blockwise, grad_norm, muon, trust_ratio
 from memkern.triton.launch import TILE, rows_of
-from memkern.triton.weights import ERROR8, ERROR16, FP32_COPY, STOCHASTIC
+from memkern.triton.weights import ERROR8, ERROR16, STOCHASTIC
 from tests.support.optimizers import SPECS, OptimizerSpec
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942")
@@ -72,7 +72,6 @@ STEP_TILES = {
     "fp32 states, fp32, unaligned": tile(PLAIN, FP32, FP32, vector=1),
     "power, bf16+8": tile(POWER, ERROR8.value, BF16),
     "power, bf16+16": tile(POWER, ERROR16.value, BF16),
-    "power, bf16 and a copy": tile(POWER, FP32_COPY.value, BF16, vector=4),
     "power, bf16, stochastic": tile(POWER, STOCHASTIC.value, BF16),
     "fp32 states, bf16+8": tile(PLAIN, ERROR8.value, BF16),
 }
@@ -135,7 +134,6 @@ MUON_APPLY = {  # updates are in the gradients' place
     "fp32": tile(PLAIN, FP32, BF16),
     "bf16": tile(PLAIN, BF16, BF16, vector=8),
     "bf16+8": tile(PLAIN, ERROR8.value, BF16, vector=8),
-    "bf16 and a copy": tile(PLAIN, FP32_COPY.value, BF16),
 }
 
 KERNELS: dict[str, Variant] = {

@@ -50,10 +50,9 @@ class Adam(BlockwiseOptimizer):
         max_grad_norm: clips all gradients together to this norm inside the step, by the formula of
             torch.nn.utils.clip_grad_norm_, after unscaling; ``p.grad`` is not written. Default None.
         master_weights: what is kept of bf16 parameters, which lose each update below half a unit in the last place:
-            ``"fp32"`` a copy in fp32 (``master_weight``, 4 bytes per parameter); ``"bf16+16"`` the rounding error in 16
-            bits (``weight_error``, int16): fp32's bits in 4 bytes in all; ``"bf16+8"`` the error in 8 bits (int8):
-            weights of 24 bits, stochastically rounded. A step goes on from the weight that is there, whoever has
-            written it: a copy counts where it rounds to it, an error is relative to it. Default None.
+            ``"bf16+16"`` the rounding error in 16 bits (``weight_error``, int16): fp32's bits in 4 bytes in all;
+            ``"bf16+8"`` the error in 8 bits (int8): weights of 24 bits, stochastically rounded. A step goes on from the
+            weight that is there, whoever has written it, and an error is relative to it. Default None.
         stochastic_rounding: bf16 parameters are rounded up or down with the probability of their nearness, nothing is
             kept. Random bits come from the position in a block and the step, so runs repeat. Default False.
 
@@ -64,7 +63,7 @@ class Adam(BlockwiseOptimizer):
     The state is ``step`` (fp32), ``exp_avg`` and ``exp_avg_sq``, in 8 bits with ``exp_avg_scale`` and
     ``exp_avg_sq_scale``; ``exp_avg_sq`` holds codes of sqrt(v) (``power``) or v (``dynamic``). 8-bit states take
     2 + 8 / block_size bytes per parameter, and a step reads and writes 16.13 bytes per fp32 parameter (10.13 in bf16;
-    12.13 with bf16+8, 14.13 with bf16+16). ``weight_error`` or ``master_weight`` is there with ``master_weights``.
+    12.13 with bf16+8, 14.13 with bf16+16). ``weight_error`` is there with ``master_weights``.
 
     Differs from torch.optim: states are fp32 (or 8 bits) whatever the parameter's dtype, gradients stay as they are
     under a GradScaler.

@@ -16,7 +16,6 @@ from .prediction import Prediction, Predictor
 PRECISIONS: tuple[dict[str, Any], ...] = (
     {"precision": "fp32"},
     {"precision": "bf16-mixed"},
-    {"precision": "bf16", "master_weights": "fp32"},
     {"precision": "bf16", "master_weights": "bf16+16"},
     {"precision": "bf16", "master_weights": "bf16+8"},
 )

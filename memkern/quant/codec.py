@@ -85,9 +85,9 @@ DITHER_SHIFT = 8
 DITHER_CLAMP = 2.0**-14
 """Signed codes keep u so far from 0 and 1: memkern/reference/blockwise.py says why."""
 
-WEIGHTS = {"nearest": 0, "stochastic": 1, "bf16+8": 2, "bf16+16": 3, "fp32": 4}
+WEIGHTS = {"nearest": 0, "stochastic": 1, "bf16+8": 2, "bf16+16": 3}
 """How a step stores a parameter, and the numbers that stand for it in op arguments: rounded to the nearest value of its
-dtype, or, bf16 alone, stochastically, with its rounding error in 8 or 16 bits, or with a copy in fp32.
+dtype, or, bf16 alone, stochastically, or with its rounding error in 8 or 16 bits.
 
 A bf16 weight with its error is fp32's bits in two pieces, as whole numbers ``u``::
 
@@ -99,8 +99,7 @@ A bf16 weight with its error is fp32's bits in two pieces, as whole numbers ``u`
 
     r = ((j * WEIGHT_J + step * WEIGHT_STEP) mod 2^32) >> (32 - d)      j: the position inside the block
 
-The next step goes on from the weight that is there, whoever has written it. An error is relative to it, and an fp32
-copy counts where it rounds to it (to nearest, ties to even); elsewhere the weight counts.
+The next step goes on from the weight that is there, whoever has written it: an error is relative to it.
 """
 WEIGHT_DROPPED_BITS = {"stochastic": 16, "bf16+8": 8, "bf16+16": 0}
 # 2^32 times the fractional parts of sqrt(2) and sqrt(3): independent of the dither's golden ratio.

@@ -138,7 +138,7 @@ def test_block_sizes(name: str, block_size: int) -> None:
 
 
 @over_steps
-@pytest.mark.parametrize("weights", [(1, 2), (2, 3), (3, 4), (4, 0)])
+@pytest.mark.parametrize("weights", [(1, 2), (2, 3), (3, 0)])
 @pytest.mark.parametrize("block_size", [128, 24, 1000])
 def test_weights(name: str, weights: tuple[int, int], block_size: int) -> None:
     grad = FLOATS[weights[0] % 3] if block_size == 24 else torch.bfloat16
@@ -147,7 +147,7 @@ def test_weights(name: str, weights: tuple[int, int], block_size: int) -> None:
 
 
 @over_steps
-@pytest.mark.parametrize("kept", ["bf16+8", "bf16+16", "fp32"])
+@pytest.mark.parametrize("kept", ["bf16+8", "bf16+16"])
 @pytest.mark.parametrize("block_size", [128, 256])
 def test_every_weight_beside_hostile_states(name: str, kept: str, block_size: int) -> None:
     p, state = hostile(kept)
@@ -226,7 +226,7 @@ def test_bf16_parameters_rounded_from_approximations(lr: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "weights"), [(torch.float32, (0, 0)), *((torch.bfloat16, kept) for kept in ((0, 0), (1, 2), (3, 4)))]
+    ("dtype", "weights"), [(torch.float32, (0, 0)), *((torch.bfloat16, kept) for kept in ((0, 0), (1, 2), (3, 0)))]
 )
 def test_whole_blocks(dtype: torch.dtype, weights: tuple[int, int]) -> None:
     """Several tiles of them, with gradients that are not finite, in one launch with tensors of other blocks."""

@@ -127,8 +127,8 @@ def test_a_folder_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixture)
         ({"linear_share": True}, "linear_share: True given"),
         ({"precision": "fp16-mixed", "offload": True}, "precision: 'fp16-mixed' given"),
         (
-            {"optimizer": "torch-adam", "precision": "bf16", "master_weights": "fp32"},
-            "master_weights: 'fp32' given; allowed: None with torch-adam",
+            {"optimizer": "torch-adam", "precision": "bf16", "master_weights": "bf16+16"},
+            "master_weights: 'bf16+16' given; allowed: None with torch-adam",
         ),
     ],
     ids=str,

@@ -73,7 +73,7 @@ class Loop(RuleBasedStateMachine):
         name=sampled_from([*PLAIN]),
         dtype=sampled_from([torch.float32, torch.bfloat16, torch.float16]),
         bits=sampled_from([8, 8, 32]),
-        weights=sampled_from([None, "fp32", "bf16+16", "bf16+8", "stochastic"]),
+        weights=sampled_from([None, "bf16+16", "bf16+8", "stochastic"]),
         wrapper=sampled_from(["", "", "", "host", "host gradients", "late", "backward", "host backward"]),
         seed=seeds,
         compiler=integers(0, 7),
@@ -434,7 +434,7 @@ class Loop(RuleBasedStateMachine):
             self.written(i)
 
     @precondition(lambda self: self.whole and self.model.weight(0).dtype == torch.bfloat16)
-    @rule(k=integers(0, 1), weights=sampled_from([None, "fp32", "bf16+16", "bf16+8", "stochastic"]))
+    @rule(k=integers(0, 1), weights=sampled_from([None, "bf16+16", "bf16+8", "stochastic"]))
     def change_weights(self, k: int, weights: str | None) -> None:
         if any(self.model.weight(i).dtype != torch.bfloat16 for i in self.members[k]):
             return

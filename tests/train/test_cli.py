@@ -408,9 +408,9 @@ BAD = [
     (["--checkpointing", "some"], "--checkpointing", "'some'", "blocks"),
     (["--master-weights", "bf16+8"], "--master-weights", "'bf16+8' given", "precision is 'bf16'"),
     (
-        ["--master-weights", "fp32", "--precision", "bf16", "--optimizer", "torch-adamw"],
+        ["--master-weights", "bf16+16", "--precision", "bf16", "--optimizer", "torch-adamw"],
         "--master-weights",
-        "'fp32' given; allowed: None with torch-adamw",
+        "'bf16+16' given; allowed: None with torch-adamw",
     ),
     (["--state-bits", "8", "--optimizer", "torch-adamw"], "--state-bits", "8 given", "32 with torch-adamw"),
     (["--batch-size", "6", "--micro-batch", "4"], "--batch-size", "6 given", "multiples of 4"),

@@ -103,10 +103,6 @@ template <> struct Weights<master_bf16> {
 
   template <class Load> MEMKERN_FN F get(int i, Load load_from) const {
     const F x = load_from(p + i);
-    if (storage == WeightStorage::kFp32) {
-      const F copy = load_from(state_as<const float>() + i);
-      return unless_nan(select(equal(round_to_bf16(to_bits(copy)), to_bits(x)), copy, x), x);
-    }
     if (storage == WeightStorage::kError8)
       return unless_nan(from_bits(join_weight(to_bits(x), load_from(state_as<const error8>() + i))), x);
     if (storage == WeightStorage::kError16)
@@ -115,11 +111,6 @@ template <> struct Weights<master_bf16> {
   }
 
   template <class Store> MEMKERN_FN void put(int i, F x, Store store_to) const {
-    if (storage == WeightStorage::kFp32) {
-      store_to(state_as<float>() + i, x);
-      store_to(p + i, x);
-      return;
-    }
     const auto split = [&](I r, uint32_t dropped_mask) MEMKERN_LAMBDA {
       I weight, error;
       split_weight(to_bits(x), r, dropped_mask, weight, error);

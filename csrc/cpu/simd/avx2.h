@@ -30,7 +30,6 @@ MEMKERN_FN I operator+(I a, I b) { return _mm256_add_epi32(a.v, b.v); }
 MEMKERN_FN I operator-(I a, I b) { return _mm256_sub_epi32(a.v, b.v); }
 MEMKERN_FN I operator&(I a, I b) { return _mm256_and_si256(a.v, b.v); }
 MEMKERN_FN I operator>>(I a, int n) { return _mm256_srli_epi32(a.v, n); }
-MEMKERN_FN Mask equal(I a, I b) { return {_mm256_castsi256_ps(_mm256_cmpeq_epi32(a.v, b.v))}; }
 MEMKERN_FN I to_bits(F x) { return _mm256_castps_si256(x.v); }
 MEMKERN_FN F from_bits(I u) { return _mm256_castsi256_ps(u.v); }
 MEMKERN_FN F operator+(F a, F b) { return _mm256_add_ps(a.v, b.v); }

@@ -31,7 +31,6 @@ MEMKERN_FN I operator+(I a, I b) { return _mm512_add_epi32(a.v, b.v); }
 MEMKERN_FN I operator-(I a, I b) { return _mm512_sub_epi32(a.v, b.v); }
 MEMKERN_FN I operator&(I a, I b) { return _mm512_and_si512(a.v, b.v); }
 MEMKERN_FN I operator>>(I a, int n) { return _mm512_srli_epi32(a.v, static_cast<unsigned>(n)); }
-MEMKERN_FN Mask equal(I a, I b) { return {_mm512_cmpeq_epi32_mask(a.v, b.v)}; }
 MEMKERN_FN I to_bits(F x) { return _mm512_castps_si512(x.v); }
 MEMKERN_FN F from_bits(I u) { return _mm512_castsi512_ps(u.v); }
 MEMKERN_FN F operator+(F a, F b) { return _mm512_add_ps(a.v, b.v); }

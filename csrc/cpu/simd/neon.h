@@ -34,7 +34,6 @@ MEMKERN_FN I operator>>(I a, int n) {
   const int32x4_t by = vdupq_n_s32(-n);
   return {vshlq_u32(a.low, by), vshlq_u32(a.high, by)};
 }
-MEMKERN_FN Mask equal(I a, I b) { return {vceqq_u32(a.low, b.low), vceqq_u32(a.high, b.high)}; }
 MEMKERN_FN I to_bits(F x) { return {vreinterpretq_u32_f32(x.low), vreinterpretq_u32_f32(x.high)}; }
 MEMKERN_FN F from_bits(I u) { return {vreinterpretq_f32_u32(u.low), vreinterpretq_f32_u32(u.high)}; }
 MEMKERN_FN F operator+(F a, F b) { return {vaddq_f32(a.low, b.low), vaddq_f32(a.high, b.high)}; }
