@@ -127,7 +127,6 @@ BF16_WEIGHTS = {
     "memkern AdamW8bit, stochastic rounding": of("memkern.optim", "AdamW8bit", stochastic_rounding=True),
     "memkern AdamW8bit, bf16+8": of("memkern.optim", "AdamW8bit", master_weights="bf16+8"),
     "memkern AdamW8bit, bf16+16": of("memkern.optim", "AdamW8bit", master_weights="bf16+16"),
-    "memkern AdamW8bit, fp32 copy": of("memkern.optim", "AdamW8bit", master_weights="fp32"),
 }
 
 GPT2 = 124_439_808  # parameters

@@ -32,10 +32,8 @@ def _constants(codec: Any) -> dict[str, int]:
     return {
         "kPower": codec.CODECS["power"],
         "kDynamic": codec.CODECS["dynamic"],
-        "kPower4": codec.POWER4,
         "kPowerLevelsSigned": codec.POWER_LEVELS_SIGNED,
         "kPowerLevelsUnsigned": codec.POWER_LEVELS_UNSIGNED,
-        "kPower4Levels": codec.POWER4_LEVELS,
         "kDynamicZeroSigned": codec.dynamic_zero(True),
         "kMinBlockSize": codec.MIN_BLOCK_SIZE,
         "kMaxBlockSize": codec.MAX_BLOCK_SIZE,
@@ -105,7 +103,7 @@ def _step_op(op: Any) -> str:
         return str(value).lower()
 
     moments = ", ".join(f'{{"{name}", {c(signed)}}}' for name, signed in op.moments.items())
-    flags = f"{c(op.has_trust_ratios)}, {c(op.has_4bit_codes)}"
+    flags = c(op.has_trust_ratios)
     return f'constexpr StepOp k{_title(op)}Step{{"{op.name}", {len(op.moments)}, {{{moments}}}, {flags}}};'
 
 
@@ -133,7 +131,7 @@ def schemas() -> str:
         "  const char* name;",
         "  int moments;",
         "  Moment moment[kMaxMoments];",
-        "  bool has_trust_ratios, has_4bit_codes;",
+        "  bool has_trust_ratios;",
         "};",
         *map(_step_op, (*steps.values(), python.MUON_STEP)),
         "",

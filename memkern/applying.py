@@ -127,7 +127,7 @@ def make_optimizer(params: Iterable[Any], techniques: Techniques, **options: Any
     options = techniques.optimizer_options | options
     if not techniques.is_torch:
         options["state_bits"] = techniques.state_bits
-        if techniques.master_weights and not techniques.host_copies:
+        if techniques.master_weights:
             options["master_weights"] = techniques.master_weights
     if techniques.weights_on_host:
         return _on_host(cls, params, techniques, options)

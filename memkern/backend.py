@@ -280,7 +280,7 @@ def _distributed() -> dict[str, Any]:
 def _optimizers() -> dict[str, Any]:
     """How the optimizers can store moments and bf16 weights; every backend's kernels have all of it."""
     return {
-        "state_bits": ["32", "8", "(8,4) of Adam and AdamW"],
+        "state_bits": ["32", "8"],
         "master_weights": [name for name in MASTER_WEIGHTS if name is not None],
         "stochastic_rounding": True,
         "weights_in": "bfloat16",

@@ -23,8 +23,8 @@ CLASSES = {
     "muon": "Muon",
 }
 OPTIMIZERS = (*CLASSES, "torch-adamw", "torch-adam", "torch-sgd")
-STATE_BITS = (32, 8, (8, 4))
-MASTER_WEIGHTS = (None, "fp32", "bf16+16", "bf16+8")
+STATE_BITS = (32, 8)
+MASTER_WEIGHTS = (None, "bf16+16", "bf16+8")
 ACTIVATION_BITS = (None, 1, 2, 3, 4)
 SAVED_BITS = (None, "exact", 8)
 CHECKPOINTING = (None, "blocks")
@@ -37,10 +37,10 @@ WEIGHTS_ON_HOST = (None, "layers")
 
 
 def spelled(value: Any) -> str:
-    """A value as it is typed on the command line: none, 8, bf16+8, 8/4."""
+    """A value as it is typed on the command line: none, 8, bf16+8."""
     if value is None:
         return "none"
-    return "/".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return str(value)
 
 
 class OptionError(ValueError):
@@ -125,9 +125,9 @@ class Techniques:
         weights, activations and gradients in bf16.
     optimizer: memkern's "adamw", "adam", "lion", "sgd" (momentum 0.9), "lamb", "lars" or "muon" (at AdamW's learning
         rate, by ``adjust_lr_fn="match_rms_adamw"``; AdamW for all that is no matrix); torch's "torch-adamw",
-        "torch-adam" or "torch-sgd". state_bits: 32, 8 or, of Adam and AdamW, (8, 4); torch's have 32.
-    master_weights: with bf16 weights; a copy in fp32 (4 bytes per parameter), the rounding error of the weight in 16
-        bits (2) or in 8 (1), or None (0).
+        "torch-adam" or "torch-sgd". state_bits: 32 or 8; torch's have 32.
+    master_weights: with bf16 weights; the rounding error of the weight in 16 bits (2 bytes per parameter: with the
+        weight fp32's bits) or in 8 (1), or None (0).
     activation_bits: 1 to 4 bits per element that activation functions save; None, torch's activations.
     linear_share: the share of the tokens from which linear layers compute their weights' gradients; None, all tokens
         (:class:`memkern.nn.RandomizedLinear`).
@@ -158,9 +158,9 @@ class Techniques:
         PRECISIONS,
     )
     optimizer: str = option("adamw", "of memkern.optim, or of torch.optim (torch-)", OPTIMIZERS)
-    state_bits: int | tuple[int, int] = option(32, "bits per element of the optimizer's states", STATE_BITS)
+    state_bits: int = option(32, "bits per element of the optimizer's states", STATE_BITS)
     master_weights: str | None = option(
-        None, "beside bf16 weights: a copy in fp32, or the rounding errors in 16 or 8 bits", MASTER_WEIGHTS
+        None, "beside bf16 weights: their rounding errors in 16 bits (fp32's bits in all) or 8", MASTER_WEIGHTS
     )
     activation_bits: int | None = option(
         None, "bits per element that activations save for the backward pass", ACTIVATION_BITS
@@ -198,8 +198,6 @@ class Techniques:
     accumulation: int = option(1, "forward passes in an optimizer step", at_least(1))
 
     def __post_init__(self) -> None:
-        if isinstance(self.state_bits, list):  # as JSON has it
-            object.__setattr__(self, "state_bits", tuple(self.state_bits))
         check_fields(self)
         if self.checkpointing is None:
             for name, plain in (("checkpoint_bits", None), ("checkpoint_every", 1)):
@@ -226,8 +224,6 @@ class Techniques:
         if self.is_torch and self.master_weights is not None:
             allowed = f"None with {self.optimizer}; memkern's optimizers have them"
             raise not_allowed("master_weights", self.master_weights, allowed)
-        if self.state_bits == (8, 4) and self.optimizer not in ("adamw", "adam"):
-            raise not_allowed("state_bits", (8, 4), f"8 or 32 with {self.optimizer}")
 
     def _check_gradients(self) -> None:
         if self.step_in_backward and self.accumulation > 1:
@@ -285,8 +281,8 @@ class Techniques:
 
     @property
     def host_copies(self) -> bool:
-        """Whether offload holds bf16 weights in fp32 on the host."""
-        return self.offload and self.precision == "bf16" and self.master_weights in (None, "fp32")
+        """Whether offload holds bf16 weights with the bits of fp32 on the host."""
+        return self.offload and self.precision == "bf16" and self.master_weights is None
 
     def replace(self, **changes: Any) -> Techniques:
         """A copy with other values."""
@@ -306,13 +302,13 @@ class Techniques:
 
     def _words(self) -> Iterator[str]:
         precision = {"fp32": "fp32", "bf16": "bf16 weights"}
-        weights = {"fp32": "an fp32 copy", "bf16+16": "16-bit errors", "bf16+8": "8-bit errors"}
+        weights = {"bf16+16": "16-bit errors", "bf16+8": "8-bit errors"}
         beside = f" with {weights[self.master_weights]}" if self.master_weights else ""
         yield precision.get(self.precision, f"{self.autocast} autocast") + beside
         if self.compile:
             budget = "" if self.memory_budget is None else f" with a budget of {self.memory_budget:g}"
             yield f"compiled blocks{budget}"
-        yield f"{self.optimizer}, {'8- and 4' if self.state_bits == (8, 4) else self.state_bits}-bit states"
+        yield f"{self.optimizer}, {self.state_bits}-bit states"
         if self.activation_bits:
             yield f"{self.activation_bits}-bit activations"
         if self.saved_bits:

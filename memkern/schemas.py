@@ -41,7 +41,7 @@ class StepArgs(NamedTuple):
     group: Sequence[int] = ()  # n: the number of each tensor's group
     lr: Sequence[Tensor] = ()  # a float32 or float64 tensor of one element per group
     hyperparameters: Sequence[float] = ()  # those of StepOp.hyperparameters, one group after the other
-    codec: Sequence[int] = ()  # per group: memkern.quant.codec.CODECS, or POWER4
+    codec: Sequence[int] = ()  # per group: memkern.quant.codec.CODECS
     block_size: Sequence[int] = ()  # per group
     weight_storage: Sequence[int] = ()  # per group: memkern.quant.codec.WEIGHTS; empty: all to the nearest
     grad_scale: Tensor | None = None  # a GradScaler's: gradients are divided by it
@@ -82,8 +82,8 @@ class StepArgs(NamedTuple):
         return self.scales[k * coded : (k + 1) * coded]
 
 
-WEIGHT_STATES = {2: "int8", 3: "int16", 4: "float32"}
-"""weight_storage -> the dtype of weight states: rounding errors of bf16 weights, or the weights in fp32."""
+WEIGHT_STATES = {2: "int8", 3: "int16"}
+"""weight_storage -> the dtype of weight states, the rounding errors of bf16 weights."""
 
 
 class StepOp(NamedTuple):
@@ -94,7 +94,6 @@ class StepOp(NamedTuple):
     hyperparameters: tuple[str, ...]  # beside lr; flags and whole numbers are passed as floats
     scalars: tuple[str, ...]  # computed from these for each tensor: a struct in csrc/core, slots in Triton
     has_trust_ratios: bool = False
-    has_4bit_codes: bool = False  # of its second moment (memkern.quant.codec.POWER4)
 
     def of_groups(self, args: StepArgs) -> list[SimpleNamespace]:
         """The hyperparameters of each group, by name."""
@@ -115,7 +114,6 @@ ADAM_STEP = StepOp(
     TWO_MOMENTS,
     ("beta1", "beta2", "eps", "weight_decay", "decoupled_weight_decay", "maximize"),
     ADAM_SCALARS,
-    has_4bit_codes=True,
 )
 AMSGRAD_STEP = ADAM_STEP._replace(name="amsgrad_step_", moments={**TWO_MOMENTS, "max_exp_avg_sq": False})
 """Adam's with amsgrad, which the reference alone has: its moments are floats."""

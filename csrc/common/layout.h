@@ -52,20 +52,6 @@ MEMKERN_FN bool block_layout(const int64_t* sizes, const int64_t* strides, int64
   return true;
 }
 
-// The shape of 4-bit codes, two in a byte: BlockLayout.packed_shape of memkern/quant/layout.py.
-MEMKERN_FN int64_t packed_rows(const BlockLayout& l) { return l.long_rows ? l.numel / l.segment : l.blocks; }
-MEMKERN_FN int64_t packed_columns(const BlockLayout& l) {
-  return ((l.long_rows ? l.segment : l.block) + 1) / 2;
-}
-
-// Their first byte for a block that begins at element `offset`. Rows of a block or more have an even number
-// of elements before it, and a half byte more after each odd row.
-MEMKERN_FN int64_t packed_offset(int64_t segment, int64_t block_length, int64_t blocks_per_segment,
-                                 int64_t offset, int64_t block) {
-  if (block_length % 2 != 0) return block * ((block_length + 1) / 2);
-  return (offset + (segment % 2 != 0 ? block / blocks_per_segment : 0)) / 2;
-}
-
 // A tensor of many layers, in place of their number: each row is one.
 constexpr int64_t kEveryRow = 0;
 

@@ -125,15 +125,15 @@ inline void check_lists(const StepArgs& args, const StepOp& op) {
                 "codec and block_size must have one entry per group, ", groups, ", got ", args.codec.size(),
                 " and ", args.block_size.size());
   for (size_t k = 0; k < groups; ++k) {
-    if (!(op.has_4bit_codes && args.codec[k] == kPower4)) check_codec(args.codec[k]);
+    check_codec(args.codec[k]);
     check_block_size(args.block_size[k]);
   }
   MEMKERN_CHECK(args.weight_storage.empty() || args.weight_storage.size() == groups,
                 "weight_storage must have ", groups, " entries or none, got ", args.weight_storage.size());
   for (const int64_t storage : args.weight_storage)
-    MEMKERN_CHECK(0 <= storage && storage <= static_cast<int64_t>(WeightStorage::kFp32),
-                  "weight_storage must be from 0 to ", static_cast<int64_t>(WeightStorage::kFp32), ", got ",
-                  storage);
+    MEMKERN_CHECK(0 <= storage && storage <= static_cast<int64_t>(WeightStorage::kError16),
+                  "weight_storage must be from 0 to ", static_cast<int64_t>(WeightStorage::kError16),
+                  ", got ", storage);
   MEMKERN_CHECK(op.has_trust_ratios || !(args.squares || args.squares_only),
                 "squares and squares_only are of steps with trust ratios");
   const DeviceOf device(args.params);
@@ -148,15 +148,6 @@ inline void check_lists(const StepArgs& args, const StepOp& op) {
     MEMKERN_CHECK(count >= 0 && std::isfinite(count), name_of("steps", i),
                   " must be a finite number, 0 or more, got ", count);
   }
-}
-
-inline void check_packed(const Tensor& codes, const BlockLayout& layout, const std::string& name) {
-  const Shape shape(codes);
-  const int64_t rows = packed_rows(layout), columns = packed_columns(layout);
-  const bool fits = shape.dims == 2 && shape.sizes[0] == rows && shape.sizes[1] == columns;
-  MEMKERN_CHECK((fits || (layout.numel == 0 && codes.numel() == 0)) && codes.is_contiguous(), name,
-                " must be contiguous, of shape (", rows, ", ", columns, "), for codes of 4 bits, got ",
-                codes.numel(), " bytes");
 }
 
 // Checks the moments of parameter i and sets them. `coded`: how many parameters before it hold codes. Returns
@@ -174,11 +165,8 @@ template <class J> bool set_moments(J& t, const StepArgs& args, const StepOp& op
     const ScalarType codes = op.moment[k].is_signed ? ScalarType::Char : ScalarType::Byte;
     MEMKERN_CHECK(state.scalar_type() == (has_codes ? codes : ScalarType::Float), name_of(name, i),
                   " must be 8-bit codes or float32, like the parameter's other states");
-    if (t.kind == StateKind::kPower4 && !op.moment[k].is_signed)
-      check_packed(state, t.layout, name_of(name, i));
-    else
-      MEMKERN_CHECK(same_layout(state, shape), name_of(name, i),
-                    " must have its parameter's shape and strides");
+    MEMKERN_CHECK(same_layout(state, shape), name_of(name, i),
+                  " must have its parameter's shape and strides");
     MEMKERN_CHECK(device.holds(state), name_of(name, i), " must be on its parameter's device");
     *states[k] = address_of(state, name, '[', i, ']');
     if (!has_codes) continue;

@@ -7,11 +7,10 @@
 
 namespace memkern {
 
-// kPower4: power codes, of the second moment 4 bits each, two in a byte.
-enum class StateKind { kFp32, kPower, kDynamic, kPower4 };
+enum class StateKind { kFp32, kPower, kDynamic };
 enum class FloatType { kFp32, kBf16, kFp16 };
 // How a parameter is stored: WEIGHTS of memkern/quant/codec.py. All but the first are for bf16.
-enum class WeightStorage { kNearest, kStochastic, kError8, kError16, kFp32 };
+enum class WeightStorage { kNearest, kStochastic, kError8, kError16 };
 
 struct StepTensor {
   void* param;
@@ -23,7 +22,7 @@ struct StepTensor {
   FloatType param_type, grad_type;
   float* trust_ratio = nullptr;  // of the layer that this is (LAMB, LARS)
   bool first_layer = true;       // of its tensor
-  void* weight_state = nullptr;  // int8 or int16 errors of the parameter, or the parameter in fp32
+  void* weight_state = nullptr;  // int8 or int16 errors of the parameter
   WeightStorage weight_storage = WeightStorage::kNearest;
 };
 
@@ -35,16 +34,11 @@ MEMKERN_FN constexpr int dropped_bits(WeightStorage storage) {
 }
 
 // Whether the second moment is stored as w = sqrt(v).
-MEMKERN_FN constexpr bool is_power(StateKind kind) {
-  return kind == StateKind::kPower || kind == StateKind::kPower4;
-}
+MEMKERN_FN constexpr bool is_power(StateKind kind) { return kind == StateKind::kPower; }
 
 // Bytes per element of the weight state.
 MEMKERN_FN int weight_state_bytes(WeightStorage storage) {
-  return storage == WeightStorage::kFp32      ? 4
-         : storage == WeightStorage::kError16 ? 2
-         : storage == WeightStorage::kError8  ? 1
-                                              : 0;
+  return storage == WeightStorage::kError16 ? 2 : storage == WeightStorage::kError8 ? 1 : 0;
 }
 
 // Layer k of `count`, which are equal runs of whole blocks (layer_count).

@@ -52,7 +52,7 @@ inline FloatType float_type(ScalarType t) {
 inline FloatType float_type(const Tensor& t) { return float_type(t.scalar_type()); }
 
 inline StateKind code_kind(int64_t codec) {
-  return codec == kPower ? StateKind::kPower : codec == kPower4 ? StateKind::kPower4 : StateKind::kDynamic;
+  return codec == kPower ? StateKind::kPower : StateKind::kDynamic;
 }
 
 inline std::string name_of(const char* name, size_t i) {

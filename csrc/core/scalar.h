@@ -27,7 +27,6 @@ MEMKERN_FN bool greater(float a, float b) { return a > b; }
 MEMKERN_FN bool is_nan(float x) { return x != x; }
 MEMKERN_FN bool is_finite(float x) { return fabsf(x) <= 3.402823466e38f; }
 MEMKERN_FN float select(bool yes, float a, float b) { return yes ? a : b; }
-MEMKERN_FN bool equal(uint32_t a, uint32_t b) { return a == b; }
 
 MEMKERN_FN uint32_t bits_of(float x) {
   uint32_t u;

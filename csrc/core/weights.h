@@ -14,14 +14,9 @@ MEMKERN_FN uint32_t weight_random(uint32_t j, uint32_t step, int dropped) {
 // The bits of a weight from those of the bf16 one and its error.
 template <class I> MEMKERN_FN I join_weight(I p, I error) { return p + error; }
 
-// The bits of a number, not NaN, rounded to bf16: to nearest, ties to even.
-template <class I> MEMKERN_FN I round_to_bf16(I u) {
-  return (u + (I(0x7FFFu) + ((u >> 16) & I(1u)))) & I(0xFFFF0000u);
-}
-
-// The weight of a step: what its state keeps, or the bf16 one, p, where that would be NaN. No step leaves an
-// error or a copy that makes NaN of a number, but p may be edited and keep them: 0 and a negative error are
-// the bits of NaN.
+// The weight of a step: with what its state keeps, or the bf16 one, p, where that would be NaN. No step
+// leaves an error that makes NaN of a number, but p may be edited and keep it: 0 and a negative error are the
+// bits of NaN.
 template <class F> MEMKERN_FN F unless_nan(F kept, F p) { return select(is_nan(kept), p, kept); }
 
 // From the bits of a finite weight: those of the bf16 one, and the error, of which the dropped bits are 0.

@@ -1,5 +1,5 @@
 // memkern::adam_step_ on CUDA devices. Lower bound of a step's time: its bytes (16.13 per parameter in
-// fp32, 10.13 in bf16; one less with a second moment in 4 bits) over the copy bandwidth.
+// fp32, 10.13 in bf16) over the copy bandwidth.
 #include "adam_update.cuh"
 #include "common/ops.h"
 #include "core/adam.h"
@@ -35,7 +35,7 @@ struct AdamRule {
 
 // One thread block per tile. Launched with fp32 = true, it also updates tensors with fp32 states.
 template <StateKind Kind, bool Master>
-__global__ void __launch_bounds__(kThreads, Master || Kind == StateKind::kPower4 ? kWideBlocks : kAheadBlocks)
+__global__ void __launch_bounds__(kThreads, Master ? kWideBlocks : kAheadBlocks)
     adam_tiles(AdamTable table, bool fp32) {
   __shared__ TileWork<AdamStepped> work;
   fill_dynamic_shared<Kind>();
@@ -49,11 +49,9 @@ void adam_step_cuda(const StepArgs& args) {
   step_in_one_pass<kAheadBlocks, AdamHyperparameters, AdamStepped>(
       kAdamStep, args, adam_prologue,
       {.plain = {.power = adam_tiles<StateKind::kPower, false>,
-                 .dynamic = adam_tiles<StateKind::kDynamic, false>,
-                 .power4 = adam_tiles<StateKind::kPower4, false>},
+                 .dynamic = adam_tiles<StateKind::kDynamic, false>},
        .master = {.power = adam_tiles<StateKind::kPower, true>,
-                  .dynamic = adam_tiles<StateKind::kDynamic, true>,
-                  .power4 = adam_tiles<StateKind::kPower4, true>}});
+                  .dynamic = adam_tiles<StateKind::kDynamic, true>}});
 }
 
 }  // namespace memkern

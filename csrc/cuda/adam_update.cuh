@@ -33,11 +33,10 @@ MEMKERN_DEVICE void adam_update_moments(AdamVector& x, const AdamScalars& s, boo
   for (int i = 0; i < kVector; ++i) adam_moments(x.m[i], x.v[i], x.g[i], s);
 }
 
-// Loads a vector and updates its moments. v_at: the span of the second moment's codes, for kPower4 a
-// packed_span(). m_unit, v_unit: decode_unit of its block, with the moments' decay.
+// Loads a vector and updates its moments. m_unit, v_unit: decode_unit of its block, with the moments' decay.
 template <StateKind Kind, class Tensor, class P, class G>
 MEMKERN_DEVICE AdamVector adam_load(const TileWork<Tensor>& work, P param_type, G grad_type, const Span& at,
-                                    const Span& v_at, float m_unit, float v_unit) {
+                                    float m_unit, float v_unit) {
   const TensorRecord& t = work.tensor;
   RawWeights<P> p;
   Raw g;
@@ -47,9 +46,8 @@ MEMKERN_DEVICE AdamVector adam_load(const TileWork<Tensor>& work, P param_type, 
     p = load_weights(t, param_type, span);
     g = load_gradient(work.grad, grad_type, span, alignment);
     m = load_codes(t.m, span);
-    if constexpr (Kind != StateKind::kPower4) v = load_codes(t.v, span);
+    v = load_codes(t.v, span);
   });
-  if constexpr (Kind == StateKind::kPower4) v = unpack_pairs(load_pairs(t.v, v_at));
   AdamVector x;
   join_weights(t, param_type, p, x.p);
   gradient_to_floats(g, grad_type, alignment, x.g);
@@ -129,20 +127,17 @@ template <class Work> MEMKERN_DEVICE void with_float_type(const AdamVector& x, i
 template <StateKind Kind, class Rule, class P, class G>
 MEMKERN_DEVICE void adam_update_8bit(const TileWork<typename Rule::Stepped>& work, P param_type, G grad_type,
                                      LaneGroup group) {
-  constexpr bool kPower = is_power(Kind), kPacked = Kind == StateKind::kPower4;
+  constexpr bool kPower = is_power(Kind);
   const TensorRecord& t = work.tensor;
   const typename Rule::Scalars& s = work.stepped.scalars;
   const Rounding rounding{false, work.stepped.step};
   const MomentHalves half(group);
-  const int levels = half.pick(kLevels<Kind, true>, kLevels<Kind, false>);
+  const int levels = half.pick(levels_of(true), levels_of(false));
   for_each_block(t.blocks, work.tile, group, [&](const BlockSpan& block) {
     float* const scale = half.pick(t.m_scale, t.v_scale) + block.index;
     const float decay = half.pick(s.beta1, kPower ? s.root_beta2 : s.beta2);
     float m_unit, v_unit;
     half.exchange(decode_unit<Kind>(__ldcs(scale), decay, levels), m_unit, v_unit);
-    const int64_t v_start = kPacked ? packed_offset(t.blocks.segment, t.blocks.block,
-                                                    t.blocks.blocks_per_segment, block.start, block.index)
-                                    : block.start;
     float m_absmax = 0.0f, v_absmax = 0.0f, m_factor = 0.0f, v_factor = 0.0f;
     bool finite = true;
     // A block of one vector per lane is updated once. A larger one does not fit into registers: it is updated
@@ -153,8 +148,7 @@ MEMKERN_DEVICE void adam_update_8bit(const TileWork<typename Rule::Stepped>& wor
       const int j =
           ((max_pass ? iteration : iteration - group.vectors) * group.width() + group.lane()) * kVector;
       const Span at = span_of(block.start + j, block.n - j, t.aligned);
-      const Span v_at = kPacked ? packed_span(v_start + j / 2, at.n, t.aligned) : at;
-      AdamVector x = adam_load<Kind>(work, param_type, grad_type, at, v_at, m_unit, v_unit);
+      AdamVector x = adam_load<Kind>(work, param_type, grad_type, at, m_unit, v_unit);
       float m_vector_max = absmax_or_nan<true>(x.m), v_vector_max = absmax_or_nan<false>(x.v), w[kVector];
       with_float_type(x, at.n, m_vector_max, v_vector_max, s,
                       [&](auto number) { adam_update_params<Rule, decltype(number)>(x, w, s); });
@@ -181,9 +175,8 @@ MEMKERN_DEVICE void adam_update_8bit(const TileWork<typename Rule::Stepped>& wor
         encode_both<Kind>(x.m, m_factor, kPower ? w : x.v, v_factor, finite, j, rounding, m_codes, v_codes);
         with_constant_span(at, [&](const Span& span) {
           store_codes(t.m, span, m_codes);
-          if constexpr (!kPacked) store_codes(t.v, span, v_codes);
+          store_codes(t.v, span, v_codes);
         });
-        if constexpr (kPacked) store_packed(t.v, v_at, v_codes);
       }
     }
   });
@@ -243,7 +236,7 @@ template <class Scalars, class P, class G, Loads How, StateKind Kind = StateKind
     join_weights(this->tensor, this->param_type, p, x.p);
     gradient_to_floats(g, this->grad_type, this->grad_alignment(), x.g);
     decode<StateKind::kPower, true>(m, m_unit, x.m);
-    decode_root<Kind>(v, v_unit, x.v);
+    decode_root(v, v_unit, x.v);
 #pragma unroll
     for (float& w : x.v) w = w * w;
     adam_update_moments(x, s, plain);
@@ -318,7 +311,7 @@ template <StateKind Kind, class Rule, Loads How, class P, class G>
 MEMKERN_DEVICE void adam_update_whole(const TileWork<typename Rule::Stepped>& work, P param_type,
                                       G grad_type) {
   constexpr bool kRounded = Rule::kOneProduct && std::is_same_v<P, ConstantType<FloatType::kBf16>>;
-  constexpr int kRootLevels = kLevels<Kind, false>;
+  constexpr int kRootLevels = levels_of(false);
   constexpr uint32_t kRootBias = kBias<kRootLevels, kRounded>;
   AdamWhole<typename Rule::Scalars, P, G, How, Kind> at(work, param_type, grad_type);
   const auto& s = at.s;
@@ -380,7 +373,7 @@ MEMKERN_DEVICE void adam_update_whole(const TileWork<typename Rule::Stepped>& wo
       }
     }
     if (at.exists()) store_codes(at.tensor.m, at.place(), m_codes);
-    if (at.exists()) store_root_codes<Kind>(at.tensor.v, at.place(), v_codes);
+    if (at.exists()) store_codes(at.tensor.v, at.place(), v_codes);
     return scale;
   });
 }

@@ -96,10 +96,6 @@ MEMKERN_FN constexpr int levels_of(bool is_signed) {
   return is_signed ? kPowerLevelsSigned : kPowerLevelsUnsigned;
 }
 
-// The largest code of a moment.
-template <StateKind Kind, bool Signed> constexpr int kLevels =
-    Kind == StateKind::kPower4 && !Signed ? kPower4Levels : levels_of(Signed);
-
 template <StateKind Kind> MEMKERN_DEVICE float decode_unit(float scale, float decay, int levels) {
   return is_power(Kind) ? power_unit(scale, decay, levels) : decay * scale;
 }
@@ -224,7 +220,7 @@ MEMKERN_DEVICE Codes encode_exactly(const float (&x)[kVector], float factor, int
       code[i] = static_cast<uint32_t>(static_cast<int>(q));
     } else {
       code[i] =
-          static_cast<uint32_t>(power_encode_unsigned<kLevels<Kind, false>>(x[i], factor, rounding.u(j + i)));
+          static_cast<uint32_t>(power_encode_unsigned<levels_of(false)>(x[i], factor, rounding.u(j + i)));
     }
   }
   if (factor == 0.0f) return {0, 0};
@@ -250,7 +246,7 @@ template <StateKind Kind> MEMKERN_DEVICE void encode_both(const float (&m)[kVect
                                                           Codes& m_codes, Codes& v_codes) {
   if constexpr (is_power(Kind)) {
     const Encoded first = estimate<true>(m, m_factor, j, rounding),
-                  second = estimate<false, kLevels<Kind, false>>(v, v_factor, j, rounding);
+                  second = estimate<false, levels_of(false)>(v, v_factor, j, rounding);
     m_codes = first.codes;
     v_codes = second.codes;
     if (!__any_sync(kAllLanes, !(finite && first.certain && second.certain))) return;

@@ -93,13 +93,6 @@ MEMKERN_DEVICE void store_shared(SharedAddress at, uint32_t x) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(x) : "memory");
 }
 
-// Two bytes from global memory, in a register of 32 bits.
-MEMKERN_DEVICE uint32_t load_half_word(const void* global) {
-  uint32_t x;
-  asm volatile("ld.global.cs.u16 %0, [%1];" : "=r"(x) : "l"(global));
-  return x;
-}
-
 // The address of an element of so many bytes, in one instruction. The compiler takes four.
 template <int Bytes> MEMKERN_DEVICE const void* element(const void* array, uint32_t i) {
   uint64_t address;

@@ -85,7 +85,7 @@ MEMKERN_DEVICE Squares lamb_norms_8bit(const TileWork<LambStepped>& work, P para
     for (int iteration = 0; iteration < group.vectors; ++iteration) {
       const int j = (iteration * group.width() + group.lane()) * kVector;
       const Span at = span_of(block.start + j, block.n - j, t.aligned);
-      const AdamVector x = adam_load<Kind>(work, param_type, grad_type, at, at, m_unit, v_unit);
+      const AdamVector x = adam_load<Kind>(work, param_type, grad_type, at, m_unit, v_unit);
       with_float_type(x, at.n, absmax_or_nan<true>(x.m), absmax_or_nan<false>(x.v), s,
                       [&](auto number) { lamb_squares<decltype(number)>(sum, x, at.n, s); });
     }

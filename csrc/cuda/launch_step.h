@@ -96,7 +96,7 @@ template <class Group, class Scalars> struct UploadedStep {
   int64_t tiles = 0;
   // The kinds of its tensors' states, without and with master weights.
   struct Kinds {
-    bool power = false, dynamic = false, power4 = false, fp32 = false;
+    bool power = false, dynamic = false, fp32 = false;
   } plain, master;
 };
 
@@ -127,7 +127,6 @@ UploadedStep<Group, Scalars> upload_step(const char* op, const StepHeader& heade
     auto& kinds = r.weight_storage == WeightStorage::kNearest ? step.plain : step.master;
     kinds.power |= r.kind == StateKind::kPower;
     kinds.dynamic |= r.kind == StateKind::kDynamic;
-    kinds.power4 |= r.kind == StateKind::kPower4;
     kinds.fp32 |= r.kind == StateKind::kFp32;
   }
   const size_t scalars_at = image.bytes().size(),
@@ -151,8 +150,6 @@ UploadedStep<Group, Scalars> upload_step(const char* op, const StepHeader& heade
 template <class Group, class Scalars, class... Args> struct KernelsOfCodecs {
   void (*power)(StepTable<Group, Scalars>, bool, Args...);
   void (*dynamic)(StepTable<Group, Scalars>, bool, Args...);
-  void (*power4)(StepTable<Group, Scalars>, bool,
-                 Args...) = nullptr;  // second moments in 4 bits: Adam's alone
 };
 // Those for tensors with master weights are kernels of their own, as they take more registers.
 template <class Group, class Scalars, class... Args> struct TileKernels {
@@ -176,9 +173,8 @@ void launch_tiles(const char* op, const UploadedStep<Group, Scalars>& step,
     const auto launch = [&](auto kernel) {
       launch_checked(op, kernel, step.tiles, stream, step.table, std::exchange(with_fp32, false), args...);
     };
-    if (kinds.power || (kinds.fp32 && !kinds.dynamic && !kinds.power4)) launch(of.power);
+    if (kinds.power || (kinds.fp32 && !kinds.dynamic)) launch(of.power);
     if (kinds.dynamic) launch(of.dynamic);
-    if (kinds.power4) launch(of.power4);
   };
   launch_codecs(step.plain, kernels.plain);
   launch_codecs(step.master, kernels.master);

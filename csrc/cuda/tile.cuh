@@ -58,8 +58,8 @@ constexpr int kThreads = MEMKERN_THREADS;
 constexpr int kResidentThreads = MEMKERN_RESIDENT_THREADS, kResidentBlocks = kResidentThreads / kThreads;
 constexpr int kStepBlocks = MEMKERN_STEP_THREADS / kThreads;
 constexpr int kAheadBlocks = MEMKERN_AHEAD_THREADS / kThreads;
-// Of the latter with master weights or codes of 4 bits: with room for as many, ptxas spills registers of the
-// loop for sm_80 to sm_89.
+// Of the latter with master weights: with room for as many, ptxas spills registers of the loop for sm_80 to
+// sm_89.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 constexpr int kWideBlocks = kAheadBlocks * 3 / 4;
 #else

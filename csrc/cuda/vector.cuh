@@ -260,54 +260,6 @@ MEMKERN_DEVICE Codes load_codes(const void* array, const Parts& at) {
           __ldcs(reinterpret_cast<const uint32_t*>(p + at.distance))};
 }
 
-// The bytes of a vector of 4-bit codes, two in each; `byte`: the first one's place in its array.
-MEMKERN_DEVICE Span packed_span(int64_t byte, int n, bool aligned) {
-  return {byte, n, aligned && n == kVector && byte % 4 == 0};
-}
-
-// A vector of codes of 4 bits as it is in memory. at: packed_span().
-MEMKERN_DEVICE uint32_t load_pairs(const void* array, const Span& at) {
-  const uint8_t* p = static_cast<const uint8_t*>(array) + at.offset;
-  if (at.whole) return __ldcs(reinterpret_cast<const uint32_t*>(p));
-  uint32_t pairs = 0;
-#pragma unroll
-  for (int i = 0; i < kVector; i += 2)
-    if (i < at.n) pairs |= static_cast<uint32_t>(p[i / 2]) << 4 * i;
-  return pairs;
-}
-
-// As codes of 8 bits.
-MEMKERN_DEVICE Codes unpack_pairs(uint32_t pairs) {
-  const uint32_t first = pairs & 0x0F0F0F0Fu, second = pairs >> 4 & 0x0F0F0F0Fu;
-  return {__byte_perm(first, second, 0x5140), __byte_perm(first, second, 0x7362)};
-}
-
-// From codes of 8 bits.
-MEMKERN_DEVICE uint32_t pack_pairs(const Codes& codes) {
-  return __byte_perm(codes.x, codes.y, 0x6420) | __byte_perm(codes.x, codes.y, 0x7531) << 4;
-}
-
-// Stores codes given in 8 bits as codes of 4.
-MEMKERN_DEVICE void store_packed(void* array, const Span& at, const Codes& codes) {
-  uint8_t* p = static_cast<uint8_t*>(array) + at.offset;
-  const uint32_t pairs = pack_pairs(codes);
-  if (at.whole) {
-    __stcs(reinterpret_cast<uint32_t*>(p), pairs);
-  } else {
-#pragma unroll
-    for (int i = 0; i < kVector; i += 2)  // the last byte may hold one element only
-      if (i < at.n) p[i / 2] = static_cast<uint8_t>(pairs >> 4 * i & (i + 1 < at.n ? 0xFFu : 0x0Fu));
-  }
-}
-
-MEMKERN_DEVICE void store_packed(void* array, const Parts& at, const Codes& codes) {
-  uint8_t* p = static_cast<uint8_t*>(array) + at.offset;
-  const uint32_t pairs = pack_pairs(codes);
-  __stcs(reinterpret_cast<uint16_t*>(p), static_cast<uint16_t>(pairs));
-  if (at.distance != 0)
-    __stcs(reinterpret_cast<uint16_t*>(p + at.distance), static_cast<uint16_t>(pairs >> 16));
-}
-
 MEMKERN_DEVICE void store_codes(void* array, const Span& at, const Codes& codes) {
   uint8_t* p = static_cast<uint8_t*>(array) + at.offset;
   if (at.whole) {

@@ -1,5 +1,5 @@
-// Loads and stores vectors of weights. bf16 weights may have a state (rounding errors, or a copy in fp32) or
-// be rounded stochastically.
+// Loads and stores vectors of weights. bf16 weights may have rounding errors beside them or be
+// rounded stochastically.
 #pragma once
 #include "core/weights.h"
 #include "step_table.cuh"
@@ -11,7 +11,7 @@ struct Written : ConstantType<FloatType::kBf16> {};
 
 // A vector of a parameter as it is in memory.
 template <class Type> struct RawWeights : Raw {};
-// With its weight state: 8 copies in fp32, or 8 errors in the first 4 or 2 words.
+// With its weight state: 8 errors in the first 4 or 2 words.
 template <> struct RawWeights<MasterWeights> : Raw {
   Raw state;
 };
@@ -21,9 +21,7 @@ MEMKERN_DEVICE RawWeights<Type> load_weights(const TensorRecord& t, Type type, c
   if constexpr (std::is_same_v<Type, Written>) return {};
   RawWeights<Type> raw{load_raw(t.param, type, at)};
   if constexpr (std::is_same_v<Type, MasterWeights>) {
-    if (t.weight_storage == WeightStorage::kFp32) {
-      raw.state = load_raw(t.weight_state, FloatType::kFp32, at);
-    } else if (t.weight_storage == WeightStorage::kError16) {
+    if (t.weight_storage == WeightStorage::kError16) {
       raw.state = load_raw(t.weight_state, type, at);
     } else if (t.weight_storage == WeightStorage::kError8) {
       const Codes errors = load_codes(t.weight_state, at);
@@ -45,10 +43,7 @@ template <class Type> MEMKERN_DEVICE void join_weights(const TensorRecord& t, Ty
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
       const uint32_t bits = bits_of(p[i]);
-      if (storage == WeightStorage::kFp32) {
-        const uint32_t copy = state[i];
-        p[i] = unless_nan(select(equal(round_to_bf16(copy), bits), float_of(copy), p[i]), p[i]);
-      } else if (storage == WeightStorage::kError16) {
+      if (storage == WeightStorage::kError16) {
         const int32_t error = static_cast<int32_t>(state[i / 2] << 16 * (1 - i % 2)) >> 16;
         p[i] = unless_nan(float_of(join_weight(bits, static_cast<uint32_t>(error))), p[i]);
       } else if (storage == WeightStorage::kError8) {
@@ -97,9 +92,6 @@ MEMKERN_DEVICE void store_weights(const TensorRecord& t, Type type, const At& at
                                   Position position, const float (&p)[kVector]) {
   if constexpr (!std::is_same_v<Type, MasterWeights>) {
     store_floats(t.param, type, at, p);
-  } else if (t.weight_storage == WeightStorage::kFp32) {
-    store_floats(t.weight_state, FloatType::kFp32, at, p);
-    store_floats(t.param, FloatType::kBf16, at, p);
   } else if (t.weight_storage == WeightStorage::kError8) {
     store_split<true>(t, at, step, position, p);
   } else {

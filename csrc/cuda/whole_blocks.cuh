@@ -108,7 +108,7 @@ template <StateKind Kind, class P, class G, Loads How, int Moments = 2> struct W
         held_stride(same_in_all_lanes(work.tile.block_stride)),
         ragged(any_lane(!are_whole(blocks))) {
     if (Moments == 1) half.upper = false;
-    const float levels = half.pick(kLevels<Kind, true>, kLevels<Kind, false>);
+    const float levels = half.pick(levels_of(true), levels_of(false));
     formula = {levels * levels, 1.0f / (levels * levels), 1.0f, half.upper};
     start_at(tile.segment_start + static_cast<int64_t>(tile.block_in_segment) * blocks.block, work.grad);
     const unsigned group = left > 0 ? threadIdx.x / kWholeLanes : 0;
@@ -238,7 +238,7 @@ template <StateKind Kind, class P, class G, Loads How, int Moments = 2> struct W
     const auto at = place(ahead);
     Loaded<P> loaded{load_weights(tensor, param_type, at),
                      load_gradient(grad, grad_type, at, grad_alignment()), load_codes(tensor.m, at)};
-    if constexpr (Moments > 1) loaded.v = load_root_codes<Kind>(tensor.v, at);
+    if constexpr (Moments > 1) loaded.v = load_codes(tensor.v, at);
     return loaded;
   }
 
@@ -258,10 +258,7 @@ template <StateKind Kind, class P, class G, Loads How, int Moments = 2> struct W
     if constexpr (!std::is_same_v<P, Written>) copy_async<16>(to.p, element<2>(tensor.param, at));
     copy_async<16>(to.p + to.kG, element<2>(grad, at));
     copy_async<8>(to.p + to.kCodes, element<1>(tensor.m, at));
-    if constexpr (Moments > 1 && Kind == StateKind::kPower4)
-      copy_async<4>(to.p + to.kCodes + 8, element<1>(tensor.v, at / 2));
-    else if constexpr (Moments > 1)
-      copy_async<8>(to.p + to.kCodes + 8, element<1>(tensor.v, at));
+    if constexpr (Moments > 1) copy_async<8>(to.p + to.kCodes + 8, element<1>(tensor.v, at));
     if (!kWhole && ragged) store_shared(to.word(), ahead.word);
   }
 
@@ -289,13 +286,12 @@ template <StateKind Kind, class P, class G, Loads How, int Moments = 2> struct W
       Loaded<P> loaded{};
       if constexpr (!std::is_same_v<P, Written>) loaded.p = {words(load_shared<uint4>(slot.p))};
       loaded.g = words(load_shared<uint4>(slot.p + slot.kG));
-      if constexpr (Moments > 1 && Kind != StateKind::kPower4) {
+      if constexpr (Moments > 1) {
         const uint4 codes = load_shared<uint4>(slot.p + slot.kCodes);
         loaded.m = {codes.x, codes.y};
         loaded.v = {codes.z, codes.w};
       } else {  // the other bytes were not copied
         loaded.m = load_shared<uint2>(slot.p + slot.kCodes);
-        if constexpr (Moments > 1) loaded.v = {load_shared<uint32_t>(slot.p + slot.kCodes + 8), 0};
       }
       here.word = kWhole || !ragged ? here.word + stride() * kWholeBlock : load_shared<uint32_t>(slot.word());
       before = slot;
@@ -318,7 +314,7 @@ template <StateKind Kind, class P, class G, Loads How, int Moments = 2> struct W
     tensor.param = forward(tensor.param, element * (param_type == FloatType::kFp32 ? 4 : 2));
     grad = forward(gradient, element * (grad_type == FloatType::kFp32 ? 4 : 2));
     tensor.m = forward(tensor.m, element);
-    tensor.v = forward(tensor.v, Kind == StateKind::kPower4 ? element / 2 : element);
+    tensor.v = forward(tensor.v, element);
     tensor.weight_state = forward(tensor.weight_state, element * weight_state_bytes(tensor.weight_storage));
   }
 };
@@ -344,31 +340,6 @@ template <class Vectors> struct LaneDithers {
   MEMKERN_DEVICE float u(int i) const { return rounding.u(at.position(i)); }
   MEMKERN_DEVICE float rest(int i) const { return rounding.rest(at.position(i)); }
 };
-
-// The bytes of a whole vector's codes of 4 bits.
-MEMKERN_DEVICE Span packed(const Span& at) { return packed_span(at.offset / 2, kVector, true); }
-MEMKERN_DEVICE Parts packed(const Parts& at) { return {at.offset / 2, at.distance / 2}; }
-
-// Loads a vector of the second moment's codes as they are in memory. 4-bit codes fill the first word or, of a
-// vector in parts, the lower halves of both: joining them here, or converting uint16_t, would wait for them.
-template <StateKind Kind> MEMKERN_DEVICE Codes load_root_codes(const void* array, const Span& at) {
-  if constexpr (Kind == StateKind::kPower4) return {load_pairs(array, packed(at)), 0};
-  return load_codes(array, at);
-}
-template <StateKind Kind> MEMKERN_DEVICE Codes load_root_codes(const void* array, const Parts& at) {
-  if constexpr (Kind != StateKind::kPower4) return load_codes(array, at);
-  const Parts bytes = packed(at);
-  const uint8_t* p = static_cast<const uint8_t*>(array) + bytes.offset;
-  return {load_half_word(p), load_half_word(p + bytes.distance)};
-}
-
-template <StateKind Kind, class At>
-MEMKERN_DEVICE void store_root_codes(void* array, const At& at, const Codes& codes) {
-  if constexpr (Kind == StateKind::kPower4)
-    store_packed(array, packed(at), codes);
-  else
-    store_codes(array, at, codes);
-}
 
 // The smallest magnitude. NaN is ignored.
 MEMKERN_DEVICE float absmin(const float (&x)[kVector]) {

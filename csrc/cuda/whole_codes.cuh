@@ -40,9 +40,7 @@ struct ScaleFormula {
 
 // The same as decode<kPower, false>: unit * (q * q), rounded once. Adding q * q to the bits of 2^23 makes the
 // float 2^23 + q * q; the fma subtracts 2^23 * unit, which is exact because no scale of w exceeds 2^64.
-template <StateKind Kind>
-MEMKERN_DEVICE void decode_root(const Codes& loaded, float unit, float (&w)[kVector]) {
-  const Codes codes = Kind == StateKind::kPower4 ? unpack_pairs(loaded.x | loaded.y << 16) : loaded;
+MEMKERN_DEVICE void decode_root(const Codes& codes, float unit, float (&w)[kVector]) {
 #pragma unroll
   for (int i = 0; i < kVector; ++i) {
     const uint32_t q = __byte_perm(i < 4 ? codes.x : codes.y, 0, 0x4440u + i % 4);

@@ -53,8 +53,6 @@ PATHS = {
         "adam_tiles<1, 1>",
         ADAM | {"LDG.128": 3, "STG.128": 2, "LDG": 5, "STG": 4},
     ),
-    "AdamW fp32, v in 4 bits": ("adam_tiles<3, 0>", ADAM_FP32),
-    "AdamW bf16, v in 4 bits": ("adam_tiles<3, 0>", ADAM_BF16 | {"STG.64": 1, "F2FP.BF16": 8}),
     "Lion fp32": ("lion_tiles<1, 0>", LION_FP32),
     "Lion bf16": ("lion_tiles<1, 0>", LION_BF16),
     "LAMB norms fp32": ("lamb_norm_tiles<1, 0>", {"LDG.128": 4, "LDG": 8, "SHFL": 2, "MUFU": 16}),

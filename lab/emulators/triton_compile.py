@@ -74,9 +74,8 @@ def has_fast_path(variant: Any) -> bool:
     """memkern/triton/fast_path.py: a branch that usual tiles do not take."""
     from memkern.triton import codec
 
-    kinds = codec.POWER.value, codec.POWER4.value
     of_adam = variant.kernel.__name__ in ("adam_tiles", "lamb_tiles", "lamb_norm_tiles")
-    return of_adam and variant.constants["KIND"] in kinds
+    return of_adam and variant.constants["KIND"] == codec.POWER.value
 
 
 def all_facts() -> dict[tuple[str, str], Compiled]:

@@ -12,12 +12,12 @@ from memkern.fewbit.tables import LEVELS, TWO_BRANCHES
 from memkern.quant.codec import ACTIVATIONS
 from memkern.triton import activation, blockwise, grad_norm, muon, trust_ratio
 from memkern.triton.launch import TILE, rows_of
-from memkern.triton.weights import ERROR8, ERROR16, FP32_COPY, STOCHASTIC
+from memkern.triton.weights import ERROR8, ERROR16, STOCHASTIC
 from tests.support.optimizers import SPECS, OptimizerSpec
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942")
 FP32, BF16, FP16 = range(3)  # in memkern.quant.layout.FLOATS
-POWER, DYNAMIC, POWER4, PLAIN = 1, 2, 3, 0
+POWER, DYNAMIC, PLAIN = 1, 2, 0
 
 # Argument types by name, for all kernels; what is not here is an i32 or a constant.
 TYPES = {
@@ -72,21 +72,14 @@ STEP_TILES = {
     "fp32 states, fp32, unaligned": tile(PLAIN, FP32, FP32, vector=1),
     "power, bf16+8": tile(POWER, ERROR8.value, BF16),
     "power, bf16+16": tile(POWER, ERROR16.value, BF16),
-    "power, bf16 and a copy": tile(POWER, FP32_COPY.value, BF16, vector=4),
     "power, bf16, stochastic": tile(POWER, STOCHASTIC.value, BF16),
     "fp32 states, bf16+8": tile(PLAIN, ERROR8.value, BF16),
-}
-FOUR_BITS = {  # of Adam alone
-    "4 bits, fp32": tile(POWER4, FP32, FP32),
-    "4 bits, bf16": tile(POWER4, BF16, BF16),
-    "4 bits, fp32, ragged": tile(POWER4, FP32, FP32, vector=1, flat=False),
-    "4 bits, bf16+8": tile(POWER4, ERROR8.value, BF16),
 }
 EVERYWHERE = {"muon: power, bf16 and fp32"}.union(*(spec.everywhere for spec in SPECS.values()))
 COMMON = ("power, fp32", "power, bf16", "power, fp32, ragged", "dynamic, fp32", "fp32 states, bf16")
 
 
-GROUPS = {"all": STEP_TILES, "4 bits": FOUR_BITS}  # of OptimizerSpec.triton
+GROUPS = {"all": STEP_TILES}  # of OptimizerSpec.triton
 
 
 def _steps(name: str, kernel: Any, variants: Any) -> dict[str, Variant]:
@@ -98,7 +91,7 @@ def _steps(name: str, kernel: Any, variants: Any) -> dict[str, Variant]:
             constants["ROWS"] * constants["BLOCK_SIZE"],
             f"{name}: {variant}" in EVERYWHERE,
         )
-        for variant, constants in {**STEP_TILES, **FOUR_BITS}.items()
+        for variant, constants in STEP_TILES.items()
         if variant in variants
     }
 
@@ -141,7 +134,6 @@ MUON_APPLY = {  # updates are in the gradients' place
     "fp32": tile(PLAIN, FP32, BF16),
     "bf16": tile(PLAIN, BF16, BF16, vector=8),
     "bf16+8": tile(PLAIN, ERROR8.value, BF16, vector=8),
-    "bf16 and a copy": tile(PLAIN, FP32_COPY.value, BF16),
 }
 
 KERNELS: dict[str, Variant] = {

@@ -1,7 +1,7 @@
 """The step on the host beside the step in memory, and the loss in chunks.
 
 Medians of interleaved runs on the CPU. The step: four GPT-2 blocks and an embedding, 36 M parameters, a bf16 model with
-fp32 weights beside it in both places; ``copies`` are those that a device with its own memory needs, made by the CPU
+fp32's bits of its weights in both places; ``copies`` are those that a device with its own memory needs, made by the CPU
 itself here. The loss: 512 tokens of width 384, GPT-2's vocabulary, forward and backward, each in processes of its own
 in turn; bytes are the peak of the resident set above what was there.
 """
@@ -57,7 +57,7 @@ def parameters(dtype: torch.dtype) -> list[nn.Parameter]:
 def steps(runs: int) -> Iterator[dict[str, str]]:
     for build in (optim.AdamW, optim.AdamW8bit):
         for dtype in (torch.float32, torch.bfloat16):
-            master: dict[str, Any] = {"master_weights": "fp32"} if dtype == torch.bfloat16 else {}
+            master: dict[str, Any] = {"master_weights": "bf16+16"} if dtype == torch.bfloat16 else {}
             plain = build(parameters(dtype), min_8bit_size=0, **master)
             ways: dict[str, Callable[[], Any]] = {"in memory": plain.step}
             for name, transfers in (

@@ -94,8 +94,6 @@ BYTES = {
     "AdamW bf16": 2 + 4 + 4 + SCALES,
     "AdamW bf16+8": 2 + 4 + 4 + 2 + SCALES,
     "AdamW bf16+16": 2 + 4 + 4 + 4 + SCALES,
-    "AdamW fp32, v in 4 bits": 4 + 8 + 3 + SCALES,
-    "AdamW bf16, v in 4 bits": 2 + 4 + 3 + SCALES,
     "LAMB norms fp32": 4 + 4 + 2 + SCALES / 2,
     "LAMB norms bf16": 2 + 2 + 2 + SCALES / 2,
     "LAMB bf16": 2 + 4 + 4 + SCALES,
@@ -124,8 +122,6 @@ BYTES = {
 KERNELS = {
     "AdamW fp32": "adam_tiles<1, 0>",
     "AdamW bf16": "adam_tiles<1, 0>",
-    "AdamW fp32, v in 4 bits": "adam_tiles<3, 0>",
-    "AdamW bf16, v in 4 bits": "adam_tiles<3, 0>",
     "Lion fp32": "lion_tiles<1, 0>",
     "Lion bf16": "lion_tiles<1, 0>",
     "LAMB norms fp32": "lamb_norm_tiles<1, 0>",
@@ -149,7 +145,6 @@ OTHERS = {
 # (csrc/cuda/whole_blocks.cuh), two vectors in norms of gradients.
 WRITTEN = {
     **{path: (4 if "fp32" in path else 2) + 2 + SCALES / 2 for path in ("AdamW fp32", "AdamW bf16", "LAMB bf16")},
-    **{"AdamW fp32, v in 4 bits": 5.5 + SCALES / 2, "AdamW bf16, v in 4 bits": 3.5 + SCALES / 2},
     **{f"{name} fp32": 5 + SCALES / 4 for name in ("Lion", "LARS")},
     **{f"{name} bf16": 3 + SCALES / 4 for name in ("Lion", "LARS")},
     **{f"{name} {dtype}": 0 for name in ("LAMB norms", "LARS norms", "grad norm") for dtype in ("fp32", "bf16")},
@@ -159,7 +154,7 @@ WRITTEN = {
 # Those whose vectors are copied to shared memory (kCanCopy), so many turns ahead, or one where that is 100 KB
 # (csrc/cuda/tile.cuh).
 COPIED = (
-    *("AdamW bf16", "AdamW bf16, v in 4 bits", "LAMB norms bf16", "LAMB bf16"),
+    *("AdamW bf16", "LAMB norms bf16", "LAMB bf16"),
     *("Lion bf16", "LARS norms bf16", "LARS bf16", "Muon momentum bf16"),
 )
 COPIES_AHEAD, SMALL_SHARED_MEMORY = 3, ("sm_86", "sm_89", "sm_120")
@@ -261,7 +256,6 @@ MEASURED = {
     f"{kernel} {dtype}{ending}": (f"{case}, {dtype}", contender)
     for kernel, ending, case, contender in (
         ("AdamW", "", "AdamW8bit, one tensor", "memkern AdamW8bit"),
-        ("AdamW", ", v in 4 bits", "AdamW8bit, one tensor", "memkern AdamW, 8 and 4 bits"),
         ("Lion", "", "Lion8bit, one tensor", "memkern Lion8bit"),
         ("grad norm", "", "grad norm, 1 tensors", "memkern grad norm"),
         ("power codes", "", "saved tensors", "memkern power codes"),

@@ -36,7 +36,6 @@ RECORD = json.loads(cuda_kernels.RECORD.read_text())
 BUDGET = {
     **{"AdamW fp32": 125, "AdamW bf16": 79, "Lion fp32": 109, "Lion bf16": 63},
     **{"AdamW bf16+8": 94, "AdamW bf16+16": 110},  # 12.13 and 14.13 bytes
-    **{"AdamW fp32, v in 4 bits": 121, "AdamW bf16, v in 4 bits": 75},  # 15.63 and 9.63 bytes
     **{"LAMB norms fp32": 78, "LAMB norms bf16": 47, "LAMB bf16": 79},  # 10.06, 6.06 and 10.13 bytes
     **{"LARS norms fp32": 70, "LARS norms bf16": 39},  # 9.03 and 5.03 bytes
     **{"LARS fp32": 109, "LARS bf16": 63, "grad norm fp32": 31, "grad norm bf16": 16},
@@ -51,7 +50,6 @@ BUDGET = {
 LIMIT = {
     **{**BUDGET, "AdamW fp32": 70, "AdamW bf16": 57, "Lion fp32": 43, "Lion bf16": 41, "LAMB norms bf16": 45},
     **{"LAMB norms fp32": 48, "LAMB bf16": 66, "LARS fp32": 38, "LARS bf16": 35, "Muon momentum bf16": 30},
-    **{"AdamW fp32, v in 4 bits": 77, "AdamW bf16, v in 4 bits": 69},
     **{"power codes bf16": 19, "GELU 3-bit forward fp32": 39},
 }
 
@@ -113,7 +111,7 @@ def test_loads_are_a_vector_ahead(arch: str) -> None:
     """Parameters, gradients, codes and scales of the next vector are asked for before anything waits for those of this
     one."""
     ways = cuda_kernels.main_paths(cuda_kernels.compiled(arch)[0], arch)
-    adam = ("AdamW fp32", "AdamW bf16", "AdamW fp32, v in 4 bits", "AdamW bf16, v in 4 bits")
+    adam = ("AdamW fp32", "AdamW bf16")
     for path in (
         *adam,
         "LAMB bf16",

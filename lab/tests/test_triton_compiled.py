@@ -30,7 +30,7 @@ PER_BYTE = 132 * 128 * 1.98e9 / 4.3e12
 # Read and written per parameter or element, with scales of blocks of 128.
 BYTES = {
     **{"adam: power, fp32": 16.13, "adam: power, bf16": 10.13, "adam: power, bf16+8": 12.13},
-    **{"adam: power, bf16+16": 14.13, "adam: 4 bits, fp32": 15.13, "adam: 4 bits, bf16": 9.13},
+    "adam: power, bf16+16": 14.13,
     **{
         "lion: power, fp32": 14.06,
         "lion: power, bf16": 8.06,
@@ -58,7 +58,6 @@ BYTES = {
 # tile, and then take 5 and 7. CUDA's bf16 kernels also compute parameters from approximate roots. SiLU has a division,
 # "from output" a root and two sides' coefficients to choose from; in codes of bf16 it is the rounding.
 ABOVE = {
-    **{"adam: 4 bits, bf16": 84},
     **{"lamb: power, bf16": 83, "lamb norms: power, bf16": 58},
     **{"quantize: power, unsigned, bf16": 34.5, "few_bit: encode, bf16": 19.5},
     **{"few_bit: silu, bf16": 48, "few_bit: backward from output, bf16": 62.5},

@@ -1,6 +1,5 @@
 """Drop-in optimizers with block-wise 8-bit or 32-bit states, and converters of other libraries' states."""
 
-from .accumulation import accumulate
 from .adam import Adam, Adam8bit, AdamW, AdamW8bit
 from .backward import StepInBackward
 from .convert import (
@@ -8,9 +7,7 @@ from .convert import (
     from_torch_muon_state_dict,
     from_torch_state_dict,
     load_fp32_state_dict,
-    to_bitsandbytes_state_dict,
     to_fp32_state_dict,
-    to_torch_muon_state_dict,
     to_torch_state_dict,
 )
 from .foreign import GlobalOptimManager as GlobalOptimManager  # not in __all__: every use of it raises
@@ -39,15 +36,12 @@ __all__ = [
     "Muon8bit",
     "SGD8bit",
     "StepInBackward",
-    "accumulate",
     "from_bitsandbytes_state_dict",
     "from_torch_muon_state_dict",
     "from_torch_state_dict",
     "load_fp32_state_dict",
     "muon_groups",
     "param_groups",
-    "to_bitsandbytes_state_dict",
     "to_fp32_state_dict",
-    "to_torch_muon_state_dict",
     "to_torch_state_dict",
 ]

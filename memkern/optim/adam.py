@@ -42,9 +42,7 @@ class Adam(BlockwiseOptimizer):
         capturable: for CUDA graphs: lr becomes a tensor on the parameters' device, which schedulers fill in place, so
             that a replay sees their changes. Everything else of a step is on the device already. Default False.
         decoupled_weight_decay: as in torch.optim.Adam. Default False.
-        state_bits: 32; 8 for moments as codes; (8, 4) for the second moment in 4 bits, with codec ``"power"``: in
-            a closed loop updates are off by 33 % (with 8 bits for both by 6 %); a small GPT trained as well, an MLP
-            whose inputs span four decades ended with an 18 % larger error. Default 32.
+        state_bits: 32, or 8 for moments as codes. Default 32.
         block_size: elements that share one fp32 scale, a multiple of 8 from 8 to 4096. Default 128.
         codec: ``"power"`` or ``"dynamic"`` (see :mod:`memkern.quant.codec`). Default ``"power"``.
         min_8bit_size: tensors with fewer elements, and 1-D tensors with fewer than 16 times as many, keep 32-bit
@@ -52,10 +50,9 @@ class Adam(BlockwiseOptimizer):
         max_grad_norm: clips all gradients together to this norm inside the step, by the formula of
             torch.nn.utils.clip_grad_norm_, after unscaling; ``p.grad`` is not written. Default None.
         master_weights: what is kept of bf16 parameters, which lose each update below half a unit in the last place:
-            ``"fp32"`` a copy in fp32 (``master_weight``, 4 bytes per parameter); ``"bf16+16"`` the rounding error in 16
-            bits (``weight_error``, int16): fp32's bits in 4 bytes in all; ``"bf16+8"`` the error in 8 bits (int8):
-            weights of 24 bits, stochastically rounded. A step goes on from the weight that is there, whoever has
-            written it: a copy counts where it rounds to it, an error is relative to it. Default None.
+            ``"bf16+16"`` the rounding error in 16 bits (``weight_error``, int16): fp32's bits in 4 bytes in all;
+            ``"bf16+8"`` the error in 8 bits (int8): weights of 24 bits, stochastically rounded. A step goes on from the
+            weight that is there, whoever has written it, and an error is relative to it. Default None.
         stochastic_rounding: bf16 parameters are rounded up or down with the probability of their nearness, nothing is
             kept. Random bits come from the position in a block and the step, so runs repeat. Default False.
 
@@ -69,16 +66,13 @@ class Adam(BlockwiseOptimizer):
     The state is ``step`` (fp32), ``exp_avg`` and ``exp_avg_sq``, in 8 bits with ``exp_avg_scale`` and
     ``exp_avg_sq_scale``; ``exp_avg_sq`` holds codes of sqrt(v) (``power``) or v (``dynamic``). 8-bit states take
     2 + 8 / block_size bytes per parameter, and a step reads and writes 16.13 bytes per fp32 parameter (10.13 in bf16;
-    12.13 with bf16+8, 14.13 with bf16+16). With ``state_bits=(8, 4)`` two codes of ``exp_avg_sq`` lie in a byte: uint8
-    of shape (rows, ceil(columns / 2)), see ``BlockLayout.packed_shape`` in :mod:`memkern.quant.layout`; 1.5 + 8 /
-    block_size bytes, and a step one byte less. ``weight_error`` or ``master_weight`` is there with ``master_weights``.
+    12.13 with bf16+8, 14.13 with bf16+16). ``weight_error`` is there with ``master_weights``.
 
     Differs from torch.optim: states are fp32 (or 8 bits) whatever the parameter's dtype, gradients stay as they are
     under a GradScaler.
 
     Raises:
-        ValueError: an option out of range or not supported, a parameter whose elements overlap in memory, with
-            ``state_bits=(8, 4)`` one whose shards end inside blocks.
+        ValueError: an option out of range or not supported, a parameter whose elements overlap in memory.
         TypeError: a parameter of another dtype.
 
     Sources: Kingma and Ba, "Adam: A Method for Stochastic Optimization" (arXiv 1412.6980); Dettmers et al., "8-bit
@@ -191,7 +185,7 @@ class Adam8bit(Adam):
         params, lr, betas, eps, weight_decay, amsgrad, maximize: as in torch.optim.Adam.
         foreach, fused: accepted and ignored. differentiable: must be False. capturable: for CUDA graphs.
         decoupled_weight_decay: decay as AdamW does. Default False.
-        state_bits: default 8; 32 for moments in fp32, (8, 4) for the second one in 4 bits.
+        state_bits: default 8; 32 for moments in fp32.
         block_size, codec, min_8bit_size: how moments are stored, see :class:`Adam`; tensors with fewer than
             ``min_8bit_size`` elements (1-D ones: 16 times as many) keep fp32.
         max_grad_norm: clips all gradients together to this norm inside the step. Default None.
@@ -209,7 +203,7 @@ class AdamW8bit(AdamW):
     Args:
         params, lr, betas, eps, weight_decay, amsgrad, maximize: as in torch.optim.AdamW.
         foreach, fused: accepted and ignored. differentiable: must be False. capturable: for CUDA graphs.
-        state_bits: default 8; 32 for moments in fp32, (8, 4) for the second one in 4 bits.
+        state_bits: default 8; 32 for moments in fp32.
         block_size, codec, min_8bit_size: how moments are stored, see :class:`Adam`; tensors with fewer than
             ``min_8bit_size`` elements (1-D ones: 16 times as many) keep fp32.
         max_grad_norm: clips all gradients together to this norm inside the step. Default None.

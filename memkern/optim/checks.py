@@ -15,8 +15,8 @@ from ..quant.blockwise import check_codec
 from ..quant.layout import FLOATS, check_block_size, overlaps
 from ..schemas import StepOp
 from . import weights
-from .dtensor.shards import check_placements, cuts_blocks
-from .format import Format, check_state_bits, takes_8bit_state
+from .dtensor.shards import check_placements
+from .format import Format, check_state_bits
 
 
 def check_torch_options(optimizer: str, **options: bool) -> None:
@@ -107,7 +107,7 @@ def check_group(group: dict[str, Any], op: StepOp) -> None:
     weights.check_options(group)
     check_block_size(group["block_size"])
     check_codec(group["codec"])
-    check_state_bits(group, op)
+    check_state_bits(group)
     norm = group["max_grad_norm"]
     if norm is not None and not (isinstance(norm, Real) and float(norm) > 0):
         raise ValueError(f"max_grad_norm must be None or more than 0, got {norm!r}")
@@ -147,12 +147,6 @@ def check_param(p: Tensor, group: dict[str, Any]) -> None:
         raise ValueError(
             f"params must have each element at a place of its own in memory, got shape {tuple(p.shape)} with strides "
             f"{p.stride()}; use tensor.contiguous() or clone()"
-        )
-    if Format.of(group).has_4bit_codes and takes_8bit_state(p, group) and cuts_blocks(p, group["block_size"]):
-        raise ValueError(
-            "state_bits must be 8 or 32 where shards end inside blocks, got (8, 4) for a parameter of shape "
-            f"{tuple(p.shape)} with placements {p.placements} and block_size={group['block_size']}: two ranks would "  # type: ignore[attr-defined]
-            "have codes of one byte; a block_size that divides a rank's rows or columns avoids it"
         )
 
 

@@ -106,8 +106,6 @@ def prepared(target: Target, state_dict: dict[str, Any]) -> tuple[dict[str, Any]
         make_plain(older[k], target.defaults)
         target.check_group({**older[k], "params": own["params"]})
         fixed = {key: own[key] for key in OWN_OPTIONS} | target.fixed_options
-        if fixed["state_bits"] == (8, 4):
-            fixed["codec"] = "power"  # the only one with 4 bits
         if differing := [f"{key} {older[k][key]} -> {x}" for key, x in fixed.items() if older[k][key] != x]:
             changes.append(f"group {k}: {', '.join(differing)}")
         whole = {"max_grad_norm": own["max_grad_norm"], "capturable": own["capturable"]}
@@ -152,9 +150,7 @@ def _state(target: Target, i: Any, state: Any, p: Tensor, older: Group, newer: G
     elif isinstance(step, Tensor) and step.numel() == 1 and not step.is_complex():
         state = {**state, "step": step.float()}
     state = {
-        key: placed(key, x, p, format.block_size, key in op.moments and format.packs(x))
-        if isinstance(x, Tensor) and key in ENTRIES
-        else x
+        key: placed(key, x, p, format.block_size) if isinstance(x, Tensor) and key in ENTRIES else x
         for key, x in state.items()
     }
     like, state = _as_saved(target.name, op, i, state, p)
@@ -256,10 +252,6 @@ def check_state(name: str, op: StepOp, i: Any, state: dict[str, Any], p: Tensor,
                 refuse(
                     f"{key} must be {dtype} of shape {tuple(p.shape)}, got {value.dtype} of shape {tuple(value.shape)}"
                 )
-        elif coded and key in op.moments and Format.of(group).packs(value):
-            shape = layout_of(dense_like(p), group["block_size"]).packed_shape
-            if tuple(value.shape) != shape:
-                refuse(f"{key} must have the shape {shape} for codes of 4 bits, got {tuple(value.shape)}")
         elif key in op.moments:
             _check_moment(refuse, key, value, p, coded, op.moments[key])
     # SGD and Lion may have such numbers of their own; Adam's m and v cannot both.

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from .. import _ops
-from ..quant.codec import CODECS, POWER4
 from ..quant.layout import extent, is_dense
 from ..reference.state import check_step
 from ..schemas import AMSGRAD_STEP, MUON_STEP, StepArgs, StepOp
@@ -147,7 +146,6 @@ class StepPlan:
         """The call of these parameters, with their states."""
         op = entries[places[0]].op
         states = [entries[i].state for i in places]
-        codecs = [Format.of(g).codec_number for g in groups]
         args = StepArgs(
             params=[entries[i].param for i in places],
             grads=(),
@@ -157,7 +155,7 @@ class StepPlan:
             trust_ratios=[s["trust_ratio"] for s in states] if op.has_trust_ratios else [],
             weight_states=[s[key] for s in states for key in weights.KEYS if key in s],
             group=[entries[i].group for i in places],
-            codec=[c if op.has_4bit_codes or c != POWER4 else CODECS["power"] for c in codecs],
+            codec=[Format.of(g).codec_number for g in groups],
             block_size=[g["block_size"] for g in groups],
             weight_storage=[weights.storage_of(g) for g in groups],
         )

@@ -10,7 +10,7 @@ from typing import Any, TypedDict
 class StorageOptions(TypedDict, total=False):
     """How states and bf16 weights are stored. A group may have its own."""
 
-    state_bits: int | tuple[int, int]
+    state_bits: int
     block_size: int
     codec: str
     min_8bit_size: int

@@ -13,7 +13,7 @@ from torch.utils._pytree import register_pytree_node
 from .. import _ops
 from ..quant.blockwise import dequantize_blockwise
 from ..quant.layout import EVERY_ROW, arithmetic, is_dense, layer_count, layout_of, same_layout
-from ..reference.blockwise import dequantize_packed, quantize_packed, sqrt
+from ..reference.blockwise import sqrt
 from ..schemas import AMSGRAD_STEP, STEP_OPS, StepOp
 from . import weights
 from .dtensor import blocks, shards
@@ -106,7 +106,7 @@ class State(dict[str, Any]):
                     "params must be contiguous; call .contiguous() before they are sharded"
                 )
             x = x if shards.is_dtensor(x) else x.to(new.device)
-            found[key] = shards.placed(key, x, new, format.block_size, format.packs(x)).to(new.device)
+            found[key] = shards.placed(key, x, new, format.block_size).to(new.device)
         return found
 
 
@@ -171,10 +171,7 @@ def initial_state(op: StepOp, p: Tensor, group: dict[str, Any]) -> dict[str, Ten
     coded = takes_8bit_state(p, group)
     for name, signed in op.moments.items():
         dtype = (torch.int8 if signed else torch.uint8) if coded else moment_dtype(p)
-        if dtype == torch.uint8 and Format.of(group).has_4bit_codes:
-            state[name] = shards.new_packed(p, dense_like(p), group["block_size"])
-        else:
-            state[name] = torch.zeros_like(p, dtype=dtype, requires_grad=False)
+        state[name] = torch.zeros_like(p, dtype=dtype, requires_grad=False)
     if coded:
         for name in op.moments:
             state[f"{name}_scale"] = shards.new_scale(p, dense_like(p), group["block_size"])
@@ -201,10 +198,6 @@ def store_moment(
         return {name: x}
     codec, signed, block_size = group["codec"], SIGNED[name], group["block_size"]
     rooted = codec == "power" and not signed
-    if rooted and Format.of(group).has_4bit_codes:
-        pack = blocks.quantize_packed if shards.is_dtensor(p) else quantize_packed
-        codes, scale = pack(sqrt(x), block_size, step)
-        return {name: codes, f"{name}_scale": scale}
     quantize = blocks.quantize if shards.is_dtensor(p) else _ops.quantize_blockwise
     codes, scale = quantize(sqrt(x) if rooted else x, codec, signed, block_size, step)
     return {name: codes, f"{name}_scale": scale}
@@ -217,10 +210,6 @@ def load_moment(name: str, state: State) -> Tensor:
         return codes.clone()
     assert format is not None
     scale, codec, block_size = state[f"{name}_scale"], format.codec, format.block_size
-    if format.packs(codes):
-        unpack = blocks.dequantize_packed if shards.is_dtensor(codes) else dequantize_packed
-        w = unpack(codes, scale, state["exp_avg"], block_size)  # which lies in memory as the parameter did
-        return w * w
     if shards.is_dtensor(codes):
         x = blocks.dequantize(codes, scale, codec, block_size)
     else:
@@ -242,8 +231,7 @@ def misfit(op: StepOp, state: State, p: Tensor) -> tuple[str, str] | None:
     wanted: dict[str, tuple[tuple[int, ...], Any]] = dict.fromkeys(weights.KEYS, (tuple(p.shape), None))
     for name, signed in op.moments.items():
         codes = torch.int8 if signed else torch.uint8
-        packed = coded and format.has_4bit_codes and not signed
-        wanted[name] = (layout.packed_shape if packed else tuple(p.shape), codes if coded else None)
+        wanted[name] = (tuple(p.shape), codes if coded else None)
         wanted[f"{name}_scale"] = (layout.scale_shape, torch.float32)
     for key, (shape, dtype) in wanted.items():
         if (x := entries.get(key)) is None or (tuple(x.shape) == shape and x.dtype == (dtype or x.dtype)):
@@ -283,8 +271,6 @@ def _converted(op: StepOp, state: State, p: Tensor, group: dict[str, Any]) -> di
     coded = wanted.has_codes and (was_coded or takes_8bit_state(p, group))
     like = dense_like(p)
     stored = [name for name in op.moments if name in entries]  # amsgrad may have come or gone
-    if was_coded:  # packed codes have a shape of their own, and the blocks of the others
-        stored = [name for name in stored if not before.packs(entries[name])]
     if any(entries[name].shape != p.shape for name in stored):
         return None  # the op has a message for this
     same_place = all(same_layout(entries[name], like) for name in stored)

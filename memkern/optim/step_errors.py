@@ -20,7 +20,7 @@ _LISTS = {
     "grads": "the gradient of parameter",
     "steps": "step of parameter",
     "trust_ratios": "trust_ratio of parameter",
-    "weight_states": "the rounding error or fp32 copy of parameter",
+    "weight_states": "the rounding error of parameter",
 }
 
 

@@ -8,19 +8,18 @@ import torch
 from torch import Tensor
 
 from ..quant.codec import WEIGHT_DROPPED_BITS, WEIGHTS
-from ..reference.weights import bits_of, float_of, join_weight, kept_weight
+from ..reference.weights import bits_of, join_weight
 from .dtensor.shards import local
 
 Group = dict[str, Any]
 
 MASTER_WEIGHTS = {
     None: {},
-    "fp32": {"master_weight": torch.float32},
     "bf16+16": {"weight_error": torch.int16},
     "bf16+8": {"weight_error": torch.int8},
 }
 """Values of ``master_weights``, and the entry that each adds to a parameter's state."""
-KEYS = ("weight_error", "master_weight")
+KEYS = ("weight_error",)
 
 
 def check_options(group: Group) -> None:
@@ -58,22 +57,18 @@ def keys_of(group: Group) -> list[str]:
 
 
 def initial_state(p: Tensor, group: Group) -> dict[str, Tensor]:
-    """The entries before the first step: an error of zero, or the parameter's value in fp32."""
+    """The entries before the first step: an error of zero."""
     return {
         key: torch.zeros_like(p, dtype=dtype, requires_grad=False)
-        if key == "weight_error"
-        else torch.empty_like(p, dtype=dtype, requires_grad=False).copy_(p.detach())
         for key, dtype in MASTER_WEIGHTS[group["master_weights"]].items()
     }
 
 
 def fp32_weight(p: Tensor, state: dict[str, Tensor]) -> Tensor:
-    """The weights that a step reads: a parameter joined with its state's error or copy, as new fp32 values."""
+    """The weights that a step reads: a parameter joined with its state's error, as new fp32 values."""
     p = p.detach()
     found, own = torch.empty_like(p, dtype=torch.float32), local(p)
-    if (master := state.get("master_weight")) is not None:
-        x = kept_weight(own, local(master))
-    elif (error := state.get("weight_error")) is not None:
+    if (error := state.get("weight_error")) is not None:
         dropped = WEIGHT_DROPPED_BITS["bf16+8" if error.dtype == torch.int8 else "bf16+16"]
         x = join_weight(own, local(error), dropped)
     else:
@@ -83,18 +78,13 @@ def fp32_weight(p: Tensor, state: dict[str, Tensor]) -> Tensor:
 
 
 def state_from_fp32(p: Tensor, x: Tensor, group: Group) -> dict[str, Tensor]:
-    """The error or copy that ``master_weights`` keeps of fp32 weights ``x`` beside ``p``, to which x rounds.
+    """The error that ``master_weights`` keeps of fp32 weights ``x`` beside ``p``, to which x rounds.
 
-    In 8 bits the error is rounded to the nearest, and is at most 127 units. In fp32 a tie, which an error may stand for
-    and which rounds to another bf16 value than p, becomes its neighbour on p's side: a copy must round to p to count.
+    In 8 bits it is rounded to the nearest, and is at most 127 units.
     """
     state = initial_state(p, group)
     p, x = local(p.detach()).float(), local(x).float()
-    if "master_weight" in state:
-        side = (bits_of(p) - bits_of(x)).sign()
-        counts = bits_of(kept_weight(p, x)) == bits_of(x)
-        local(state["master_weight"]).copy_(torch.where(counts, x, float_of(bits_of(x) + side)))
-    elif "weight_error" in state:
+    if "weight_error" in state:
         dropped = WEIGHT_DROPPED_BITS[group["master_weights"]]
         error = bits_of(x) - bits_of(p)
         error = (error + (1 << dropped >> 1) >> dropped).clamp(max=(2**15 >> dropped) - 1)

@@ -10,13 +10,12 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..options import OptionError, Techniques, not_allowed
+from ..options import STATE_BITS, OptionError, Techniques, not_allowed
 from .prediction import Prediction, Predictor
 
 PRECISIONS: tuple[dict[str, Any], ...] = (
     {"precision": "fp32"},
     {"precision": "bf16-mixed"},
-    {"precision": "bf16", "master_weights": "fp32"},
     {"precision": "bf16", "master_weights": "bf16+16"},
     {"precision": "bf16", "master_weights": "bf16+8"},
 )
@@ -98,7 +97,7 @@ class Chooser:
         found: dict[Techniques, None] = {}  # in order, each once
         tried: set[str] = set()
         for precision, bits, saving, chunk, place, shape in itertools.product(
-            PRECISIONS, (32, 8), self.saving, chunks, self.places, shapes
+            PRECISIONS, STATE_BITS, self.saving, chunks, self.places, shapes
         ):
             choices = {
                 **precision,

@@ -116,7 +116,7 @@ def _optimizer_line(t: Techniques) -> str:
     name = f"{'torch' if t.is_torch else 'memkern'}.optim.{t.optimizer_class}"
     if not t.is_torch:
         options += f", state_bits={t.state_bits}"
-        options += f', master_weights="{t.master_weights}"' if t.master_weights and not t.host_copies else ""
+        options += f', master_weights="{t.master_weights}"' if t.master_weights else ""
     if t.step_in_backward:
         return f"optimizer = memkern.optim.StepInBackward({name}, {params}, {options})"
     if t.offload:

@@ -28,8 +28,6 @@ from .trace import Trace, aligned, record
 from .values import Values
 
 FEW = 3  # blocks of which traces are made: the first, the last and one between them
-ERRORS = ("weight_error", "master_weight")
-"""Entries of an optimizer's state that belong to the weights."""
 
 
 def chunked_loss(model: Any, batch: dict[str, Any], chunk: int) -> Tensor:
@@ -241,7 +239,7 @@ def _optimizer_bytes(params: list[nn.Parameter], groups: Sequence[Any], techniqu
     with live:
         optimizer.step()
     peak = live.peak
-    errors = _bytes(state[key] for state in optimizer.state.values() for key in ERRORS if key in state)
+    errors = _bytes(state["weight_error"] for state in optimizer.state.values() if "weight_error" in state)
     states = _bytes(_states(optimizer)) - errors
     if techniques.is_torch and params[0].device.type == "cuda":
         # Foreach allocates the root of every second moment.

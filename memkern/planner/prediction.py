@@ -144,8 +144,6 @@ class Predictor:
     def fixed(self, techniques: Techniques) -> Any:
         precision = "bf16" if techniques.precision == "bf16" else "fp32"
         kept = {name: getattr(techniques, name) for name in ("optimizer", "state_bits", "master_weights")}
-        if techniques.host_copies:
-            kept["master_weights"] = None
         return checked(self._fixed(Techniques(precision=precision, **kept)))
 
     def floor(self, techniques: Techniques) -> int:
@@ -211,7 +209,7 @@ class Predictor:
         fixed, on_host = self.fixed(techniques), self._is_on_host(techniques)
         leaves = techniques.step_in_backward or on_host
         accumulates = techniques.accumulation > 1 and not leaves
-        copies = 4 * fixed.count if techniques.host_copies else 0
+        copies = (4 if techniques.is_torch else 2) * fixed.count if techniques.host_copies else 0
         static = {
             "parameters": fixed.buffers if self._streams(techniques) else fixed.parameters,
             "errors": 0 if on_host else fixed.errors + copies,

@@ -14,8 +14,6 @@ magnitude ``s``.
     w. m, signed, without bias in its value: ``q = floor(sqrt(a))``, one more where
     ``a - q * q >= (1 - u) * (2 * q + 1)``, with u clamped to [2^-14, 1 - 2^-14], and then m's sign. To the nearest code
     both would freeze: v loses 0.1 % a step and never crosses half a code, nor does m below a tenth of the codes.
-
-    With ``state_bits=(8, 4)`` w has 4 bits: the same formulas with N = 15, two codes in a byte.
 ``dynamic``
     The dynamic tree map of Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (arXiv 2110.02861):
     the nearest of 256 fixed values, entry for entry those of bitsandbytes. A code is the entry's index less that of 0,
@@ -32,8 +30,6 @@ from itertools import pairwise
 
 CODECS = {"power": 0, "dynamic": 1}
 """Codec names and the numbers that stand for them in op arguments."""
-POWER4 = 2
-"""In the arguments of Adam's step: power codes, the second moment's in 4 bits."""
 
 ACTIVATIONS = {
     "gelu": 0,
@@ -80,7 +76,6 @@ def plane_bytes(numel: int) -> int:
 
 POWER_LEVELS_SIGNED = 127
 POWER_LEVELS_UNSIGNED = 255
-POWER4_LEVELS = 15
 
 # The dither: u = ((j * DITHER_J + step * DITHER_STEP) mod 2^32 >> DITHER_SHIFT) * 2^-24,
 # j the position inside the block. DITHER_J is 2^32 over the golden ratio, so that u is evenly spread along a block.
@@ -90,9 +85,9 @@ DITHER_SHIFT = 8
 DITHER_CLAMP = 2.0**-14
 """Signed codes keep u so far from 0 and 1: memkern/reference/blockwise.py says why."""
 
-WEIGHTS = {"nearest": 0, "stochastic": 1, "bf16+8": 2, "bf16+16": 3, "fp32": 4}
+WEIGHTS = {"nearest": 0, "stochastic": 1, "bf16+8": 2, "bf16+16": 3}
 """How a step stores a parameter, and the numbers that stand for it in op arguments: rounded to the nearest value of its
-dtype, or, bf16 alone, stochastically, with its rounding error in 8 or 16 bits, or with a copy in fp32.
+dtype, or, bf16 alone, stochastically, or with its rounding error in 8 or 16 bits.
 
 A bf16 weight with its error is fp32's bits in two pieces, as whole numbers ``u``::
 
@@ -104,8 +99,7 @@ A bf16 weight with its error is fp32's bits in two pieces, as whole numbers ``u`
 
     r = ((j * WEIGHT_J + step * WEIGHT_STEP) mod 2^32) >> (32 - d)      j: the position inside the block
 
-The next step goes on from the weight that is there, whoever has written it. An error is relative to it, and an fp32
-copy counts where it rounds to it (to nearest, ties to even); elsewhere the weight counts.
+The next step goes on from the weight that is there, whoever has written it: an error is relative to it.
 """
 WEIGHT_DROPPED_BITS = {"stochastic": 16, "bf16+8": 8, "bf16+16": 0}
 # 2^32 times the fractional parts of sqrt(2) and sqrt(3): independent of the dither's golden ratio.

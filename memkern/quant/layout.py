@@ -42,17 +42,6 @@ class BlockLayout(NamedTuple):
     def blocks(self) -> int:
         return self.numel // self.segment * self.blocks_per_segment if self.numel else 0
 
-    @property
-    def packed_shape(self) -> tuple[int, int]:
-        """The shape of 4-bit codes, two in a byte, the first in the low half.
-
-        A row of the parameter, ``cols >= block_size``, is a row of ``ceil(cols / 2)`` bytes. Of shorter rows each block
-        is one. A row begins with a byte of its own: after an odd number of elements the last half byte is 0.
-        """
-        if len(self.scale_shape) == 2:
-            return self.scale_shape[0], (self.segment + 1) // 2
-        return self.blocks, (self.block + 1) // 2
-
 
 def check_block_size(block_size: int) -> None:
     """Raises ValueError unless ``block_size`` is a multiple of 8 from 8 to 4096."""

@@ -78,22 +78,6 @@ def unpack_pairs(pairs: Tensor, count: int) -> Tensor:
     return torch.stack((pairs & 15, pairs >> 4), -1).flatten(-2)[..., :count]
 
 
-def pack_blocks(q: Tensor, layout: BlockLayout) -> Tensor:
-    """Codes of 4 bits (blocks, block) as bytes of ``layout.packed_shape``."""
-    if len(layout.scale_shape) == 2:
-        q = q.reshape(layout.scale_shape[0], -1)[:, : layout.segment]
-    return pack_pairs(q)
-
-
-def unpack_blocks(packed: Tensor, layout: BlockLayout) -> Tensor:
-    """The inverse of :func:`pack_blocks`; short blocks are padded with zeros."""
-    if len(layout.scale_shape) != 2:
-        return unpack_pairs(packed, layout.block)
-    pad = layout.blocks_per_segment * layout.block - layout.segment
-    rows = torch.nn.functional.pad(unpack_pairs(packed, layout.segment), (0, pad))
-    return rows.reshape(-1, layout.block)
-
-
 @lru_cache
 def _dynamic_tables(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
     return (
@@ -117,9 +101,9 @@ def round_signed(a: Tensor, u: Tensor | None) -> Tensor:
     return q + (a - q * q >= (1 - u) * (2 * q + 1)).float()
 
 
-def power_levels(codec: int, signed: bool) -> int:
-    """N of the power codecs."""
-    return C.POWER_LEVELS_SIGNED if signed else C.POWER4_LEVELS if codec == C.POWER4 else C.POWER_LEVELS_UNSIGNED
+def power_levels(signed: bool) -> int:
+    """N of the power codec."""
+    return C.POWER_LEVELS_SIGNED if signed else C.POWER_LEVELS_UNSIGNED
 
 
 def holdable(x: Tensor, signed: bool) -> Tensor:
@@ -143,7 +127,7 @@ def encode(
     finite = holdable(x, signed)
     magnitude = torch.where(finite, x.abs() if signed else torch.where(x > 0, x, 0), 0)
     scale = magnitude.amax(1) if x.numel() else x.new_zeros(x.shape[0])
-    levels = power_levels(codec, signed)
+    levels = power_levels(signed)
     # A tensor over a tensor: number / tensor would be reciprocal() * number, which rounds twice.
     factor = scale.new_tensor(1 if codec == DYNAMIC else levels * levels) / scale
     usable = factor.isfinite()[:, None]
@@ -171,7 +155,7 @@ def decode(q: Tensor, scale: Tensor, codec: int, decay: float = 1.0) -> Tensor:
     signed = q.dtype == torch.int8
     unit = to_fp32(decay) * scale
     if codec != DYNAMIC:
-        levels = power_levels(codec, signed)
+        levels = power_levels(signed)
         qf = q.float()
         return (unit / (levels * levels))[:, None] * (qf * qf.abs())
     table, _ = _dynamic_tables(signed, q.device)
@@ -183,10 +167,9 @@ def code_blocks(codes: Tensor, layout: BlockLayout) -> Tensor:
     return to_blocks(codes, layout).to(codes.dtype)
 
 
-def check_codec(codec: int, has_4bit_codes: bool = False) -> None:
-    if codec not in C.CODECS.values() and not (has_4bit_codes and codec == C.POWER4):
-        also = f" or {C.POWER4} (a second moment in 4 bits)" if has_4bit_codes else ""
-        raise ValueError(f"codec must be one of {C.CODECS}{also}, got {codec}")
+def check_codec(codec: int) -> None:
+    if codec not in C.CODECS.values():
+        raise ValueError(f"codec must be one of {C.CODECS}, got {codec}")
 
 
 def quantize_blockwise(
@@ -226,18 +209,4 @@ def dequantize_blockwise(codes: Tensor, scale: Tensor, codec: int, block_size: i
     layout = check_codes(codes, scale, block_size, dtype)
     out = torch.empty_like(codes, dtype=dtype)
     from_blocks(decode(code_blocks(codes, layout), scale.reshape(-1), codec), layout, out)
-    return out
-
-
-def quantize_packed(w: Tensor, block_size: int, step: int) -> tuple[Tensor, Tensor]:
-    """4-bit codes of w >= 0 and their scales, rounded as Adam's step does at that step. On any device."""
-    layout = layout_of(w, block_size)
-    q, scale = encode(to_blocks(w, layout), C.POWER4, False, dither(layout.block, step, w.device))
-    return pack_blocks(q, layout), scale.reshape(layout.scale_shape)
-
-
-def dequantize_packed(packed: Tensor, scale: Tensor, like: Tensor, block_size: int) -> Tensor:
-    """float32 values of 4-bit codes, of the shape and strides of ``like``, whose blocks they have."""
-    layout, out = layout_of(like, block_size), torch.empty_like(like, dtype=torch.float32)
-    from_blocks(decode(unpack_blocks(packed, layout), scale.reshape(-1), C.POWER4), layout, out)
     return out

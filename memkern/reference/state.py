@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..quant.codec import POWER4, WEIGHTS
+from ..quant.codec import WEIGHTS
 from ..quant.layout import FLOATS, BlockLayout, arithmetic, check_block_size, layout_of, same_layout
 from ..schemas import WEIGHT_STATES, StepArgs, StepOp
 from .blockwise import (
@@ -22,10 +22,8 @@ from .blockwise import (
     encode,
     from_blocks,
     number,
-    pack_blocks,
     sqrt,
     to_blocks,
-    unpack_blocks,
 )
 from .shard import ShardArgs, ShardLayout
 from .weights import load_weight, store_weight
@@ -128,7 +126,7 @@ def _check_groups(op: StepOp, args: StepArgs) -> None:
         if storage not in WEIGHTS.values():
             raise ValueError(f"weight_storage must be one of {WEIGHTS}, got {storage}")
     for codec, block_size in zip(args.codec, args.block_size, strict=True):
-        check_codec(codec, op.has_4bit_codes)
+        check_codec(codec)
         check_block_size(block_size)
     for t in args.lr:
         if t.numel() != 1 or t.dtype not in (torch.float32, torch.float64):
@@ -193,15 +191,8 @@ def _check_states(op: StepOp, args: StepArgs, i: int, used: int) -> bool:
     coded = moments[0].dtype != floats
     if coded and p.dtype == torch.float64:
         raise TypeError(f"params[{i}] is float64 and must have float64 states, got {moments[0].dtype}")
-    packed = coded and args.codec[args.group[i]] == POWER4
     for name, x in [("grads", args.grads[i]), *zip(op.moments, moments, strict=True)]:
-        if packed and op.moments.get(name) is False:
-            if (x.shape != layout.packed_shape and p.numel()) or not x.is_contiguous():
-                raise ValueError(
-                    f"{name}[{i}] must be contiguous, of shape {layout.packed_shape}, for codes of 4 bits of a "
-                    f"parameter of shape {tuple(p.shape)}, got {tuple(x.shape)} and {x.stride()}"
-                )
-        elif not same_layout(x, p):
+        if not same_layout(x, p):
             raise ValueError(
                 f"{name}[{i}] must have its parameter's shape and strides, {tuple(p.shape)} and {p.stride()}, "
                 f"got {tuple(x.shape)} and {x.stride()}"
@@ -276,8 +267,7 @@ def load_moment(state: Tensor, scale: Tensor | None, layout: BlockLayout, codec:
         x = to_blocks(state, layout)
         return number(decay, x) * x
     signed, scale = state.dtype == torch.int8, scale.reshape(-1)
-    packed = codec == POWER4 and not signed
-    codes = unpack_blocks(state, layout) if packed else code_blocks(state, layout)
+    codes = code_blocks(state, layout)
     if isinstance(layout, ShardLayout) and layout.cut:
         scale = scale[layout.numbers]
     if codec != DYNAMIC and not signed:
@@ -293,10 +283,7 @@ def store_moment(x: Tensor, state: Tensor, scale: Tensor | None, layout: BlockLa
         return
     signed = state.dtype == torch.int8
     q, s = encode_moment(sqrt(x) if codec != DYNAMIC and not signed else x, layout, codec, signed, step)
-    if codec == POWER4 and not signed:
-        state.copy_(pack_blocks(q, layout))
-    else:
-        from_blocks(q, layout, state)
+    from_blocks(q, layout, state)
     scale.copy_(s.reshape(scale.shape))
 
 

@@ -11,7 +11,6 @@ from .blockwise import from_blocks, to_blocks, weight_random
 
 DROPPED = {C.WEIGHTS[name]: bits for name, bits in C.WEIGHT_DROPPED_BITS.items()}
 """weight_storage -> how many of fp32's 32 bits are dropped, for the storages that round to a number of bits."""
-FP32 = C.WEIGHTS["fp32"]
 
 
 def bits_of(x: Tensor) -> Tensor:
@@ -33,13 +32,6 @@ def join_weight(p: Tensor, error: Tensor, dropped: int) -> Tensor:
     return torch.where(kept.isnan(), p, kept)
 
 
-def kept_weight(p: Tensor, copy: Tensor) -> Tensor:
-    """fp32 weights from bf16 weights and a copy in fp32: the copy where it rounds to p, else p."""
-    p = p.float()
-    kept = torch.where(bits_of(copy.bfloat16().float()) == bits_of(p), copy, p)
-    return torch.where(kept.isnan(), p, kept)
-
-
 def split_weight(x: Tensor, r: Tensor | int, dropped: int) -> tuple[Tensor, Tensor]:
     """Splits fp32 weights into bf16 weights, returned in fp32, and their errors, int32.
 
@@ -55,8 +47,6 @@ def load_weight(p: Tensor, state: Tensor | None, storage: int, layout: BlockLayo
     """A parameter in blocks: in fp64 if the parameter is, else in fp32."""
     if state is None:
         return to_blocks(p, layout)
-    if storage == FP32:
-        return kept_weight(to_blocks(p, layout), to_blocks(state, layout))
     return join_weight(to_blocks(p, layout), to_blocks(state, layout), DROPPED[storage])
 
 
@@ -68,6 +58,4 @@ def store_weight(x: Tensor, p: Tensor, state: Tensor | None, storage: int, layou
         x, error = split_weight(x, r, dropped)
         if state is not None:
             from_blocks(error.to(state.dtype), layout, state)
-    elif state is not None:
-        from_blocks(x, layout, state)
     from_blocks(x, layout, p)

@@ -12,7 +12,6 @@ from ..options import (
     PARALLEL,
     POSITIVE,
     RATE,
-    ROUNDINGS,
     WARMUP_FROM,
     OptionError,
     Techniques,
@@ -89,7 +88,6 @@ class TrainConfig:
     batch_factor: how many times as large a step's batch is as the one that lr is for, which lr_rule then scales
         (``large_batch.scale_lr``). The command line's default is the number of processes.
     warmup: default a tenth of the steps, at most 100; a cosine to lr / 10 follows.
-    gradient_rounding: "stochastic" is :func:`memkern.optim.accumulate`.
     """
 
     techniques: Techniques = dataclasses.field(default=Techniques(state_bits=8, micro_batch=4))
@@ -137,12 +135,6 @@ class TrainConfig:
     parallel: str = option("ddp", "of several processes: DDP, or FSDP2's shards", PARALLEL, group=TRAINING)
     eval_every: int = option(50, "steps between validations; the last step has one", at_least(1), group=TRAINING)
     eval_tokens: int = option(16384, "tokens of validation text", at_least(1), group=TRAINING)
-    gradient_rounding: str = option(
-        "nearest",
-        "of bf16 gradients that are added up over micro-batches; stochastic loses nothing on the average",
-        ROUNDINGS,
-        group=TECHNIQUES,
-    )
     pin_memory: bool = option(
         True, "pin the host's memory of --weights-on-host; without, copies are slower and do not overlap",
         (False, True), group=TECHNIQUES,
@@ -293,7 +285,7 @@ class TrainConfig:
             micro_batch=techniques.micro_batch,
             accumulation=techniques.accumulation,
         )
-        return self.replace(techniques=plain, clip=self.max_norm, gradient_rounding="nearest")
+        return self.replace(techniques=plain, clip=self.max_norm)
 
     def validate(self) -> None:
         """Raises OptionError for the first option that cannot be used. Looks at no file and no device."""
@@ -333,16 +325,6 @@ def check_model_options(config: TrainConfig) -> None:
 def check_techniques(config: TrainConfig) -> None:
     """Raises OptionError for an option and a technique that exclude each other."""
     techniques = config.techniques
-    if config.gradient_rounding == "stochastic":
-        for name, excluded, allowed in (
-            ("precision", techniques.precision != "bf16", "'bf16'"),
-            ("step_in_backward", techniques.step_in_backward, "False: there is one micro-batch to a step"),
-            ("offload", techniques.offload, "False: gradients are added up on the host"),
-            ("weights_on_host", techniques.weights_on_host, "None: fully_shard adds gradients up"),
-        ):
-            if excluded:
-                given = getattr(techniques, name)
-                raise OptionError(name, f"{given!r} given with --gradient-rounding stochastic; allowed: {allowed}")
     if techniques.step_in_backward:
         if config.max_norm > 0:
             text = "given with --step-in-backward; allowed: 0: the norm of all gradients is not known before the last"

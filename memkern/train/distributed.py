@@ -86,9 +86,6 @@ def check_micro_batches(config: TrainConfig, world: int) -> None:
     if config.techniques.step_in_backward and config.batch_factor != world:
         text = f"{config.batch_factor} given with --step-in-backward in {world} processes; allowed: {world}, a"
         raise OptionError("batch_factor", f"{text} micro-batch of each: gradients are freed as soon as they are there")
-    if world > 1 and config.gradient_rounding != "nearest":
-        text = f"{config.gradient_rounding!r} given in {world} processes, whose wrappers add up; allowed: nearest"
-        raise OptionError("gradient_rounding", text)
 
 
 def own_batches(batches: Sequence[Batch], group: Processes) -> list[Batch]:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from .. import memory
 from ..applying import autocast
-from ..optim import accumulate
 from ..options import OptionError, spelled
 from .build import Source, build_objective, build_optimizer, resolve_device, resolved, schedule
 from .config import DEFAULTED, FREE_ON_RESUME, TrainConfig
@@ -101,8 +100,6 @@ class Trainer:
         self.objective = build_objective(config, source, self.device)
         self.model = self.objective.model
         self.parallel = data_parallel(self.objective, config, self.group, self.device)
-        stochastic = config.gradient_rounding == "stochastic"
-        self.accumulation = accumulate(self.model) if stochastic else None
         self.optimizer = build_optimizer(config, self.model)
         self.scheduler = schedule(config, self.optimizer)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.techniques.autocast == "fp16")
@@ -158,8 +155,6 @@ class Trainer:
         counted: the first forward pass also counts what it saves for backward.
         """
         batches, count = self._next_batches()
-        if self.accumulation is not None:
-            self.accumulation.restart(self.steps_done * self.config.micro_batches)
         self._mark("begin")
         total = self._backward(batches, count, counted)
         if self.config.max_norm and not self.config.clips_in_step:

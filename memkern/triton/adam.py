@@ -8,10 +8,10 @@ import triton.language as tl
 from ..schemas import ADAM_STEP, StepArgs
 from . import step_table as st
 from .block_state import dequantize, load_moment, load_scale, store_codes, store_moment
-from .codec import DYNAMIC, POWER, POWER4
+from .codec import DYNAMIC, POWER
 from .fast_path import absmax_or_nan, fast_codes, fast_divide, fast_root, has_fast_path, in_fast_range
 from .launch_step import step_in_one_pass
-from .tile import load_floats, packed_tile, tile_of
+from .tile import load_floats, tile_of
 from .weights import join_weights, load_weights, random_of, store_weights
 
 # Words of a group.
@@ -98,7 +98,7 @@ def adam_tensor(word, grad, s, tensors, BLOCK_SIZE: tl.constexpr, KIND: tl.const
     )
     grad_scalars = tl.load(s + st.GRAD_FACTOR), tl.load(s + COUPLED_DECAY)
     # Power codes hold w = sqrt(v).
-    decay2 = tl.load(s + (ROOT_BETA2 if (KIND == POWER or KIND == POWER4) else st.BETA2))  # noqa: SIM109
+    decay2 = tl.load(s + (ROOT_BETA2 if KIND == POWER else st.BETA2))
     moment_scalars = (
         tl.load(s + st.BETA1),
         tl.load(s + st.ONE_MINUS_BETA1),
@@ -112,16 +112,16 @@ def adam_tensor(word, grad, s, tensors, BLOCK_SIZE: tl.constexpr, KIND: tl.const
 
 @triton.jit
 def adam_load(
-    addresses, grad_scalars, moment_scalars, tile, v_tile, tables,
+    addresses, grad_scalars, moment_scalars, tile, tables,
     KIND: tl.constexpr, PARAM_DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """Loads a tile; returns p and the updated m and v. ``v_tile``: of the second moment, in 4 bits a tile of bytes."""
+    """Loads a tile; returns p and the updated m and v."""
     param, grad, exp_avg, exp_avg_sq, m_scales, v_scales, weight_state = addresses
     # All loads first, so that they are in flight together.
     p, p_state = load_weights(param, weight_state, tile, PARAM_DTYPE, VECTOR)
     g = load_floats(grad, tile, GRAD_DTYPE, VECTOR)
     m = load_moment(exp_avg, tile, KIND, True, VECTOR)
-    v = load_moment(exp_avg_sq, v_tile, KIND, False, VECTOR)
+    v = load_moment(exp_avg_sq, tile, KIND, False, VECTOR)
     m_scale = load_scale(m_scales, tile, KIND)
     v_scale = load_scale(v_scales, tile, KIND)
 
@@ -137,7 +137,7 @@ def adam_load(
             g = g + coupled_decay * p
     m = dequantize(m, m_scale, beta1, tables, KIND, True)
     v = dequantize(v, v_scale, decay2, tables, KIND, False)
-    if KIND == POWER or KIND == POWER4:  # noqa: SIM109 (Triton has no `in`)
+    if KIND == POWER:
         v = v * v
     m, v = adam_moments(m, v, g, one_minus_beta1, one_minus_beta2)
     return p, m, v
@@ -145,7 +145,7 @@ def adam_load(
 
 @triton.jit
 def adam_store(
-    p, m, v, w, m_absmax, v_absmax, addresses, u, r, tile, v_tile, tables,
+    p, m, v, w, m_absmax, v_absmax, addresses, u, r, tile, tables,
     KIND: tl.constexpr, PARAM_DTYPE: tl.constexpr, VECTOR: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Stores a tile. ``m_absmax``, ``v_absmax``: of its blocks, read where FAST."""
@@ -156,22 +156,22 @@ def adam_store(
         store_codes(codes, m_absmax, exp_avg, m_scales, tile, KIND, True, VECTOR)
         w_absmax = fast_root(v_absmax)  # the root is monotonic
         codes = fast_codes(w, w_absmax, u, KIND, False)
-        store_codes(codes, w_absmax, exp_avg_sq, v_scales, v_tile, KIND, False, VECTOR)
+        store_codes(codes, w_absmax, exp_avg_sq, v_scales, tile, KIND, False, VECTOR)
     else:
         store_moment(m, exp_avg, m_scales, u, tile, tables, KIND, True, VECTOR)
-        x = w if (KIND == POWER or KIND == POWER4) else v  # noqa: SIM109
-        store_moment(x, exp_avg_sq, v_scales, u, v_tile, tables, KIND, False, VECTOR)
+        x = w if KIND == POWER else v
+        store_moment(x, exp_avg_sq, v_scales, u, tile, tables, KIND, False, VECTOR)
 
 
 @triton.jit
 def adam_update(
-    p, m, v, m_absmax, v_absmax, addresses, param_scalars, u, r, tile, v_tile, tables,
+    p, m, v, m_absmax, v_absmax, addresses, param_scalars, u, r, tile, tables,
     KIND: tl.constexpr, PARAM_DTYPE: tl.constexpr, VECTOR: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     eps, step_size, decay = param_scalars
     direction, w = adam_direction(m, v, eps, FAST)
     p = p * decay - step_size * direction
-    adam_store(p, m, v, w, m_absmax, v_absmax, addresses, u, r, tile, v_tile, tables, KIND, PARAM_DTYPE, VECTOR, FAST)
+    adam_store(p, m, v, w, m_absmax, v_absmax, addresses, u, r, tile, tables, KIND, PARAM_DTYPE, VECTOR, FAST)
 
 
 @triton.jit(do_not_specialize=["groups", "tensors", "first", "count"])
@@ -188,13 +188,11 @@ def adam_tiles(
     turns = st.tiles_if(s + st.RUN, first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)
     for i in tl.range(0, turns, num_stages=STAGES):
         tile = tile_of(first_tile + i, layout, ROWS, BLOCK_SIZE, VECTOR, FLAT)
-        v_tile = packed_tile(tile, layout, ROWS, BLOCK_SIZE, VECTOR, FLAT) if KIND == POWER4 else tile
         p, m, v = adam_load(
             addresses,
             grad_scalars,
             moment_scalars,
             tile,
-            v_tile,
             tables,
             KIND,
             PARAM_DTYPE,
@@ -205,17 +203,17 @@ def adam_tiles(
             m_absmax, v_absmax = absmax_or_nan(m, True), absmax_or_nan(v, False)
             if in_fast_range(m, v, m_absmax, v_absmax, param_scalars[0], tile[2], VECTOR, FLAT):
                 adam_update(
-                    p, m, v, m_absmax, v_absmax, addresses, param_scalars, u, r, tile, v_tile, tables,
+                    p, m, v, m_absmax, v_absmax, addresses, param_scalars, u, r, tile, tables,
                     KIND, PARAM_DTYPE, VECTOR, True,
                 )  # fmt: skip
             else:
                 adam_update(
-                    p, m, v, m_absmax, v_absmax, addresses, param_scalars, u, r, tile, v_tile, tables,
+                    p, m, v, m_absmax, v_absmax, addresses, param_scalars, u, r, tile, tables,
                     KIND, PARAM_DTYPE, VECTOR, False,
                 )  # fmt: skip
         else:
             adam_update(
-                p, m, v, 0.0, 0.0, addresses, param_scalars, u, r, tile, v_tile, tables,
+                p, m, v, 0.0, 0.0, addresses, param_scalars, u, r, tile, tables,
                 KIND, PARAM_DTYPE, VECTOR, False,
             )  # fmt: skip
 

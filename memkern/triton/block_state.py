@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .codec import FP32, POWER4, decode, decode_unit, encode
+from .codec import FP32, decode, decode_unit, encode
 from .tile import pointer
 
 
@@ -34,15 +34,9 @@ def dequantize(x, scale, decay, tables, KIND: tl.constexpr, SIGNED: tl.constexpr
 
 @triton.jit
 def load_moment(address, tile, KIND: tl.constexpr, SIGNED: tl.constexpr, VECTOR: tl.constexpr):
-    """A tile (:func:`tile_of`) of a moment: its codes, or fp32. Of 4-bit codes: :func:`packed_tile`."""
-    if KIND == POWER4 and not SIGNED:
-        at = pointer(address, tile[0], tl.uint8, VECTOR // 2) + tile[1]
-        pairs = tl.load(at, mask=tile[2], other=0)
-        codes = tl.join(pairs & 15, pairs >> 4)
-        return tl.reshape(codes, (pairs.shape[0], 2 * pairs.shape[1]))
-    else:
-        at = moment_pointer(address, tile[0], KIND, SIGNED, VECTOR) + tile[1]
-        return tl.load(at, mask=tile[2], other=0)
+    """A tile (:func:`tile_of`) of a moment: its codes, or fp32."""
+    at = moment_pointer(address, tile[0], KIND, SIGNED, VECTOR) + tile[1]
+    return tl.load(at, mask=tile[2], other=0)
 
 
 @triton.jit
@@ -66,11 +60,6 @@ def store_moment(x, address, scale, u, tile, tables, KIND: tl.constexpr, SIGNED:
 @triton.jit
 def store_codes(codes, s, address, scale, tile, KIND: tl.constexpr, SIGNED: tl.constexpr, VECTOR: tl.constexpr):
     """Stores a tile's codes and its blocks' scales ``s``."""
-    if KIND == POWER4 and not SIGNED:
-        first, second = tl.split(tl.reshape(codes, (codes.shape[0], codes.shape[1] // 2, 2)))
-        codes = first | (tl.where(tile[5], second, 0) << 4).to(tl.uint8)
-        at = pointer(address, tile[0], tl.uint8, VECTOR // 2)
-    else:
-        at = moment_pointer(address, tile[0], KIND, SIGNED, VECTOR)
+    at = moment_pointer(address, tile[0], KIND, SIGNED, VECTOR)
     tl.store(at + tile[1], codes, mask=tile[2])
     tl.store(scale + tile[3], s, mask=tile[4])

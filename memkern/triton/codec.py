@@ -21,16 +21,12 @@ from .launch import allocate_outside_of_graphs
 FP32 = tl.constexpr(0)
 POWER = tl.constexpr(1)
 DYNAMIC = tl.constexpr(2)
-POWER4 = tl.constexpr(1 + C.POWER4)  # power codes, the second moment's in 4 bits
 
 _UNSIGNED_LEVELS = tl.constexpr(C.POWER_LEVELS_UNSIGNED)
-_LEVELS4 = tl.constexpr(C.POWER4_LEVELS)
 _SIGNED_SQUARE = tl.constexpr(float(C.POWER_LEVELS_SIGNED**2))
 _UNSIGNED_SQUARE = tl.constexpr(float(C.POWER_LEVELS_UNSIGNED**2))
-_SQUARE4 = tl.constexpr(float(C.POWER4_LEVELS**2))
 _SIGNED_INVERSE = tl.constexpr(C.to_fp32(1.0 / C.POWER_LEVELS_SIGNED**2))
 _UNSIGNED_INVERSE = tl.constexpr(C.to_fp32(1.0 / C.POWER_LEVELS_UNSIGNED**2))
-_INVERSE4 = tl.constexpr(C.to_fp32(1.0 / C.POWER4_LEVELS**2))
 _DITHER_J = tl.constexpr(C.DITHER_J)
 _DITHER_SHIFT = tl.constexpr(C.DITHER_SHIFT)
 _DITHER_CLAMP = tl.constexpr(C.DITHER_CLAMP)
@@ -54,9 +50,9 @@ def dynamic_tables(device: torch.device) -> Tensor:
 
 
 @triton.constexpr_function
-def levels_squared(KIND, SIGNED):
+def levels_squared(SIGNED):
     """N^2 of power codes, fp32."""
-    return _SIGNED_SQUARE if SIGNED else (_SQUARE4 if KIND == POWER4 else _UNSIGNED_SQUARE)
+    return _SIGNED_SQUARE if SIGNED else _UNSIGNED_SQUARE
 
 
 @triton.jit
@@ -69,7 +65,7 @@ def block_scale(x):
 @triton.jit
 def encode_factor(scale, KIND: tl.constexpr, SIGNED: tl.constexpr):
     """The factor of a value before it is encoded; 0 where it overflows: the block's codes are then zeros."""
-    factor = tl.math.div_rn(1.0 if KIND == DYNAMIC else levels_squared(KIND, SIGNED), scale)
+    factor = tl.math.div_rn(1.0 if KIND == DYNAMIC else levels_squared(SIGNED), scale)
     return tl.where(factor < _INF, factor, 0.0)
 
 
@@ -80,8 +76,8 @@ def decode_unit(scale, decay, KIND: tl.constexpr, SIGNED: tl.constexpr):
     if KIND != DYNAMIC:
         # unit / N^2, correctly rounded, in three instructions: the inner fma is the exact remainder, because N^2 is an
         # integer of 16 bits, and no quotient is a tie, because N^2 is odd. (Checked for every float, denormals too.)
-        square: tl.constexpr = levels_squared(KIND, SIGNED)
-        inverse: tl.constexpr = _SIGNED_INVERSE if SIGNED else (_INVERSE4 if KIND == POWER4 else _UNSIGNED_INVERSE)
+        square: tl.constexpr = levels_squared(SIGNED)
+        inverse: tl.constexpr = _SIGNED_INVERSE if SIGNED else _UNSIGNED_INVERSE
         q = unit * inverse
         unit = tl.math.fma(tl.math.fma(q, -square, unit), inverse, q)
     return unit
@@ -215,7 +211,7 @@ def encode(x, u, tables, KIND: tl.constexpr, SIGNED: tl.constexpr, DITHERED: tl.
     elif SIGNED:
         codes = encode_power_signed(x, factor, u, DITHERED, False)
     else:
-        codes = encode_power_unsigned(x, factor, u, _LEVELS4 if KIND == POWER4 else _UNSIGNED_LEVELS, False)
+        codes = encode_power_unsigned(x, factor, u, _UNSIGNED_LEVELS, False)
     return codes, scale
 
 
@@ -225,4 +221,4 @@ def encode_in_range(x, factor, u, KIND: tl.constexpr, SIGNED: tl.constexpr):
     if SIGNED:
         return encode_power_signed(x, factor, u, True, True)
     else:
-        return encode_power_unsigned(x, factor, u, _LEVELS4 if KIND == POWER4 else _UNSIGNED_LEVELS, True)
+        return encode_power_unsigned(x, factor, u, _UNSIGNED_LEVELS, True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .codec import POWER, POWER4, REFINE_ROOTS, code_root, encode_in_range, levels_squared
+from .codec import POWER, REFINE_ROOTS, code_root, encode_in_range, levels_squared
 
 # As in csrc/cuda/fast_path.cuh.
 MIN_RADICAND, MAX_RADICAND = tl.constexpr(2.0**-101), tl.constexpr(2.0**40)
@@ -25,7 +25,7 @@ def has_fast_path(kind):
 
     Not on AMD's GPUs, where each root is refined, which takes as long as their own.
     """
-    return kind in (POWER, POWER4) and not REFINE_ROOTS
+    return kind == POWER and not REFINE_ROOTS
 
 
 @triton.jit
@@ -81,5 +81,5 @@ def fast_root(v):
 @triton.jit
 def fast_codes(x, absmax, u, KIND: tl.constexpr, SIGNED: tl.constexpr):
     """Codes of a moment of which no element is 0, and whose blocks' largest magnitudes are known."""
-    square: tl.constexpr = levels_squared(KIND, SIGNED)
+    square: tl.constexpr = levels_squared(SIGNED)
     return encode_in_range(x, fast_divide(square, absmax), u, KIND, SIGNED)

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..quant.codec import WEIGHTS
 from ..quant.layout import FLOATS, BlockLayout, layout_of
 from ..schemas import WEIGHT_STATES, StepArgs
 from . import step_table as st
@@ -204,7 +203,7 @@ class Plan:
             flat = not blocks or is_flat(layout, block)
             if flat:
                 layout = layout._replace(segment=layout.numel, block=block)
-            has_fp32_states = (self.moments > 0 and not coded) or storage == WEIGHTS["fp32"]
+            has_fp32_states = self.moments > 0 and not coded
             widest = max(p.element_size(), g.element_size(), 4 if has_fp32_states else 1)
             vector = vector_of(layout, widest, addresses[t])
             key = (

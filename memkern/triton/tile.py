@@ -95,34 +95,6 @@ def tile_of(index, layout, ROWS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.c
 
 
 @triton.jit
-def packed_tile(tile, layout, ROWS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr, FLAT: tl.constexpr):
-    """The bytes of a tile's 4-bit codes (``BlockLayout.packed_shape``), two in each: (ROWS, BLOCK // 2).
-
-    As a tile: first byte, offsets, mask, blocks and their mask; and where a byte has a second code.
-    """
-    numel, segment, block, per_segment, _ = layout
-    start, _, _, row, row_mask = tile
-    column = tl.arange(0, BLOCK // 2)[None, :]
-    if FLAT:
-        offset = tl.arange(0, ROWS)[:, None] * (BLOCK // 2) + column
-        left = tl.minimum(numel - start, ROWS * BLOCK).to(tl.int32)
-        if VECTOR > 1:
-            left = tl.multiple_of(left, VECTOR)
-        return start // 2, offset, 2 * offset < left, row, row_mask, 2 * offset + 1 < left
-    else:
-        segments = row // per_segment
-        first = (row - segments * per_segment) * block
-        length = tl.where(row_mask, tl.minimum(segment - first, block), 0).to(tl.int32)
-        # A row has a whole number of bytes, and so has a block of an odd number of elements.
-        byte = tl.where(block % 2 != 0, row * ((block + 1) // 2), (segments * (segment + segment % 2) + first) // 2)
-        if VECTOR > 1:
-            byte = tl.multiple_of(byte, VECTOR // 2)
-            length = tl.multiple_of(length, VECTOR)
-        length = length[:, None]
-        return start * 0, byte[:, None] + column, 2 * column < length, row, row_mask, 2 * column + 1 < length
-
-
-@triton.jit
 def load_floats(address, tile, DTYPE: tl.constexpr, VECTOR: tl.constexpr):
     """Loads a tile (:func:`tile_of`) of dtype quant.layout.FLOATS[DTYPE], unconverted; 0 outside of the mask."""
     start, offset, mask, _, _ = tile

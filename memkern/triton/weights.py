@@ -3,7 +3,7 @@
 Mirror: ``csrc/core/weights.h``.
 
 PARAM_DTYPE of a kernel is the parameter's number in quant.layout.FLOATS, or that of a bf16 parameter which is not just
-rounded to the nearest: one of the four below.
+rounded to the nearest: one of the three below.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ _LAST_FLOAT = tl.constexpr(2)
 STOCHASTIC = tl.constexpr(_LAST_FLOAT.value + C.WEIGHTS["stochastic"])
 ERROR8 = tl.constexpr(_LAST_FLOAT.value + C.WEIGHTS["bf16+8"])
 ERROR16 = tl.constexpr(_LAST_FLOAT.value + C.WEIGHTS["bf16+16"])
-FP32_COPY = tl.constexpr(_LAST_FLOAT.value + C.WEIGHTS["fp32"])
 _DROPPED8 = tl.constexpr(C.WEIGHT_DROPPED_BITS["bf16+8"])
 _DROPPED_STOCHASTIC = tl.constexpr(C.WEIGHT_DROPPED_BITS["stochastic"])
 _KEPT8 = tl.constexpr(-(1 << C.WEIGHT_DROPPED_BITS["bf16+8"]))
@@ -36,9 +35,7 @@ def param_dtype(dtype: int, weight_storage: int) -> int:
 
 @triton.jit
 def state_pointer(address, start, PARAM_DTYPE: tl.constexpr, VECTOR: tl.constexpr):
-    if PARAM_DTYPE == FP32_COPY:
-        return pointer(address, start, tl.float32, VECTOR)
-    elif PARAM_DTYPE == ERROR16:
+    if PARAM_DTYPE == ERROR16:
         return pointer(address, start, tl.int16, VECTOR)
     else:
         return pointer(address, start, tl.int8, VECTOR)
@@ -61,15 +58,10 @@ def load_weights(address, state, tile, PARAM_DTYPE: tl.constexpr, VECTOR: tl.con
 def join_weights(p, state, PARAM_DTYPE: tl.constexpr):
     """The weights in fp32, from what :func:`load_weights` returns.
 
-    What is kept counts where it rounds to p; an error that no step left beside p must not make NaN of it.
+    An error that no step left beside p must not make NaN of it.
     """
     x = p.to(tl.float32)
-    if PARAM_DTYPE == FP32_COPY:
-        u = state.to(tl.int32, bitcast=True)
-        nearest = (u + (0x7FFF + ((u >> 16) & 1))) & -0x10000
-        kept = tl.where(nearest == x.to(tl.int32, bitcast=True), state, x)
-        return tl.where(kept == kept, kept, x)
-    elif PARAM_DTYPE == ERROR16 or PARAM_DTYPE == ERROR8:  # noqa: SIM109 (Triton has no `in`)
+    if PARAM_DTYPE == ERROR16 or PARAM_DTYPE == ERROR8:  # noqa: SIM109 (Triton has no `in`)
         error = state.to(tl.int32) << (_DROPPED8 if PARAM_DTYPE == ERROR8 else 0)
         kept = (x.to(tl.int32, bitcast=True) + error).to(tl.float32, bitcast=True)
         return tl.where(kept == kept, kept, x)
@@ -95,9 +87,6 @@ def store_weights(x, address, state, r, tile, PARAM_DTYPE: tl.constexpr, VECTOR:
     start, offset, mask, _, _ = tile
     if PARAM_DTYPE <= _LAST_FLOAT:
         store_floats(x, address, tile, PARAM_DTYPE, VECTOR)
-    elif PARAM_DTYPE == FP32_COPY:
-        tl.store(state_pointer(state, start, PARAM_DTYPE, VECTOR) + offset, x, mask=mask)
-        store_floats(x, address, tile, _BF16, VECTOR)
     else:
         dropped: tl.constexpr = (
             _DROPPED_STOCHASTIC if PARAM_DTYPE == STOCHASTIC else (_DROPPED8 if PARAM_DTYPE == ERROR8 else 0)

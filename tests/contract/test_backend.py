@@ -333,7 +333,7 @@ def test_report_is_json_and_complete() -> None:
     for name, entry in report["backends"].items():
         assert entry["available"] == (entry["reason"] is None) == (backend.available()[name] is None)
     assert [None, *report["optimizers"]["master_weights"]] == [*optim.weights.MASTER_WEIGHTS]
-    assert report["optimizers"]["state_bits"] == ["32", "8", "(8,4) of Adam and AdamW"]
+    assert report["optimizers"]["state_bits"] == ["32", "8"]
     assert "reference" in report["optimizers"]["backends"]
     assert report["selected"]["cpu"] == backend.select("cpu")
     with memkern.use_backend("reference"):

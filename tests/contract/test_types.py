@@ -29,7 +29,7 @@ from memkern.optim import LAMB, AdamW, AdamW8bit, HostOffload, Lion8bit, SGD8bit
 
 class Warm(AdamW8bit):
     def __init__(self, params: Any, lr: float = 1e-3, warmup: int = 10) -> None:
-        super().__init__(params, lr=lr, betas=(0.9, 0.95), state_bits=(8, 4))
+        super().__init__(params, lr=lr, betas=(0.9, 0.95), state_bits=32)
         self.warmup = warmup
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -187,13 +187,9 @@ class Program:
         if self.is_named:
             return
         inner = getattr(self.optimizer, "inner", self.optimizer)
-        if self.is_muon:
-            muon, adamw = optim.to_torch_muon_state_dict(inner)
-            states = [*muon["state"].values(), *adamw["state"].values()]
-        elif isinstance(inner, optim.Adam):
-            states = [*optim.to_torch_state_dict(inner)["state"].values()]
-        else:
+        if not isinstance(inner, optim.Adam):
             return
+        states = [*optim.to_torch_state_dict(inner)["state"].values()]
         self.found.append([[whole(x) for x in state.values()] for state in states])
 
     ACTS = (

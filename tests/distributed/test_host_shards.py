@@ -24,7 +24,6 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a mesh of CUD
 CLASSES: dict[str, tuple[type[Any], dict[str, Any]]] = {
     "AdamW": (optim.AdamW8bit, {}),
     "AdamW, max_grad_norm": (optim.AdamW8bit, {"max_grad_norm": 0.1}),
-    "AdamW, 8 and 4 bits": (optim.AdamW, {"state_bits": (8, 4)}),
     "Lion": (optim.Lion8bit, {"lr": 1e-3}),
     "LAMB": (optim.LAMB8bit, {}),
     "LARS": (optim.LARS, {}),

@@ -50,12 +50,7 @@ def sharded_after_two_steps(new: Any, options: dict[str, Any]) -> Any:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("new", "options"),
-    [(optim.AdamW8bit, {"lr": 1e-3}), (optim.AdamW8bit, {"lr": 1e-3, "state_bits": (8, 4)})],
-    ids=["8", "8-4"],
-)
-def test_states_move_to_the_shards_of_a_model(ranks: Ranks, new: Any, options: dict[str, Any]) -> None:
-    expected = alone(gpt, new, options, 4)
-    for found in ranks(2, sharded_after_two_steps, new, options):
+def test_states_move_to_the_shards_of_a_model(ranks: Ranks) -> None:
+    expected = alone(gpt, optim.AdamW8bit, {"lr": 1e-3}, 4)
+    for found in ranks(2, sharded_after_two_steps, optim.AdamW8bit, {"lr": 1e-3}):
         assert_same(found, expected)

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from memkern.quant.codec import POWER4_LEVELS, POWER_LEVELS_SIGNED, POWER_LEVELS_UNSIGNED
+from memkern.quant.codec import POWER_LEVELS_SIGNED, POWER_LEVELS_UNSIGNED
 
 
 @pytest.mark.skipif(np.finfo(np.longdouble).nmant < 63, reason="longdouble is no wider than float64")
-@pytest.mark.parametrize("levels", [POWER_LEVELS_SIGNED, POWER_LEVELS_UNSIGNED, POWER4_LEVELS])
+@pytest.mark.parametrize("levels", [POWER_LEVELS_SIGNED, POWER_LEVELS_UNSIGNED])
 def test_a_division_in_three_operations_is_rounded_correctly(levels: int) -> None:
     x = (np.arange(2**23, dtype=np.uint32) | np.uint32(0x3F800000)).view(np.float32)
     divisor = np.float32(levels * levels)

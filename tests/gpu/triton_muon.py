@@ -24,7 +24,7 @@ ops = torch.ops.memkern_triton
         ("power", BF16, BF16, "bf16+8", 64, {"nesterov": 0.0}),
         ("dynamic", BF16, F32, "bf16+16", 24, {"maximize": 1.0, "momentum": 0.3}),
         ("power", F16, F16, "nearest", 128, {"grad_norm": torch.tensor(3.0, dtype=torch.float64)}),
-        (None, BF16, BF16, "fp32", 128, {"grad_scale": torch.tensor(8.0), "momentum": 0.0}),
+        (None, BF16, BF16, "bf16+16", 128, {"grad_scale": torch.tensor(8.0), "momentum": 0.0}),
         (None, BF16, F32, "stochastic", 128, {}),
     ],
     ids=str,

@@ -104,9 +104,7 @@ def test_arguments_become_options(tmp_path: Path) -> None:
 def test_options_of_bf16_parameters_are_taken(tmp_path: Path) -> None:
     for options in (
         {"master_weights": "bf16+8"},
-        {"master_weights": "fp32"},
         {"stochastic_rounding": True},
-        {"state_bits": (8, 4)},
     ):
         assert options.items() <= optimizer_cls_and_kwargs(arguments(tmp_path), **options)[1].items()
 

@@ -85,7 +85,7 @@ def test_bf16_weights_of_a_group_with_frozen_ones() -> None:
     params[1].grad = torch.ones_like(params[1])
     optimizer.step()
     host = HostOffload(optim.AdamW8bit, params)
-    assert host.param_groups[0]["master_weights"] == "fp32"
+    assert host.param_groups[0]["master_weights"] == "bf16+16"
 
 
 @over_optimizers

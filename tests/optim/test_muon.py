@@ -76,7 +76,7 @@ def mixed(cls: Any = Muon, **options: Any) -> tuple[Any, list[nn.Parameter], lis
     return cls(groups, **{"lr": 0.02, "min_8bit_size": 0, **options}), matrices, others
 
 
-@pytest.mark.parametrize("state_bits", [32, 8, (8, 4)])
+@pytest.mark.parametrize("state_bits", [32, 8])
 def test_groups_of_adamw_are_adamws(state_bits: Any) -> None:
     optimizer, _, others = mixed(state_bits=32)
     optimizer.param_groups[1]["state_bits"] = state_bits
@@ -145,7 +145,7 @@ def test_a_scaler_skips_all_of_a_step() -> None:
     assert_same(optimizer.state_dict()["state"], before["state"])
 
 
-@pytest.mark.parametrize("master_weights", ["fp32", "bf16+16", "bf16+8"])
+@pytest.mark.parametrize("master_weights", ["bf16+16", "bf16+8"])
 def test_bf16_weights_keep_what_they_round(master_weights: str) -> None:
     params = [nn.Parameter(p.detach().bfloat16()) for p in parameters()]
     exact = [nn.Parameter(p.detach().float()) for p in params]
@@ -274,7 +274,7 @@ def test_inside_of_the_backward_pass_and_offloaded() -> None:
         ("matrix", {"lr": -1.0}, "lr must be 0 or more"),
         ("matrix", {"weight_decay": -1.0}, "weight_decay must be 0 or more"),
         ("matrix", {"eps": 0.0}, "eps must be a finite number above 0"),
-        ("matrix", {"state_bits": (8, 4)}, "which is for Adam and AdamW"),
+        ("matrix", {"state_bits": (8, 4)}, "state_bits must be 8 or 32, got"),
         ("complex", {}, "got torch.complex64"),
         (
             "matrix",

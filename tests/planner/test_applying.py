@@ -92,7 +92,6 @@ def test_plain_techniques_change_nothing() -> None:
     ("changes", "wrapper", "cls", "options"),
     [
         ({"state_bits": 8}, None, optim.AdamW, {"state_bits": 8, "lr": 0.5}),
-        ({"state_bits": (8, 4)}, None, optim.AdamW, {"state_bits": (8, 4)}),
         ({"optimizer": "sgd"}, None, optim.SGD, {"momentum": 0.9, "state_bits": 32}),
         ({"optimizer": "torch-sgd"}, None, torch.optim.SGD, {"momentum": 0.9, "lr": 0.5}),
         ({"optimizer": "torch-adam", "step_in_backward": True}, optim.StepInBackward, torch.optim.Adam, {}),

@@ -41,7 +41,7 @@ def made(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> list[Plan]:
 
 @pytest.mark.parametrize("memory", ["4GiB", pytest.param(1, marks=pytest.mark.full)], ids=["fits", "does not fit"])
 def test_a_plan_is_read_as_it_was(plans: Path, memory: Any) -> None:
-    techniques = {"optimizer": "adamw", "state_bits": (8, 4)}
+    techniques = {"optimizer": "adamw", "state_bits": 8}
     first, second = (memkern.plan(config(), memory=memory, techniques=techniques, **ARGUMENTS) for _ in range(2))
     assert len([*plans.iterdir()]) == 1
     assert second is not first

@@ -112,7 +112,7 @@ def test_a_model_is_left_as_it_is() -> None:
             {"precision": "fp16-mixed", "accumulation": 2, "optimizer": "torch-adamw"},
             {},
             {"precision": "bf16-mixed", "accumulation": 2},
-            {"offload": True, "precision": "bf16", "master_weights": "fp32", "optimizer": "lion"},
+            {"offload": True, "precision": "bf16", "optimizer": "lion"},
             {"optimizer": "muon", "state_bits": 8, "step_in_backward": True},
             {"offload": True, "optimizer": "torch-adamw"},
         ],

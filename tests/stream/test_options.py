@@ -10,7 +10,6 @@ import pytest
 from memkern import OptionError, Techniques
 from memkern.train.arguments import add_arguments, given_options
 from memkern.train.cli import weights_of_evaluation
-from memkern.train.config import TrainConfig
 
 
 @pytest.mark.parametrize(
@@ -32,13 +31,6 @@ def test_what_excludes_it(changes: dict[str, Any], message: str) -> None:
 def test_it_is_named_among_the_techniques() -> None:
     assert "weights and optimizer on the host" in str(Techniques(weights_on_host="layers"))
     assert "host" not in str(Techniques())
-
-
-def test_gradients_are_not_rounded_stochastically() -> None:
-    with pytest.raises(OptionError, match="weights_on_host: 'layers' given with --gradient-rounding stochastic"):
-        TrainConfig().replace(
-            precision="bf16", weights_on_host="layers", gradient_rounding="stochastic", accumulation=2
-        ).validate()
 
 
 def parsed(*arguments: str) -> argparse.Namespace:

@@ -11,7 +11,6 @@ from tests.support.helpers import hard, like, snapshot
 
 BF16 = torch.bfloat16
 KEPT: dict[str, dict[str, Any]] = {
-    "fp32": {"master_weights": "fp32"},
     "bf16+16": {"master_weights": "bf16+16"},
     "bf16+8": {"master_weights": "bf16+8"},
 }

@@ -193,16 +193,13 @@ template <class J, class Scalars, class ScalarsOf> void steps(const StepCase<Sca
   for (const auto& shape : kShapes)
     for (int64_t block : {64, 256}) {
       const BlockLayout l = layout_of(shape[0], shape[1], block);
-      const bool coded = kind != StateKind::kFp32, packed = kind == StateKind::kPower4;
+      const bool coded = kind != StateKind::kFp32;
       Array param = floats(p, values(l.numel, 1, false)), m(l.numel, coded ? 1 : 4, !coded);
-      Array v(packed ? packed_rows(l) * packed_columns(l) : l.numel, coded ? 1 : 4, !coded);
+      Array v(l.numel, coded ? 1 : 4, !coded);
       Array m_scale(l.blocks, 4, true), v_scale(l.blocks, 4, true),
           update = floats(FloatType::kBf16, values(l.numel, 9, false));
       const int state_bytes = weight_state_bytes(storage);
-      Array weight(l.numel, state_bytes ? state_bytes : 1, state_bytes == 4);
-      if (state_bytes == 4)
-        for (int64_t i = 0; i < l.numel; ++i)
-          static_cast<float*>(weight.data())[i] = to_float(static_cast<bf16*>(param.data())[i]);
+      Array weight(l.numel, state_bytes ? state_bytes : 1, false);
       Hash hash, sums;
       for (int step = 1; step <= 3; ++step) {
         Array grad = floats(g, values(l.numel, 10 + step, special && step == 2));
@@ -254,7 +251,7 @@ void all_steps(const StepCase<Scalars>& c, std::initializer_list<StateKind> kind
     for (bool special : {false, true}) {
       for (FloatType p : kTypes)
         for (FloatType g : kTypes) steps<J>(c, kind, p, g, WeightStorage::kNearest, special, scalars_of);
-      for (int storage = 1; storage <= 4; ++storage)
+      for (int storage = 1; storage <= 3; ++storage)
         steps<J>(c, kind, FloatType::kBf16, FloatType::kBf16, static_cast<WeightStorage>(storage), special,
                  scalars_of);
     }
@@ -262,10 +259,9 @@ void all_steps(const StepCase<Scalars>& c, std::initializer_list<StateKind> kind
 
 void optimizers(const Kernels& k) {
   const auto moments = {StateKind::kFp32, StateKind::kPower, StateKind::kDynamic};
-  const auto with_4 = {StateKind::kFp32, StateKind::kPower, StateKind::kDynamic, StateKind::kPower4};
   for (double coupled : {0.0, 1.0}) {
     const AdamHyperparameters adam{0.9, 0.999, 1e-8, 0.01, coupled, coupled};
-    all_steps<AdamJob>(StepCase<AdamScalars>{coupled ? "adamw" : "adam", k.adam, true}, with_4,
+    all_steps<AdamJob>(StepCase<AdamScalars>{coupled ? "adamw" : "adam", k.adam, true}, moments,
                        [&](int step) { return adam_scalars(1e-2, adam, 0.5, step); });
     const SgdHyperparameters sgd{0.9, 0.1, 0.01, coupled, 0.0};
     all_steps<SgdJob>(StepCase<SgdScalars>{coupled ? "nesterov" : "sgd", k.sgd, false}, moments,

@@ -270,9 +270,9 @@ def test_a_state_dict_of_another_dtype(plain: Any) -> None:
         params = [Parameter(p.detach().to(dtype)) for p in optimizer.param_groups[0]["params"]]
         other = plain(params)
         other.load_state_dict(saved(optimizer.state_dict()))
-        # HostOffload has fp32 copies of bf16 parameters beside their moments.
+        # HostOffload has errors of bf16 parameters beside their moments.
         states = [
-            [{key: x for key, x in state.items() if key != "master_weight"} for state in snapshot(o)["states"]]
+            [{key: x for key, x in state.items() if key != "weight_error"} for state in snapshot(o)["states"]]
             for o in (other, optimizer)
         ]
         assert_same(*states)

@@ -17,7 +17,6 @@ SHAPES = ((37, 53), (3, 1000), (130, 8), (1, 130), (4, 24, 40), (2, 3, 16, 24), 
 STATES = {
     WEIGHTS["bf16+8"]: torch.int8,
     WEIGHTS["bf16+16"]: torch.int16,
-    WEIGHTS["fp32"]: torch.float32,
 }
 
 

@@ -112,7 +112,6 @@ OPTIONS: list[tuple[str, Any]] = [
     ("block_size", 136),
     ("state_bits", 8),
     ("state_bits", 32),
-    ("state_bits", (8, 4)),
     ("min_8bit_size", 0),
     ("min_8bit_size", 4096),
 ]

@@ -38,16 +38,6 @@ class ExportedLoop(SavedLoop):
         ]
         return getattr(optim, self.name)(copy.deepcopy(groups), lr=1e-2, max_grad_norm=groups[0]["max_grad_norm"])
 
-    def _raises(self, export: Any, reason: Any) -> bool:
-        """Whether an export is refused, as the groups' options ask."""
-        if not reason:
-            return False
-        try:
-            export(self.inner)
-        except ValueError:
-            return True
-        raise AssertionError("an option that the other library has not was exported")
-
     # ---- what was exported
 
     def _compare_moments(self, found: dict[str, Tensor], i: int) -> None:
@@ -92,42 +82,6 @@ class ExportedLoop(SavedLoop):
         loaded = self._copied()
         loaded.load_state_dict(optim.from_torch_state_dict(loaded, found))
         self._compare_all(optim.to_torch_state_dict(loaded)["state"], self._order)
-
-    @precondition(lambda self: self.name in (*ADAMS, "Lion"))
-    @rule()
-    def export_to_bitsandbytes(self) -> None:
-        coupled = self.name == "Adam" and any(g["weight_decay"] for g in self.optimizer.param_groups)
-        if self._raises(
-            optim.to_bitsandbytes_state_dict,
-            coupled or any(g["maximize"] for g in self.optimizer.param_groups),
-        ):
-            return
-        before = self._entries()
-        found = optim.to_bitsandbytes_state_dict(self.inner)
-        assert_same(self._entries(), before)
-        loaded = self._copied()
-        loaded.load_state_dict(optim.from_bitsandbytes_state_dict(loaded, found))
-        again = optim.to_bitsandbytes_state_dict(loaded)
-        steps = [{k: x["step"] for k, x in each["state"].items()} for each in (found, again)]
-        assert steps[0] == steps[1]
-        if self.name in ADAMS:
-            self._compare_all(optim.to_torch_state_dict(loaded)["state"], self._order)
-
-    @precondition(lambda self: self.name == "Muon")
-    @rule()
-    def export_to_torchs_muon(self) -> None:
-        if self._raises(optim.to_torch_muon_state_dict, self.optimizer.param_groups[0]["maximize"]):
-            return
-        before = self._entries()
-        muon, adamw = optim.to_torch_muon_state_dict(self.inner)
-        assert_same(self._entries(), before)
-        self._compare_all(muon["state"], self.members[0])
-        self._compare_all(adamw["state"], self.members[1])
-        loaded = self._copied()
-        loaded.load_state_dict(optim.from_torch_muon_state_dict(loaded, muon, adamw))
-        again = optim.to_torch_muon_state_dict(loaded)
-        for found, own in zip(again, self.members, strict=True):
-            self._compare_all(found["state"], own)
 
     @rule()
     def export_fp32_weights(self) -> None:

@@ -31,14 +31,14 @@ PLAIN: dict[str, tuple[type, dict[str, Any]]] = {
     "Muon": (optim.Muon, {}),
 }
 """A class, what it is compared with (torch.optim's, else memkern's own with fp32 states), and options of both."""
-ERRORS = {32: 1e-3, 8: 0.3, (8, 4): 0.8}
+ERRORS = {32: 1e-3, 8: 0.3}
 """The error of an update, in means over a tensor, by state_bits; of sign(m), 0.3 is 15 % of the signs."""
 MUON_ERRORS = {32: 0.05, 8: 0.5}
 """The same for Muon's matrices, in which what rounding changes of small singular values is as large as the others."""
 QUIET_ERROR = 1.0
 """The same for codes after sparse gradients. An element whose moments are far below its block's largest is stored as
 zero or as the smallest code and takes too small a step, and most elements may be such: LAMB and Adam missed 0.38 and
-0.56 of an update with 8 bits, 0.71 and 0.84 with (8, 4), and nothing with 32.
+0.56 of an update with 8 bits, and nothing with 32.
 """
 SHARED = ("lr", "weight_decay", "betas", "momentum", "maximize")
 WRITTEN = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
@@ -72,8 +72,8 @@ class Loop(RuleBasedStateMachine):
     @initialize(
         name=sampled_from([*PLAIN]),
         dtype=sampled_from([torch.float32, torch.bfloat16, torch.float16]),
-        bits=sampled_from([8, 8, 32, (8, 4)]),
-        weights=sampled_from([None, "fp32", "bf16+16", "bf16+8", "stochastic"]),
+        bits=sampled_from([8, 8, 32]),
+        weights=sampled_from([None, "bf16+16", "bf16+8", "stochastic"]),
         wrapper=sampled_from(["", "", "", "host", "host gradients", "late", "backward", "host backward"]),
         seed=seeds,
         compiler=integers(0, 7),
@@ -90,7 +90,6 @@ class Loop(RuleBasedStateMachine):
         self.model = Holder(seed, dtype)
         self.members = [[0, 1, 3], [2, 4]] if name == "Muon" else [[0, 1, 2], [3, 4]]
         self.refs = [nn.Parameter(self.model.weight(i).detach().float().clone()) for i in range(len(SHAPES))]
-        bits = bits if bits != (8, 4) or name.startswith("Adam") else 8
         options = {"lr": 1e-2, "weight_decay": 0.0, **PLAIN[name][1]}
         self.plain = PLAIN[name][0](self._groups(self.refs), **options)
         own: dict[str, Any] = {"state_bits": bits, "min_8bit_size": 512}
@@ -191,7 +190,6 @@ class Loop(RuleBasedStateMachine):
         micro=integers(1, 3),
         clip=sampled_from([None, None, None, 0.1]),
         scaled=sampled_from(["", "", "", "scaled", "infinite"]),
-        accumulated=booleans(),
         compiled=booleans(),
     )
     def step(
@@ -201,7 +199,6 @@ class Loop(RuleBasedStateMachine):
         micro: int,
         clip: float | None,
         scaled: str,
-        accumulated: bool,
         compiled: bool,
     ) -> None:
         inside, offloads = "backward" in self.wrapper, self.wrapper in ("host gradients", "late")
@@ -211,15 +208,13 @@ class Loop(RuleBasedStateMachine):
             clip = None  # torch refuses to unscale fp16 gradients
         self.step_is_compiled = compiled and bool(self.compiler) and not scaled
         for _ in range(count):
-            self._one_step(kinds, micro, clip, scaled, accumulated and not offloads)
+            self._one_step(kinds, micro, clip, scaled)
 
-    def _one_step(self, kinds: list[str], micro: int, clip: Any, scaled: str, accumulated: bool) -> None:
+    def _one_step(self, kinds: list[str], micro: int, clip: Any, scaled: str) -> None:
         before = self._prepare()
         totals: list[Any] = [None] * len(SHAPES)
         on_host: list[Any] = [None] * len(SHAPES)  # as HostOffload adds them up: in the parameter's dtype
         scale = self.scaler.get_scale() if scaled else 1.0
-        halves = [w for w in self.model.parameters() if w.dtype == torch.bfloat16]
-        handle = optim.accumulate(self.model) if accumulated and halves and micro > 1 else None
         for _ in range(micro):
             loss = torch.zeros(())
             for i, kind in enumerate(kinds):
@@ -235,8 +230,6 @@ class Loop(RuleBasedStateMachine):
                     loss = loss + (p * g).float().sum()
             if loss.requires_grad:
                 (self.scaler.scale(loss) if scaled else loss).backward()
-        if handle is not None:
-            handle.remove()
         if all(total is None for total in totals):
             return
         for ref, total in zip(self.refs, totals, strict=True):
@@ -423,17 +416,12 @@ class Loop(RuleBasedStateMachine):
     def change_option(self, k: int, change: tuple[str, Any]) -> None:
         name, value = change
         group = self.optimizer.param_groups[k]
-        if name not in group or (name == "state_bits" and value == (8, 4) and not self._takes_4_bits(group)):
-            return
-        if name == "codec" and group["state_bits"] == (8, 4):
+        if name not in group:
             return
         group[name] = value
         if name in SHARED:
             self.plain.param_groups[k][name] = value
         self._note(k)
-
-    def _takes_4_bits(self, group: Any) -> bool:
-        return self.name.startswith("Adam") and group["codec"] == "power"
 
     def _note(self, k: int) -> None:
         for i in self.members[k]:
@@ -446,7 +434,7 @@ class Loop(RuleBasedStateMachine):
             self.written(i)
 
     @precondition(lambda self: self.whole and self.model.weight(0).dtype == torch.bfloat16)
-    @rule(k=integers(0, 1), weights=sampled_from([None, "fp32", "bf16+16", "bf16+8", "stochastic"]))
+    @rule(k=integers(0, 1), weights=sampled_from([None, "bf16+16", "bf16+8", "stochastic"]))
     def change_weights(self, k: int, weights: str | None) -> None:
         if any(self.model.weight(i).dtype != torch.bfloat16 for i in self.members[k]):
             return

@@ -73,12 +73,6 @@ def test_a_compressed_run_resumes_bit_for_bit(
         assert_same_run(straight, trained(corpus, activation_bits=3, linear_share=0.25))
 
 
-def test_sums_with_stochastic_rounding_resume_bit_for_bit(corpus: Corpus, tmp_path: Path) -> None:
-    config = SMALL.replace(precision="bf16", accumulation=3, gradient_rounding="stochastic")
-    straight, resumed = straight_and_resumed(config, corpus, tmp_path)
-    assert_same_run(straight, resumed)
-
-
 def test_a_finished_run_resumes_to_its_result(corpus: Corpus, tmp_path: Path) -> None:
     done = trained(corpus)
     checkpoints.save(tmp_path / "run.pt", done.state_dict())

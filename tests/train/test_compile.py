@@ -44,7 +44,7 @@ RUNS: dict[str, tuple[dict[str, Any], float]] = {
     "checkpoints in codes": ({"checkpointing": "blocks", "checkpoint_every": 2, "checkpoint_bits": 8}, 1e-4),
     "autocast": ({"precision": "bf16-mixed", "saved_bits": 8, "accumulation": 2}, 1e-3),
     "fp16": ({"precision": "fp16-mixed"}, 1e-4),
-    "bf16": ({"precision": "bf16", "accumulation": 2, "gradient_rounding": "stochastic"}, 1e-3),
+    "bf16": ({"precision": "bf16", "accumulation": 2}, 1e-3),
     "step in backward": ({"step_in_backward": True, "clip": 0.0}, 1e-5),
     "offload": ({"offload": True, "saved_bits": "exact"}, 1e-5),
     "loss in chunks": ({"loss_chunk": 64}, 1e-5),

@@ -10,12 +10,12 @@ struct AdamRule {
   static MEMKERN_FN F param(F p, F m, F w, const Scalars& s) { return adam_param(p, m, w, s); }
 };
 
-// Rule: the parameter's update; the rest is LAMB's too. Second: the second moment's codes.
+// Rule: the parameter's update; the rest is LAMB's too.
 //
 // Cycles per 16 elements on Zen 5: 9 for the update, as many as its root and division take alone, 7 for the
 // codes, 4 for what a block of 128 needs once. On Zen 4: 21 for the update (root and division: 16), 16 for
 // the codes, and 36 in all, as they overlap.
-template <class P, class G, StateKind Kind, class Rule, class Second = uint8_t>
+template <class P, class G, StateKind Kind, class Rule>
 void adam_run(const Job<typename Rule::Scalars>& job, int64_t begin, int64_t end) {
   const typename Rule::Scalars s = *job.scalars;
   constexpr bool kPower = Kind == StateKind::kPower;
@@ -27,9 +27,8 @@ void adam_run(const Job<typename Rule::Scalars>& job, int64_t begin, int64_t end
     const Weights<P> weights(job, b.offset);
     const G* g = static_cast<const G*>(job.grad) + b.offset;
     Moment<int8_t, Kind> first(job.m, job.m_scale, s.beta1, b.offset, block, m_values + b.place);
-    b.w_offset = codes_offset<Second>(job.layout, b.offset, block);
-    Moment<Second, Kind> second(job.v, job.v_scale, kPower ? s.root_beta2 : s.beta2, b.w_offset, block,
-                                w_values + b.place);
+    Moment<uint8_t, Kind> second(job.v, job.v_scale, kPower ? s.root_beta2 : s.beta2, b.offset, block,
+                                 w_values + b.place);
     for_vectors(b.n, [&](int i, auto load_from, auto store_to) MEMKERN_LAMBDA {
       prefetch<kOnce>(i, weights.p, g, first.codes, second.codes);
       const F x = weights.get(i, load_from);
@@ -47,12 +46,12 @@ void adam_run(const Job<typename Rule::Scalars>& job, int64_t begin, int64_t end
   };
   const auto encode_block = [&](const PendingBlock& b) MEMKERN_LAMBDA {
     int8_t* m_codes = static_cast<int8_t*>(job.m) + b.offset;
-    Second* w_codes = static_cast<Second*>(job.v) + b.w_offset;
+    uint8_t* w_codes = static_cast<uint8_t*>(job.v) + b.offset;
     const float *m = m_values + b.place, *w = w_values + b.place;
     if constexpr (kPower) {
       if (b.m_factor != 0.0f && b.w_factor != 0.0f) {
         SignedWriter<SignedEstimator> m_writer(m_codes, m, b.m_factor, job.dither.rest);
-        UnsignedWriter<Second> w_writer(w_codes, w, b.w_factor, job.dither.u);
+        UnsignedWriter w_writer(w_codes, w, b.w_factor, job.dither.u);
         for_vectors(b.n, [&](int i, auto, auto store_to) MEMKERN_LAMBDA {
           m_writer.write(i, store_to);
           w_writer.write(i, store_to);
@@ -90,8 +89,6 @@ template <class Rule> auto adam_runs(const StepTensor& t) {
     using G = decltype(g);
     if (t.kind == StateKind::kPower) return adam_run<P, G, StateKind::kPower, Rule>;
     if (t.kind == StateKind::kDynamic) return adam_run<P, G, StateKind::kDynamic, Rule>;
-    if constexpr (std::is_same_v<Rule, AdamRule>)
-      if (t.kind == StateKind::kPower4) return adam_run<P, G, StateKind::kPower, Rule, code4x2>;
     return adam_run_fp32<P, G, Rule>;
   });
 }

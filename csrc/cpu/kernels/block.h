@@ -31,41 +31,6 @@ template <class T, class X> MEMKERN_FN void store_part(T* p, X x, int count) {
   std::memcpy(p, all, count * sizeof(T));
 }
 
-MEMKERN_FN auto load_part(const code4x2* p, int count) {
-  code4x2 all[kLanes] = {};
-  std::memcpy(all, p, (count + 1) / 2);
-  return load(all);
-}
-template <class X> MEMKERN_FN void store_part(code4x2* p, X x, int count) {
-  code4x2 all[kLanes];
-  store(all, x);
-  if (count % 2 != 0) all[count / 2].pair &= 15;  // the second half of the last byte is no element's
-  std::memcpy(p, all, (count + 1) / 2);
-}
-
-// Where element i is; of codes of 4 bits, the byte.
-template <class T> MEMKERN_FN T* element(T* array, int i) { return array + i; }
-MEMKERN_FN const code4x2* element(const code4x2* array, int i) { return array + i / 2; }
-MEMKERN_FN code4x2* element(code4x2* array, int i) { return array + i / 2; }
-
-// In a body of for_vectors: a vector of codes from element i on.
-template <class Code, class Load> MEMKERN_FN F load_code(const Code* codes, int i, Load load_from) {
-  if constexpr (std::is_same_v<Code, code4x2> && kLanes == 1)
-    return F(static_cast<float>(codes[i / 2].pair >> i % 2 * 4 & 15));
-  else
-    return load_from(element(codes, i));
-}
-template <class Code, class X, class Store>
-MEMKERN_FN void store_code(Code* codes, int i, X x, Store store_to) {
-  if constexpr (std::is_same_v<Code, code4x2> && kLanes == 1) {
-    code4x2 second;
-    store(&second, x);
-    if (i % 2 != 0) codes[i / 2].pair |= second.pair << 4;  // the first one's store has cleared it
-    if (i % 2 != 0) return;
-  }
-  store_to(element(codes, i), x);
-}
-
 // Calls body(i, load, store) for each vector of [0, n). In a short last one, lanes past n load 0 and store
 // nothing.
 template <class Body> MEMKERN_FN void for_vectors(int n, Body&& body) {
@@ -89,7 +54,7 @@ enum Reuse { kOnce = 0, kAgain = 3 };  // __builtin_prefetch's locality
 // Adam's step takes 0.8 (cores with a last-level cache each) to 0.93 (one for both) of the time, Lion's 0.86
 // to 0.94.
 template <Reuse R, class... T> MEMKERN_FN void prefetch(int i, const T*... arrays) {
-  if constexpr (kLanes > 1) (__builtin_prefetch(element(arrays, i + 1024), 0, R), ...);
+  if constexpr (kLanes > 1) (__builtin_prefetch(arrays + i + 1024, 0, R), ...);
 }
 
 // In a body of for_vectors: a function that makes lanes past n zero.
@@ -138,10 +103,6 @@ template <> struct Weights<master_bf16> {
 
   template <class Load> MEMKERN_FN F get(int i, Load load_from) const {
     const F x = load_from(p + i);
-    if (storage == WeightStorage::kFp32) {
-      const F copy = load_from(state_as<const float>() + i);
-      return unless_nan(select(equal(round_to_bf16(to_bits(copy)), to_bits(x)), copy, x), x);
-    }
     if (storage == WeightStorage::kError8)
       return unless_nan(from_bits(join_weight(to_bits(x), load_from(state_as<const error8>() + i))), x);
     if (storage == WeightStorage::kError16)
@@ -150,11 +111,6 @@ template <> struct Weights<master_bf16> {
   }
 
   template <class Store> MEMKERN_FN void put(int i, F x, Store store_to) const {
-    if (storage == WeightStorage::kFp32) {
-      store_to(state_as<float>() + i, x);
-      store_to(p + i, x);
-      return;
-    }
     const auto split = [&](I r, uint32_t dropped_mask) MEMKERN_LAMBDA {
       I weight, error;
       split_weight(to_bits(x), r, dropped_mask, weight, error);
@@ -195,16 +151,7 @@ MEMKERN_FN float* at_page_offset(float* x, const void* p, int floats) {
 }
 
 template <class Code> constexpr bool kIsSigned = std::is_same_v<Code, int8_t>;
-template <class Code> constexpr bool kIsPacked = std::is_same_v<Code, code4x2>;
-template <class Code> constexpr int kLevels = kIsSigned<Code>   ? kPowerLevelsSigned
-                                              : kIsPacked<Code> ? kPower4Levels
-                                                                : kPowerLevelsUnsigned;
-
-// Where the codes of a block that begins at element `offset` begin, and their bytes.
-template <class Code> MEMKERN_FN int64_t codes_offset(const BlockLayout& l, int64_t offset, int64_t block) {
-  return kIsPacked<Code> ? packed_offset(l.segment, l.block, l.blocks_per_segment, offset, block) : offset;
-}
-template <class Code> MEMKERN_FN int codes_bytes(int n) { return kIsPacked<Code> ? (n + 1) / 2 : n; }
+template <class Code> constexpr int kLevels = kIsSigned<Code> ? kPowerLevelsSigned : kPowerLevelsUnsigned;
 
 __attribute__((noinline)) float largest_finite(const float* values, int n, bool is_signed) {
   float found = 0.0f;
@@ -218,7 +165,7 @@ __attribute__((noinline)) float largest_finite(const float* values, int n, bool 
 // are pending. (Eight at a time are no faster in cache, and 15 % slower from memory, as reads come in
 // bursts.)
 struct PendingBlock {
-  int64_t offset, w_offset;  // of its elements and first moment, and of the second moment's codes
+  int64_t offset;
   int place, n;
   float m_factor, w_factor;  // what the encoders of its two moments multiply by
 };
@@ -238,7 +185,7 @@ template <class Update, class Encode> MEMKERN_FN void for_batches(const BlockLay
   for_blocks(layout, begin, end, [&](int64_t offset, int n, int64_t block) MEMKERN_LAMBDA {
     if (count == kBatch || place + n > kMaxBlockSize) encode_all();
     PendingBlock& next = pending[count++];
-    next = {offset, offset, place, n, 0.0f, 0.0f};
+    next = {offset, place, n, 0.0f, 0.0f};
     update(next, block);
     place += (n + kLanes - 1) / kLanes * kLanes;
   });
@@ -256,7 +203,6 @@ template <class Code, StateKind Kind> struct Moment {
   float* values;  // the new values, until the block's scale is known
   F unit, largest;
 
-  // offset: codes_offset() of the block.
   MEMKERN_FN Moment(void* all_codes, float* scales, float decay, int64_t offset, int64_t block,
                     float* values_)
       : codes(static_cast<Code*>(all_codes) + offset),
@@ -267,7 +213,7 @@ template <class Code, StateKind Kind> struct Moment {
 
   // The value of element i, times decay.
   template <class Load> MEMKERN_FN F get(int i, Load load_from) const {
-    const F q = load_code(codes, i, load_from);
+    const F q = load_from(codes + i);
     if constexpr (Kind == StateKind::kPower) {
       return power_decode<kSigned>(q, unit);
     } else {
@@ -308,15 +254,15 @@ template <class Encoder> struct SignedWriter {
   }
 };
 
-template <class Code> struct UnsignedWriter {
-  Code* codes;
+struct UnsignedWriter {
+  uint8_t* codes;
   const float* values;
   const float* u;
-  UnsignedEncoder<kLevels<Code>> encoder;
-  MEMKERN_FN UnsignedWriter(Code* codes_, const float* values_, float factor, const float* u_)
+  UnsignedEncoder<kPowerLevelsUnsigned> encoder;
+  MEMKERN_FN UnsignedWriter(uint8_t* codes_, const float* values_, float factor, const float* u_)
       : codes(codes_), values(values_), u(u_), encoder(factor) {}
   template <class Store> MEMKERN_FN void write(int i, Store store_to) {
-    store_code(codes, i, encoder.encode(load(values + i), load(u + i)), store_to);
+    store_to(codes + i, encoder.encode(load(values + i), load(u + i)));
   }
 };
 
@@ -328,7 +274,7 @@ MEMKERN_FN void encode(Code* codes, const float* values, int n, float factor, co
     for_vectors(n, [&](int i, auto, auto store_to) MEMKERN_LAMBDA { writer.write(i, store_to); });
   };
   if (factor == 0.0f) {
-    std::memset(codes, 0, codes_bytes<Code>(n));
+    std::memset(codes, 0, n);
   } else if constexpr (Kind == StateKind::kDynamic) {
     for (int i = 0; i < n; ++i) {
       const uint8_t code = dynamic_encode<kSigned>(values[i], factor, {});
@@ -340,14 +286,13 @@ MEMKERN_FN void encode(Code* codes, const float* values, int n, float factor, co
       if constexpr (kSigned)
         store_to(codes + i, nearest_signed(load(values + i), F(factor)));
       else
-        store_code(codes, i, UnsignedEncoder<kLevels<Code>>(factor).encode(load(values + i), F(0.5f)),
-                   store_to);
+        store_to(codes + i, UnsignedEncoder<kLevels<Code>>(factor).encode(load(values + i), F(0.5f)));
     });
   } else if constexpr (kSigned) {
     SignedWriter<SignedEncoder> writer(codes, values, factor, dither.rest);
     write_with(writer);
   } else {
-    UnsignedWriter<Code> writer(codes, values, factor, dither.u);
+    UnsignedWriter writer(codes, values, factor, dither.u);
     write_with(writer);
   }
 }

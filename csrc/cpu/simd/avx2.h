@@ -30,7 +30,6 @@ MEMKERN_FN I operator+(I a, I b) { return _mm256_add_epi32(a.v, b.v); }
 MEMKERN_FN I operator-(I a, I b) { return _mm256_sub_epi32(a.v, b.v); }
 MEMKERN_FN I operator&(I a, I b) { return _mm256_and_si256(a.v, b.v); }
 MEMKERN_FN I operator>>(I a, int n) { return _mm256_srli_epi32(a.v, n); }
-MEMKERN_FN Mask equal(I a, I b) { return {_mm256_castsi256_ps(_mm256_cmpeq_epi32(a.v, b.v))}; }
 MEMKERN_FN I to_bits(F x) { return _mm256_castps_si256(x.v); }
 MEMKERN_FN F from_bits(I u) { return _mm256_castsi256_ps(u.v); }
 MEMKERN_FN F operator+(F a, F b) { return _mm256_add_ps(a.v, b.v); }
@@ -107,14 +106,6 @@ MEMKERN_FN F load(const int8_t* p) {
 MEMKERN_FN F load(const uint8_t* p) {
   return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
 }
-// 8 codes from 4 bytes.
-MEMKERN_FN F load(const code4x2* p) {
-  int word;
-  memcpy(&word, p, 4);
-  const __m128i pairs = _mm_cvtsi32_si128(word), low = _mm_set1_epi8(15);
-  const __m128i first = _mm_and_si128(pairs, low), second = _mm_and_si128(_mm_srli_epi16(pairs, 4), low);
-  return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_unpacklo_epi8(first, second)));
-}
 MEMKERN_FN __m128i pack16(__m256i x, bool is_signed) {
   const __m128i low = _mm256_castsi256_si128(x), high = _mm256_extracti128_si256(x, 1);
   return is_signed ? _mm_packs_epi32(low, high) : _mm_packus_epi32(low, high);
@@ -153,14 +144,6 @@ MEMKERN_FN void store(int8_t* p, F x) {
 MEMKERN_FN void store(uint8_t* p, F x) {
   const __m128i h = pack16(_mm256_cvtps_epi32(x.v), true);
   _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(h, h));
-}
-
-MEMKERN_FN void store(code4x2* p, F x) {
-  const __m128i h = pack16(_mm256_cvtps_epi32(x.v), true);
-  // Each pair of bytes times 1 and 16, added.
-  const __m128i pairs = _mm_maddubs_epi16(_mm_packus_epi16(h, h), _mm_set1_epi16(0x1001));
-  const int word = _mm_cvtsi128_si32(_mm_packus_epi16(pairs, pairs));
-  memcpy(p, &word, 4);
 }
 
 // 2^Bits levels; at() takes bit p of a code from bits[p].

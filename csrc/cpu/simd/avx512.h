@@ -31,7 +31,6 @@ MEMKERN_FN I operator+(I a, I b) { return _mm512_add_epi32(a.v, b.v); }
 MEMKERN_FN I operator-(I a, I b) { return _mm512_sub_epi32(a.v, b.v); }
 MEMKERN_FN I operator&(I a, I b) { return _mm512_and_si512(a.v, b.v); }
 MEMKERN_FN I operator>>(I a, int n) { return _mm512_srli_epi32(a.v, static_cast<unsigned>(n)); }
-MEMKERN_FN Mask equal(I a, I b) { return {_mm512_cmpeq_epi32_mask(a.v, b.v)}; }
 MEMKERN_FN I to_bits(F x) { return _mm512_castps_si512(x.v); }
 MEMKERN_FN F from_bits(I u) { return _mm512_castsi512_ps(u.v); }
 MEMKERN_FN F operator+(F a, F b) { return _mm512_add_ps(a.v, b.v); }
@@ -102,12 +101,6 @@ MEMKERN_FN F load(const int8_t* p) {
 MEMKERN_FN F load(const uint8_t* p) {
   return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
 }
-// 16 codes from 8 bytes.
-MEMKERN_FN F load(const code4x2* p) {
-  const __m128i pairs = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)), low = _mm_set1_epi8(15);
-  const __m128i first = _mm_and_si128(pairs, low), second = _mm_and_si128(_mm_srli_epi16(pairs, 4), low);
-  return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_unpacklo_epi8(first, second)));
-}
 MEMKERN_FN I load(const uint32_t* p) { return _mm512_loadu_si512(p); }
 MEMKERN_FN I load(const error16* p) {
   return _mm512_cvtepi16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
@@ -140,12 +133,6 @@ MEMKERN_FN void store(uint8_t* p, F x) { store(reinterpret_cast<int8_t*>(p), x);
 
 MEMKERN_FN void store(int8_t* p, __m128i codes) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), codes); }
 MEMKERN_FN void store(uint8_t* p, __m128i codes) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), codes); }
-
-MEMKERN_FN void store(code4x2* p, __m128i codes) {
-  // Each pair of bytes times 1 and 16, added.
-  const __m128i pairs = _mm_maddubs_epi16(codes, _mm_set1_epi16(0x1001));
-  _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(pairs, pairs));
-}
 
 // 2^Bits levels; at() takes bit p of a code from bits[p].
 template <int Bits> struct LevelTable {

@@ -28,9 +28,6 @@ MEMKERN_FN void store(bf16* p, F x) { *p = to_bf16(x); }
 MEMKERN_FN void store(fp16* p, F x) { *p = to_fp16(x); }
 MEMKERN_FN void store(int8_t* p, F x) { *p = static_cast<int8_t>(x); }
 MEMKERN_FN void store(uint8_t* p, F x) { *p = static_cast<uint8_t>(x); }
-// The first of two; those with an odd number: load_code and store_code (kernels/block.h).
-MEMKERN_FN F load(const code4x2* p) { return static_cast<float>(p->pair & 15); }
-MEMKERN_FN void store(code4x2* p, F x) { p->pair = static_cast<uint8_t>(x); }
 MEMKERN_FN float max_of(F x) { return x; }
 MEMKERN_FN float min_of(F x) { return x; }
 // The dither of a place: h is its product and sum (core/power.h), before the shift.

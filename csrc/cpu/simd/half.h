@@ -20,11 +20,6 @@ struct error8 {
   int8_t units;
 };
 
-// Two codes of 4 bits, the first in the low half.
-struct code4x2 {
-  uint8_t pair;
-};
-
 MEMKERN_FN float to_float(bf16 h) { return float_of(static_cast<uint32_t>(h.bits) << 16); }
 
 MEMKERN_FN bf16 to_bf16(float x) {

@@ -34,7 +34,6 @@ MEMKERN_FN I operator>>(I a, int n) {
   const int32x4_t by = vdupq_n_s32(-n);
   return {vshlq_u32(a.low, by), vshlq_u32(a.high, by)};
 }
-MEMKERN_FN Mask equal(I a, I b) { return {vceqq_u32(a.low, b.low), vceqq_u32(a.high, b.high)}; }
 MEMKERN_FN I to_bits(F x) { return {vreinterpretq_u32_f32(x.low), vreinterpretq_u32_f32(x.high)}; }
 MEMKERN_FN F from_bits(I u) { return {vreinterpretq_f32_u32(u.low), vreinterpretq_f32_u32(u.high)}; }
 MEMKERN_FN F operator+(F a, F b) { return {vaddq_f32(a.low, b.low), vaddq_f32(a.high, b.high)}; }
@@ -123,14 +122,6 @@ MEMKERN_FN F load(const fp16* p) {
 }
 MEMKERN_FN F load(const int8_t* p) { return from_int16(vmovl_s8(vld1_s8(p))); }
 MEMKERN_FN F load(const uint8_t* p) { return from_int16(vreinterpretq_s16_u16(vmovl_u8(vld1_u8(p)))); }
-// 8 codes from 4 bytes.
-MEMKERN_FN F load(const code4x2* p) {
-  uint32_t word;
-  memcpy(&word, p, 4);
-  const uint8x8_t pairs = vreinterpret_u8_u32(vdup_n_u32(word));
-  const uint8x8_t codes = vzip1_u8(vand_u8(pairs, vdup_n_u8(15)), vshr_n_u8(pairs, 4));
-  return from_int16(vreinterpretq_s16_u16(vmovl_u8(codes)));
-}
 MEMKERN_FN I load(const uint32_t* p) { return {vld1q_u32(p), vld1q_u32(p + 4)}; }
 MEMKERN_FN I load(const error16* p) {
   const int16x8_t units = vld1q_s16(&p->units);
@@ -166,13 +157,6 @@ MEMKERN_FN int16x8_t to_int16(F x) {
 }
 MEMKERN_FN void store(int8_t* p, F x) { vst1_s8(p, vqmovn_s16(to_int16(x))); }
 MEMKERN_FN void store(uint8_t* p, F x) { vst1_u8(p, vqmovun_s16(to_int16(x))); }
-
-MEMKERN_FN void store(code4x2* p, F x) {
-  const uint8x8_t codes = vqmovun_s16(to_int16(x));
-  const uint8x8_t pairs = vorr_u8(vuzp1_u8(codes, codes), vshl_n_u8(vuzp2_u8(codes, codes), 4));
-  const uint32_t word = vget_lane_u32(vreinterpret_u32_u8(pairs), 0);
-  memcpy(p, &word, 4);
-}
 
 // 2^Bits levels; at() takes bit p of a code from bits[p].
 template <int Bits> struct LevelTable {

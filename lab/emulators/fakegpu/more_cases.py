@@ -14,8 +14,6 @@ CASES: dict[str, Callable[[Machine], None]] = {
     },
     "sgd_step_ fp32, both codecs": steps_of("sgd_step_", 0, (0, 1)),
     "sgd_step_, power codes of bf16 weights": steps_of("sgd_step_", 1, (0, 0), weights=(2, 3)),
-    "adam_step_, 4 bits": steps_of("adam_step_", 0, (2, 2)),
-    "adam_step_, 4 bits of bf16 weights": steps_of("adam_step_", 1, (2, 2), weights=(2, 1)),
 }
 
 

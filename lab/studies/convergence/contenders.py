@@ -170,7 +170,6 @@ ALL = (
     Contender(f"{A}, bf16 weights", "torch", "adamw", TORCH_ADAMW, A, BF16, only=("fine-tune",)),
     Contender("memkern AdamW", "memkern", "adamw", of("memkern.optim", "AdamW"), A),
     Contender("memkern AdamW8bit", "memkern", "adamw", ADAMW(), A),
-    Contender("memkern AdamW8bit (8, 4)", "memkern", "adamw", ADAMW(state_bits=(8, 4)), A),
     Contender("memkern AdamW8bit bf16+8", "memkern", "adamw", ADAMW(master_weights="bf16+8"), A, BF16),
     Contender(
         "memkern AdamW8bit stochastic", "memkern", "adamw", ADAMW(stochastic_rounding=True), A, BF16,

@@ -1,22 +1,20 @@
-"""State dicts of torch.optim and bitsandbytes, to memkern's and back; fp32 weights of a whole model.
+"""State dicts of torch.optim and bitsandbytes to memkern's, and Adam's back to torch; fp32 weights of a whole model.
 
 A converted state continues the training that it came from: the same moments, up to the error of the codes
 that they move into, the same step counts, the same hyperparameters. Parameters are matched by their place, so
 both optimizers are built over the same ones in the same order. No function here changes what it is given.
 """
 
-from .bitsandbytes import from_bitsandbytes_state_dict, to_bitsandbytes_state_dict
+from .bitsandbytes import from_bitsandbytes_state_dict
 from .fp32 import load_fp32_state_dict, to_fp32_state_dict
 from .torch import from_torch_state_dict, to_torch_state_dict
-from .torch_muon import from_torch_muon_state_dict, to_torch_muon_state_dict
+from .torch_muon import from_torch_muon_state_dict
 
 __all__ = [
     "from_bitsandbytes_state_dict",
     "from_torch_muon_state_dict",
     "from_torch_state_dict",
     "load_fp32_state_dict",
-    "to_bitsandbytes_state_dict",
     "to_fp32_state_dict",
-    "to_torch_muon_state_dict",
     "to_torch_state_dict",
 ]

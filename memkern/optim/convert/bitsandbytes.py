@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...quant.blockwise import quantize_blockwise
 from ...quant.codec import dynamic_map, dynamic_zero
 from ...quant.layout import layout_of
 from .. import weights
@@ -15,17 +14,14 @@ from ..adam import Adam
 from ..base import BlockwiseOptimizer
 from ..format import Format, takes_8bit_state
 from ..lion import Lion
-from ..state import load_moment, store_moment
+from ..state import store_moment
 from .states import (
-    BNB_ONLY,
     check_keys,
     check_moment,
     check_optimizer,
     entries_of,
     groups_from,
-    groups_to,
     loadable,
-    own_entries,
     step_number,
 )
 
@@ -79,63 +75,6 @@ def from_bitsandbytes_state_dict(optimizer: BlockwiseOptimizer, state_dict: dict
             state[i] |= _from_bnb(where, name, values, p, group, int(step))
         state[i] |= weights.initial_state(p, group)
     return loadable(state, groups)
-
-
-@torch.no_grad()
-def to_bitsandbytes_state_dict(optimizer: BlockwiseOptimizer) -> dict[str, Any]:
-    """The optimizer's state as one that bitsandbytes' optimizer of the same kind takes.
-
-    Args:
-        optimizer: memkern's Adam, AdamW or Lion. The result is for bitsandbytes' Adam8bit or AdamW8bit (to
-            them the same thing), or Lion8bit, over the same parameters in the same order.
-
-    Returns:
-        A state dict of new tensors: ``step`` (int), ``state1`` (m) and
-        ``state2`` (v; not for Lion) of the parameter's shape, contiguous. 8-bit states are uint8 with
-        ``qmap1``, ``qmap2`` (256 float32), ``absmax1`` and ``absmax2`` (float32, one per 256 elements), moved
-        as they are or coded anew as for :func:`from_bitsandbytes_state_dict`. 32-bit states stay float32, in
-        which bitsandbytes continues them.
-
-    Raises:
-        TypeError: ``optimizer`` is not memkern's.
-        ValueError: a group maximizes, has amsgrad or coupled weight decay; bitsandbytes can do none of them.
-    """
-    check_optimizer(optimizer, Adam, Lion)
-    for n, group in enumerate(optimizer.param_groups):
-        for option in ("maximize", "amsgrad"):
-            if group.get(option):
-                raise ValueError(f"group {n} has {option}=True, which bitsandbytes does not have")
-        if group["weight_decay"] != 0 and not group.get("decoupled_weight_decay", True):
-            raise ValueError(
-                f"group {n} has coupled weight_decay={group['weight_decay']}, and bitsandbytes' Adams decay "
-                "decoupled; weight_decay must be 0 or decoupled_weight_decay True"
-            )
-    maps: dict[tuple[bool, torch.device], Tensor] = {}
-    state: dict[Any, dict[str, Any]] = {}
-    for i, p, _, values in own_entries(optimizer):
-        state[i] = {"step": int(values["step"])}
-        for name, dtype in optimizer.moments.items():
-            codes, k, signed = values[name], BNB_SUFFIX[name], dtype == torch.int8
-            if codes.is_floating_point():
-                state[i][f"state{k}"] = codes.float().clone(memory_format=torch.contiguous_format)
-                continue
-            scale = values[f"{name}_scale"].clone()
-            if not same_blocks(codes, values.format):
-                flat = load_moment(name, values).reshape(-1)  # row-major, whatever the strides
-                codes, scale = quantize_blockwise(flat, codec="dynamic", signed=signed, block_size=BNB_BLOCK)
-            if (signed, p.device) not in maps:
-                maps[signed, p.device] = torch.tensor(dynamic_map(signed), device=p.device)
-            state[i] |= {
-                f"state{k}": (codes.view(torch.uint8) + dynamic_zero(signed)).reshape(p.shape),
-                f"qmap{k}": maps[signed, p.device],
-                f"absmax{k}": scale.reshape(-1),
-            }
-    groups = groups_to(optimizer, {} if isinstance(optimizer, Lion) else BNB_ONLY)
-    for saved in groups:
-        saved |= {"lr": float(saved["lr"]), "eps": saved.get("eps", 0.0)}
-        for option in ("maximize", "amsgrad", "decoupled_weight_decay"):
-            saved.pop(option, None)
-    return {"state": state, "param_groups": groups}
 
 
 def same_blocks(x: Tensor, format: Format) -> bool:

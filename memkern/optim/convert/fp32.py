@@ -36,11 +36,9 @@ def to_fp32_state_dict(model: nn.Module, optimizer: BlockwiseOptimizer | HostOff
 
     Args:
         model: whose parameters the optimizer steps; not changed.
-        optimizer: with ``master_weights`` "fp32" or "bf16+16" the result is exact, with "bf16+8" it has 24 bits. A
-            parameter that keeps neither copy nor error (another group, no step yet) has its bf16 value. So has an
-            element that is 0, and one whose fp32 copy does not round to it because something else has written it
-            since; an error is added whoever has written the weight. For HostOffload: the host's weights, also of an
-            fp16 model.
+        optimizer: with ``master_weights`` "bf16+16" the result is exact, with "bf16+8" it has 24 bits. A parameter that
+            keeps no error (another group, no step yet) has its bf16 value, and so has an element that is 0; an error
+            is added whoever has written the weight. For HostOffload: the host's weights, also of an fp16 model.
 
     Returns:
         A state dict of the model's: new float32 tensors for bf16 parameters; the others and buffers as they are.
@@ -75,8 +73,8 @@ def load_fp32_state_dict(model: nn.Module, optimizer: BlockwiseOptimizer, state_
 
     Args:
         model: gets ``state_dict``; its bf16 parameters are rounded to the nearest.
-        optimizer: parameters in groups with ``master_weights`` get their errors or fp32 copies, exact but with
-            "bf16+8", whose 24 bits are rounded to the nearest. One that has not stepped yet gets a state of zeros.
+        optimizer: parameters in groups with ``master_weights`` get their errors, exact but with "bf16+8", whose 24
+            bits are rounded to the nearest. One that has not stepped yet gets a state of zeros.
         state_dict: for ``model.load_state_dict``, all keys.
 
     Raises:
@@ -101,11 +99,8 @@ def load_fp32_state_dict(model: nn.Module, optimizer: BlockwiseOptimizer, state_
         x = state_dict[name].to(p.device, torch.float32)
         if not optimizer.state.get(p):
             optimizer.state[p] = optimizer._init_state(p, group)
-        if (dropped := WEIGHT_DROPPED_BITS.get(group["master_weights"])) is None:
-            p.copy_(x)
-            optimizer.state[p]["master_weight"].copy_(x)
-        else:
-            x = placed("weight_error", x, p, group["block_size"])
-            weight, error = split_weight(local(x), 1 << dropped >> 1, dropped)
-            local(p).copy_(weight)
-            local(optimizer.state[p]["weight_error"]).copy_(error)
+        dropped = WEIGHT_DROPPED_BITS[group["master_weights"]]
+        x = placed("weight_error", x, p, group["block_size"])
+        weight, error = split_weight(local(x), 1 << dropped >> 1, dropped)
+        local(p).copy_(weight)
+        local(optimizer.state[p]["weight_error"]).copy_(error)

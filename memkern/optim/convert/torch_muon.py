@@ -7,9 +7,7 @@ from typing import Any
 import torch
 
 from .. import weights
-from ..checks import plain
 from ..muon import Muon
-from ..replaced import states_of
 from ..state import store_moment
 from .states import (
     OPTIONS,
@@ -17,7 +15,6 @@ from .states import (
     check_keys,
     check_moment,
     check_optimizer,
-    floats_of,
     loadable,
 )
 from .torch import adam_state
@@ -101,39 +98,3 @@ def _group_of(name: str, source: Any, k: int, count: int) -> dict[str, Any]:
     if k >= len(sizes) or sizes[k] != count:
         raise ValueError(f"{name} must have {count} parameters in group {k}, as optimizer, got groups of {sizes}")
     return source["param_groups"][k]
-
-
-@torch.no_grad()
-def to_torch_muon_state_dict(optimizer: Muon) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The optimizer's state as one for torch.optim.Muon and one for torch.optim.AdamW.
-
-    Each is over the parameters of the groups of its algorithm, in their order. 32-bit states are exact, 8-bit ones the
-    values of their codes.
-
-    Raises:
-        TypeError: ``optimizer`` is not memkern's Muon.
-        ValueError: a group of Muon's has ``maximize`` or ``split``, which torch.optim.Muon has not.
-    """
-    check_optimizer(optimizer, Muon)
-    states = states_of(optimizer)
-    found: dict[str, dict[str, Any]] = {name: {"state": {}, "param_groups": []} for name in ("muon", "adamw")}
-    for k, group in enumerate(optimizer.param_groups):
-        part = found[group["algorithm"]]
-        is_muon = group["algorithm"] == "muon"
-        for option in ("maximize", "split"):
-            if is_muon and group[option]:
-                raise ValueError(
-                    f"{option} of group {k} must be {False if option == 'maximize' else None}, got {group[option]!r}: "
-                    "torch.optim.Muon has no such option"
-                )
-        first = sum(len(each["params"]) for each in part["param_groups"])
-        options = {key: plain(group[key], key != "lr") for key in (TORCHS if is_muon else _OF_ADAMW)}
-        if not is_muon:
-            options |= {**TORCH_ONLY, "amsgrad": False, "decoupled_weight_decay": True}
-        part["param_groups"].append({**options, "params": list(range(first, first + len(group["params"])))})
-        for i, p in enumerate(group["params"], first):
-            if values := states.get(p):
-                moments = floats_of(optimizer._op_of(group), values, p)
-                step = {} if is_muon else {"step": values["step"].detach().to("cpu", copy=True)}
-                part["state"][i] = {**step, **moments}
-    return found["muon"], found["adamw"]

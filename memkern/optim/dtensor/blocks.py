@@ -11,12 +11,11 @@ from torch import Tensor
 from ... import _ops
 from ...quant.codec import CODECS
 from ...quant.layout import BlockLayout, block_layout, layout_of
-from ...reference import blockwise
 from ...reference.blockwise import code_blocks, decode
 from ...reference.shard import Shard, ShardLayout
 from ...reference.state import encode_moment
 from .collectives import all_reduce
-from .shards import Ranks, cuts_blocks, local, new_packed, new_scale, ranks_of
+from .shards import Ranks, cuts_blocks, local, new_scale, ranks_of
 
 
 def layout_of_shard(p: Tensor, block_size: int, layers: int, coded: bool = True) -> ShardLayout:
@@ -78,23 +77,6 @@ def quantize(x: Tensor, codec: str, signed: bool, block_size: int, step: int) ->
     layout.from_blocks(q, local(codes))
     s.copy_(found.reshape(s.shape))
     return codes, scale
-
-
-def quantize_packed(w: Tensor, block_size: int, step: int) -> tuple[Tensor, Tensor]:
-    """``reference.blockwise.quantize_packed`` of a DTensor, whose shards are whole blocks."""
-    codes, scale, own = new_packed(w, w, block_size), new_scale(w, w, block_size), local(w)
-    if own.numel():
-        for to, x in zip((codes, scale), blockwise.quantize_packed(own, block_size, step), strict=True):
-            local(to).copy_(x.reshape(local(to).shape))
-    return codes, scale
-
-
-def dequantize_packed(codes: Tensor, scale: Tensor, like: Tensor, block_size: int) -> Tensor:
-    """The inverse of :func:`quantize_packed`."""
-    w = torch.empty_like(like, dtype=torch.float32)
-    if local(w).numel():
-        local(w).copy_(blockwise.dequantize_packed(local(codes), local(scale), local(like), block_size))
-    return w
 
 
 def dequantize(codes: Tensor, scale: Tensor, codec: str, block_size: int) -> Tensor:

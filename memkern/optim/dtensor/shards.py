@@ -183,7 +183,7 @@ def _placements_of_scales(p: DTensor, block_size: int) -> list[Any]:
 
 
 def _of_blocks(p: Tensor, own: Tensor, shape: tuple[int, ...], block_size: int) -> Tensor:
-    """A rank's scales or 4-bit codes as those of a DTensor, of ``shape``."""
+    """A rank's scales as those of a DTensor, of ``shape``."""
     assert is_dtensor(p)
     return on_mesh(own, p.device_mesh, _placements_of_scales(p, block_size), shape)
 
@@ -222,27 +222,16 @@ def new_scale(p: Tensor, like: Tensor, block_size: int) -> Tensor:
     return _of_blocks(p, own, layout_of(p, block_size).scale_shape, block_size)
 
 
-def new_packed(p: Tensor, like: Tensor, block_size: int) -> Tensor:
-    """4-bit codes of zero for a moment of p, which has the blocks of ``like``."""
-    layout = layout_of(like, block_size)
-    if not is_dtensor(p):
-        return torch.zeros(layout.packed_shape, dtype=torch.uint8, device=p.device)
-    rows, *several = _shape_of_scales(p, block_size)
-    columns = (local(p)[:1].numel() + 1) // 2 if several and rows else layout.packed_shape[1]
-    own = torch.zeros((rows, columns), dtype=torch.uint8, device=local(p).device)
-    return _of_blocks(p, own, layout.packed_shape, block_size)
-
-
-def placed(key: str, x: Tensor, p: Tensor, block_size: int, packed: bool = False) -> Tensor:
-    """A loaded state's tensor, on the ranks where the state of p has it. packed: it has codes of 4 bits."""
+def placed(key: str, x: Tensor, p: Tensor, block_size: int) -> Tensor:
+    """A loaded state's tensor, on the ranks where the state of p has it."""
     of_elements = key not in ("step", "trust_ratio")
     if not is_dtensor(p) or not of_elements:
         return x.full_tensor() if is_dtensor(x) else x
-    scale, layout = key.endswith("_scale"), layout_of(p, block_size)
-    shape = layout.scale_shape if scale else layout.packed_shape if packed else p.shape
+    scale = key.endswith("_scale")
+    shape = layout_of(p, block_size).scale_shape if scale else p.shape
     if tuple(x.shape) != tuple(shape):
         return x  # there is a message for this
-    at = tuple(_placements_of_scales(p, block_size)) if scale or packed else p.placements
+    at = tuple(_placements_of_scales(p, block_size)) if scale else p.placements
     if is_dtensor(x) and x.device_mesh == p.device_mesh:
         return x if x.placements == at else x.redistribute(placements=at)
     return sharded((x.full_tensor() if is_dtensor(x) else x).detach(), p, at)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .. import accumulation, loading
+from .. import loading
 from ..backward import (
     ParameterHooks,
     check_class,
@@ -60,8 +60,8 @@ class HostOffload(Optimizer):
         params: parameters of the model, on any device.
         host_dtype: dtype of the weights on the host, default torch.float32, so that a half-precision model has an fp32
             model on the host. None: each parameter's own. A parameter of 4 or 8 bytes keeps its dtype. For bf16
-            parameters and memkern's optimizers this is their ``master_weights="fp32"``, whose step rounds the weights,
-            too; where ``master_weights`` or ``stochastic_rounding`` is given, host_dtype is None.
+            parameters and memkern's optimizers this is their ``master_weights="bf16+16"``, which has the bits of fp32;
+            where ``master_weights`` or ``stochastic_rounding`` is given, host_dtype is None.
         offload_gradients: each gradient goes to the host when ``backward()`` has computed it and is freed on the
             device; gradients of further ``backward()`` calls are added there, in the parameter's dtype. Default False.
         step_in_backward: in addition the CPU steps as soon as gradients arrive, in a thread of its own beside the
@@ -94,11 +94,11 @@ class HostOffload(Optimizer):
     lists may be assigned, extended or shortened. What the step changes in groups (some classes count steps there) is
     changed here, too; a class whose ``step`` is neither memkern's nor torch.optim's takes all gradients in one call.
 
-    ``state_dict()`` is that of ``optimizer_class``, which can load it. Weights of another dtype than the model's are in
-    a parameter's state as ``master_weight``, or as ``host_weight`` where the optimizer is not memkern's or the model is
-    fp16. A step goes on from the model's weights, whoever has written them (a state_dict that it loads, an edit under
-    no_grad or of ``p.data``). The host's weight, which has more bits, is used where it rounds to the model's. On the
-    CPU nothing is copied that the CPU can read where it is.
+    ``state_dict()`` is that of ``optimizer_class``, which can load it. What the host knows of a weight beyond the
+    model's bits is in its state as ``weight_error``, or as ``host_weight``, the fp32 weight, where the optimizer is not
+    memkern's or the model is fp16. A step goes on from the model's weights, whoever has written them (a state_dict that
+    it loads, an edit under no_grad or of ``p.data``): an error is relative to the weight that is there, an fp32 weight
+    is used where it rounds to it. On the CPU nothing is copied that the CPU can read where it is.
 
     Of DTensors (fully_shard, HSDP, tensor parallelism) each rank has its shards on its host: states and host weights
     are DTensors of the same mesh and placements, which torch.distributed.checkpoint saves and reshards. Norms
@@ -219,7 +219,7 @@ class HostOffload(Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         if self._weights.are_in_states(group):
-            group["master_weights"] = "fp32"  # in the step's own kernel, which rounds, too
+            group["master_weights"] = "bf16+16"  # fp32's bits
             given.add("master_weights")
         made: list[Weight] = []
         try:
@@ -258,11 +258,6 @@ class HostOffload(Optimizer):
     def _take(self, w: Weight) -> None:
         """Begins the copy of a gradient to the host, or takes it where it is; adds to one that came before."""
         self._worker.join_addition()
-        if self._hooks_gradients and w.gradient is not None and accumulation.is_active(w.p):
-            raise RuntimeError(
-                f"accumulate() cannot add to a gradient of shape {tuple(w.p.shape)} that HostOffload has taken to the "
-                "host: leave offload_gradients False, and gradients are added up on the device; or leave accumulate()"
-            )
         if add := w.take(self._weights.transfers(w.p)):
             self._worker.add(add)
         if self._hooks_gradients:

@@ -71,7 +71,7 @@ class HostWeights(dict[Tensor, Weight]):
     # ---- weights
 
     def are_in_states(self, group: Options) -> bool:
-        """Whether memkern's optimizers shall keep the fp32 weights of the group's bf16 parameters in their states."""
+        """Whether memkern's optimizers shall keep what the group's bf16 parameters lack of fp32 in their states."""
         given = {**self.options, **group}
         return (
             issubclass(self.optimizer_class, BlockwiseOptimizer)
@@ -113,7 +113,7 @@ class HostWeights(dict[Tensor, Weight]):
         now: dict[Tensor, Weight] = {}
         for group in param_groups:
             if not any(p in self for p in group["params"]) and self.are_in_states(group):
-                group["master_weights"] = "fp32"
+                group["master_weights"] = "bf16+16"
             now |= {p: self[p] if p in self else self.new(p, group) for p in group["params"]}
         self.left |= self
         self.clear()

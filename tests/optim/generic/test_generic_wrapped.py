@@ -17,7 +17,7 @@ from tests.support.generic_optimizers import CASES
 from tests.support.generic_tests import *  # noqa: F403
 from tests.support.late_transfers import LateHostOffload
 
-# HostOffload gives bf16 parameters fp32 copies, which a checkpoint of fp32 parameters has not.
+# HostOffload gives bf16 parameters errors, which a checkpoint of fp32 parameters has not.
 pytestmark = pytest.mark.filterwarnings("ignore:the state_dict is of an optimizer with other options")
 CLASSES: dict[str, tuple[type, dict[str, Any]]] = {
     "StepInBackward": (StepInBackward, {}),

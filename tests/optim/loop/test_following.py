@@ -176,7 +176,6 @@ CHANGES: list[dict[str, Any]] = [
     {"codec": "dynamic"},
     {"state_bits": 32},
     {"state_bits": 32, "amsgrad": True},
-    {"state_bits": (8, 4)},
     {"block_size": 136},
 ]
 
@@ -194,16 +193,6 @@ def test_options_changed_right_after_a_load_convert_the_state(way: str, change: 
     for optimizer in (straight, other):
         train(optimizer, 3, 5)
     assert_same(snapshot(other), snapshot(straight))
-
-
-def test_state_bits_as_a_list_are_those_of_a_tuple(recwarn: pytest.WarningsRecorder) -> None:
-    optimizer = optim.AdamW8bit(parameters(), state_bits=[8, 4])
-    train(optimizer, 0, 1)
-    state = optimizer.state_dict()
-    state["param_groups"][0]["state_bits"] = [8, 4]  # as JSON has it
-    optimizer.load_state_dict(state)
-    assert optimizer.param_groups[0]["state_bits"] == (8, 4)
-    assert not [*recwarn]
 
 
 def test_max_grad_norm_may_change_between_steps() -> None:
@@ -263,15 +252,6 @@ def test_entries_of_wrappers_survive() -> None:
     for state, p in zip(other.state.values(), saved["state"].values(), strict=True):
         assert_same(state["lookahead_slow_buff"], p["lookahead_slow_buff"])
         assert state["ema"] == 0.5
-
-
-def test_a_dynamic_state_loads_into_4_bits() -> None:
-    optimizer = optim.AdamW8bit(parameters(), codec="dynamic")
-    train(optimizer, 0, 1)
-    other = optim.AdamW8bit(copies_of(parameters()), state_bits=(8, 4))
-    with pytest.warns(UserWarning, match="codec dynamic -> power"):
-        other.load_state_dict(optimizer.state_dict())
-    train(other, 1, 2)
 
 
 def test_a_state_loads_under_fake_tensor_mode() -> None:

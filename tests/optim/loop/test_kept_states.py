@@ -23,7 +23,7 @@ pytestmark = needs_cpp
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW": lambda p: optim.AdamW8bit(p, min_8bit_size=0),
     "AdamW, fp32": optim.AdamW,
-    "AdamW, (8, 4) and errors": lambda p: optim.AdamW(p, state_bits=(8, 4), master_weights="bf16+8", min_8bit_size=0),
+    "AdamW and errors": lambda p: optim.AdamW8bit(p, master_weights="bf16+8", min_8bit_size=0),
     "LAMB": lambda p: optim.LAMB8bit(p, min_8bit_size=0, max_grad_norm=1.0),
     "SGD": lambda p: optim.SGD8bit(p, lr=0.1, momentum=0.9, min_8bit_size=0),
 }

@@ -24,18 +24,13 @@ from tests.support.interpreted import interpreted
 @over_kept
 def test_no_state_makes_another_number_of_a_weight(kept: str) -> None:
     p, state = hostile(kept)
-    key = "master_weight" if kept == "fp32" else "weight_error"
-    x, bits = optim.weights.fp32_weight(p, {key: state}), lambda x: x.float().view(torch.int32).long()
+    x, bits = optim.weights.fp32_weight(p, {"weight_error": state}), lambda x: x.float().view(torch.int32).long()
     assert_same(x.isnan(), p.isnan())
     number = ~p.isnan()
     assert ((bits(x) - bits(p)).abs() <= 2**15)[number].all()  # half a unit of p: no sign changes, nothing overflows
-    if kept == "fp32":
-        kept_copy = (x.view(torch.int32) == state.view(torch.int32)) & number
-        assert_same(kept_copy, (state.to(BF16).view(torch.int16) == p.view(torch.int16)) & number)
-    else:
-        error = state.long() << (8 if kept == "bf16+8" else 0)
-        made_by_no_step = (p == 0) & (error < 0) | p.isinf() & (error > 0)
-        assert_same(bits(x)[number], (bits(p) + error * ~made_by_no_step)[number])
+    error = state.long() << (8 if kept == "bf16+8" else 0)
+    made_by_no_step = (p == 0) & (error < 0) | p.isinf() & (error > 0)
+    assert_same(bits(x)[number], (bits(p) + error * ~made_by_no_step)[number])
     assert x.isfinite()[p.isfinite()].all()
 
 
@@ -54,7 +49,7 @@ def test_a_step_of_nothing_leaves_every_weight(backend: str, kept: str, build: t
         optimizer = build([w], lr=0.0, weight_decay=0.0, state_bits=state_bits, min_8bit_size=0, **KEPT[kept])
         w.grad = torch.zeros_like(w)
         optimizer.state[w] = optimizer._init_state(w, optimizer.param_groups[0])
-        optimizer.state[w]["master_weight" if kept == "fp32" else "weight_error"].copy_(state)
+        optimizer.state[w]["weight_error"].copy_(state)
         with on(each):
             optimizer.step()
         assert_same(w.detach(), p)
@@ -211,7 +206,7 @@ def test_edits_that_keep_the_values_lose_nothing(kept: str, edit: str) -> None:
     assert abs(1.5 - fp32_weights(optimizer)[0].double().mean().item() - 0.02) < 0.002
 
 
-@pytest.mark.parametrize("kept", ["bf16+8", *(pytest.param(k, marks=pytest.mark.full) for k in ("fp32", "bf16+16"))])
+@pytest.mark.parametrize("kept", ["bf16+8", pytest.param("bf16+16", marks=pytest.mark.full)])
 def test_a_compiled_step_goes_on_from_edited_weights(kept: str) -> None:
     runs = []
     for compiled in (False, True):
@@ -276,7 +271,7 @@ def test_the_optimizers_own_option_wins_over_a_states() -> None:
 def test_a_state_that_does_not_fit(kept: str) -> None:
     optimizer = optim.AdamW8bit(bf16_params(), **KEPT[kept])
     train(optimizer, 1)
-    key = "master_weight" if kept == "fp32" else "weight_error"
+    key = "weight_error"
     for value, message in (
         (torch.zeros(64, 128, dtype=torch.int32), f"{key} must be torch"),
         (torch.zeros(3), f"{key} must be torch"),
@@ -314,7 +309,7 @@ def test_fp32_state_dicts(kept: str) -> None:
     with torch.no_grad():
         model[0].weight.zero_()
     # A step reads up to 4.6e-41 there: half a unit of 0, which is what is kept beside one.
-    assert any((x.abs() > 0).any() for x in fp32_weights(optimizer)[:1]) == (kept != "fp32")
+    assert any((x.abs() > 0).any() for x in fp32_weights(optimizer)[:1])
     assert (optim.to_fp32_state_dict(model, optimizer)["0.weight"] == 0).all()
     with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got dict"):
         optim.to_fp32_state_dict({}, optimizer)  # type: ignore[arg-type]

@@ -301,7 +301,7 @@ def test_a_group_that_is_refused_changes_nothing() -> None:
 
 
 def test_a_frozen_group_that_is_thawed() -> None:
-    """HostOffload asked for fp32 copies of bf16 weights there, as none of its parameters was something else."""
+    """HostOffload asked for errors of bf16 weights there, as none of its parameters was something else."""
     frozen = parameters(2)
     for p in frozen:
         p.requires_grad_(False)

@@ -81,7 +81,6 @@ BETWEEN: dict[str, Callable[[Any], Any]] = {
     "block_size": set_options(block_size=64),
     "codec": set_options(codec="dynamic"),
     "state_bits": set_options(state_bits=32),
-    "state_bits (8, 4)": set_options(state_bits=(8, 4)),
     "state_dict": lambda optimizer: optimizer.state_dict(),
     "load_state_dict": load_own_state,
     "load_state_dict of no state": new_state,

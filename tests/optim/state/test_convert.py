@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from memkern import optim, quantize_blockwise
 from memkern.optim.format import takes_8bit_state
@@ -179,7 +179,6 @@ def test_parameters_without_a_state_stay_without() -> None:
     ours = optim.AdamW8bit(params)
     assert optim.from_torch_state_dict(ours, theirs.state_dict())["state"] == {}
     assert optim.to_torch_state_dict(ours)["state"] == {}
-    assert optim.to_bitsandbytes_state_dict(ours)["state"] == {}
     give_gradients(params, 0)
     params[0].grad = None
     theirs.step()
@@ -205,11 +204,9 @@ def test_nothing_is_shared_or_changed() -> None:
         assert not ours.state
         ours.load_state_dict(optim.from_torch_state_dict(ours, given))
         own = copy.deepcopy(ours.state_dict())
-        for convert in (optim.to_torch_state_dict, optim.to_bitsandbytes_state_dict):
-            for state in convert(ours)["state"].values():
-                for tensor in state.values():
-                    if isinstance(tensor, Tensor):
-                        tensor.fill_(77)
+        for state in optim.to_torch_state_dict(ours)["state"].values():
+            for tensor in state.values():
+                tensor.fill_(77)
         assert_same_tree(ours.state_dict(), own)
     assert_same_tree(given, before)
 
@@ -230,8 +227,6 @@ def test_amsgrad_comes_and_goes() -> None:
     back.load_state_dict(optim.to_torch_state_dict(ours))
     assert back.param_groups[0]["amsgrad"] is True
     assert_same_tree(back.state_dict()["state"], theirs.state_dict()["state"])
-    with pytest.raises(ValueError, match="group 0 has amsgrad=True, which bitsandbytes does not have"):
-        optim.to_bitsandbytes_state_dict(ours)
 
 
 # ---- errors

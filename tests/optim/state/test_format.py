@@ -32,24 +32,23 @@ ORDERS = {
 }
 
 
-@pytest.mark.parametrize("state_bits", [8, (8, 4)])
 @pytest.mark.parametrize("target_order", ORDERS)
 @pytest.mark.parametrize("source_order", ORDERS)
-def test_a_file_that_makes_codes_contiguous(source_order: str, target_order: str, state_bits: Any) -> None:
+def test_a_file_that_makes_codes_contiguous(source_order: str, target_order: str) -> None:
     """As safetensors does: codes belong to blocks of the memory format that they were saved in."""
     x = hard((8, 16, 8, 8), 0)
-    source = optim.AdamW8bit([torch.nn.Parameter(ORDERS[source_order](x))], state_bits=state_bits)
+    source = optim.AdamW8bit([torch.nn.Parameter(ORDERS[source_order](x))])
     train(source)
     made = saved(source.state_dict())
     made["state"][0] = {key: x.contiguous() for key, x in made["state"][0].items()}
     p = torch.nn.Parameter(ORDERS[target_order](source.param_groups[0]["params"][0].detach().clone()))
-    target = optim.AdamW8bit([p], state_bits=state_bits)
+    target = optim.AdamW8bit([p])
     target.load_state_dict(made)
     for name in ("exp_avg", "exp_avg_sq"):
         expected = load_moment(name, source.state[source.param_groups[0]["params"][0]])
         found = load_moment(name, target.state[p])
         off = ((found - expected).norm() / expected.norm()).item()
-        assert off == 0 if source_order == target_order else off < (0.03 if state_bits == 8 else 0.3)
+        assert off == 0 if source_order == target_order else off < 0.03
     if source_order == target_order:
         assert_same(train(target, 1), train(source, 1, first=0))
 
@@ -82,13 +81,8 @@ def test_codes_without_an_order_are_refused_by_another_memory_format() -> None:
 CHANGES: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
     (optim.AdamW8bit, {}, {"codec": "dynamic"}),
     (optim.AdamW8bit, {}, {"block_size": 64}),
-    (optim.AdamW8bit, {}, {"state_bits": (8, 4)}),
     (optim.AdamW8bit, {}, {"state_bits": 32}),
-    (optim.AdamW8bit, {"state_bits": (8, 4)}, {"state_bits": 8}),
     (optim.AdamW, {}, {"amsgrad": True}),
-    (optim.Muon8bit, {}, {"codec": "dynamic"}),
-    (optim.Muon8bit, {}, {"block_size": 64}),
-    (optim.Lion8bit, {}, {"codec": "dynamic"}),
 ]
 
 
@@ -101,22 +95,12 @@ def test_exports_between_a_change_of_options_and_the_next_step(
     optimizer = build([p], min_8bit_size=0, **options)
     train(optimizer)
 
-    def exports() -> list[Any]:
-        found: list[Any] = []
-        if isinstance(optimizer, optim.Muon):
-            found += [x["state"] for x in optim.to_torch_muon_state_dict(optimizer)]
-        elif isinstance(optimizer, optim.Adam):
-            found.append(optim.to_torch_state_dict(optimizer)["state"])
-        if not isinstance(optimizer, optim.Muon) and "amsgrad" not in change:
-            found.append(optim.to_bitsandbytes_state_dict(optimizer)["state"])
-        return found
-
-    before = exports()
+    before = optim.to_torch_state_dict(optimizer)["state"]
     for group in optimizer.param_groups:
         group.update(change)
-    after = exports()
+    after = optim.to_torch_state_dict(optimizer)["state"]
     if "amsgrad" in change:
-        assert not after[0][0].pop("max_exp_avg_sq").any()
+        assert not after[0].pop("max_exp_avg_sq").any()
     assert_same(after, before)
 
 

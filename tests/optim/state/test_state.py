@@ -186,7 +186,7 @@ def test_users_hooks_still_run() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:the state_dict is of an optimizer with other options")
-@pytest.mark.parametrize(("was", "becomes"), [(8, 8), ((8, 4), (8, 4)), (8, 32)])
+@pytest.mark.parametrize(("was", "becomes"), [(8, 8), (8, 32)])
 def test_codes_of_another_memory_format_are_converted(was: Any, becomes: Any) -> None:
     """As the next step would, had the state been loaded first and the parameter changed then."""
     x = hard((8, 16, 8, 8), 0)

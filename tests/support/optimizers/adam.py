@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .spec import BAD_EPS, EIGHT, TENSOR_BETAS, OptimizerSpec, Options, adam_direction
+from .spec import BAD_EPS, TENSOR_BETAS, OptimizerSpec, Options, adam_direction
 
 
 def adam(p: Tensor, g: Tensor, state: Options, group: Options) -> Tensor:
@@ -25,12 +25,11 @@ GENERIC = {
 }
 DECAY = {"lr": 1e-2, "weight_decay": 0.1}
 KERNELS = {
-    "triton": ("all", "4 bits"),
+    "triton": ("all",),
     "everywhere": (
         "adam: power, fp32",
         "adam: power, bf16",
         "adam: dynamic, fp32",
-        "adam: 4 bits, bf16",
         "adam: prologue",
     ),
 }
@@ -56,7 +55,7 @@ ADAMW = OptimizerSpec(
     "AdamW",
     adam,
     lr=1e-3,
-    generic={**GENERIC, "8 and 4 bits": {**EIGHT, "state_bits": (8, 4), "maximize": True}},
+    generic=GENERIC,
     variants={
         "": DECAY,
         "maximize, no decay": {"lr": 3e-3, "weight_decay": 0, "maximize": True, "eps": 1e-6},
@@ -65,6 +64,5 @@ ADAMW = OptimizerSpec(
     parity={"": DECAY, "maximize": {**DECAY, "maximize": True}},
     refused=BAD_EPS,
     hashed={"eps 1e-4": {"eps": 1e-4}},
-    hashed_with_4_bits=True,
     **KERNELS,
 )

@@ -52,7 +52,6 @@ class OptimizerSpec:
     refused: list[tuple[Options, str]] = field(default_factory=list)  # options, and the error's message
 
     hashed: dict[str, Options] = field(default_factory=dict)  # fixtures/hashes.json, beside the common cases
-    hashed_with_4_bits: bool = False
     layers: Options = field(default_factory=dict)  # checkpoints of tensors in layers
     checkpoints: dict[str, Options] = field(default_factory=dict)  # fixtures/checkpoints, beside the common cases
 

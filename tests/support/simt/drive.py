@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from memkern import reference
-from memkern.quant.codec import POWER4
 from memkern.quant.layout import layout_of
 from memkern.schemas import STEP_OPS, WEIGHT_STATES, StepArgs
 from tests.support.activation_kernels import compare_activations
@@ -84,10 +83,7 @@ def step_args(
     for moment, signed in zip(MOMENTS, STEP_OPS[name].moments.values(), strict=False):
         code = torch.int8 if signed else torch.uint8
         lists[f"{moment}s"] = [
-            torch.zeros(layout_of(p, block_size).packed_shape, dtype=torch.uint8)
-            if c and not signed and codec[i % 2] == POWER4
-            else torch.zeros_like(p, dtype=code if c else torch.float32)
-            for i, (p, c) in enumerate(zip(params, coded, strict=True))
+            torch.zeros_like(p, dtype=code if c else torch.float32) for p, c in zip(params, coded, strict=True)
         ]
         lists[f"{moment}_scales"] = [
             torch.zeros(layout_of(p, block_size).scale_shape) for p, c in zip(params, coded, strict=True) if c

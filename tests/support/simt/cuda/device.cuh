@@ -58,7 +58,6 @@ template <class T> T load_shared(SharedAddress at) {
 }
 inline void store_shared(SharedAddress at, uint32_t x) { std::memcpy(reinterpret_cast<void*>(at), &x, sizeof(x)); }
 
-inline uint32_t load_half_word(const void* global) { return *static_cast<const uint16_t*>(global); }
 
 template <int Bytes> const void* element(const void* array, uint32_t i) {
   return static_cast<const char*>(array) + uint64_t{i} * Bytes;
