@@ -50,7 +50,6 @@ REGISTER = {
   MEMKERN_REGISTER_STEP(lion_step, m, cuda);
   MEMKERN_REGISTER_STEP(lamb_step, m, cuda);
   MEMKERN_REGISTER_STEP(lars_step, m, cuda);
-  m.impl("keep_states", memkern::keep_states);
 """,
     "codes": """
   m.impl("quantize_blockwise", TORCH_BOX(&memkern::quantize_blockwise_cuda));
@@ -86,7 +85,6 @@ STABLE_TORCH_LIBRARY(memkern, m) {{
   for (const char* schema : memkern::kSchemas) m.def(schema);
 }}
 STABLE_TORCH_LIBRARY_IMPL(memkern, CUDA, m) {{{REGISTER[setting.kind]}}}
-STABLE_TORCH_LIBRARY_IMPL(memkern, CompositeExplicitAutograd, m) {{ m.impl("forget_states", memkern::forget_states); }}
 """
 
 
