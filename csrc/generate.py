@@ -117,7 +117,7 @@ def schemas() -> str:
         "namespace memkern {",
         "",
         "inline constexpr const char* kSchemas[] = {",
-        *(f'    "{name}{schema}",' for name, schema in {**python.SCHEMAS, **python.KEPT_SCHEMAS}.items()),
+        *(f'    "{name}{schema}",' for name, schema in python.SCHEMAS.items()),
         "};",
         f"constexpr int kStepArguments = {len(python.StepArgs._fields)};",
         f"constexpr int kMaxMoments = {max(len(op.moments) for op in steps.values())};",

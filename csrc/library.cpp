@@ -17,10 +17,6 @@ MEMKERN_LIBRARY_IMPL(MEMKERN_NAMESPACE, CPU, m) {
   MEMKERN_REGISTER_OPS(m, cpu);
 }
 
-MEMKERN_LIBRARY_IMPL(MEMKERN_NAMESPACE, CompositeExplicitAutograd, m) {
-  m.impl("forget_states", memkern::forget_states);
-}
-
 #ifdef USE_CUDA
 MEMKERN_LIBRARY_IMPL(MEMKERN_NAMESPACE, CUDA, m) {
   MEMKERN_REGISTER_OPS(m, cuda);

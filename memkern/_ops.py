@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-import sys
-from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -34,8 +32,6 @@ NAMESPACES = {
 }
 """Where the ops of each backend are."""
 
-_in_cpp: set[str] = set()
-"""The namespaces that have the ops of KEPT_SCHEMAS."""
 _libraries: list[torch.library.Library] = []  # a library unregisters its ops when it is collected
 
 
@@ -119,7 +115,6 @@ def _register() -> None:
             op = getattr(getattr(torch.ops, namespace), name).default
             torch.library.register_vmap(f"{namespace}::{name}", functools.partial(_one_by_one, op), lib=library)
         if defined:
-            _in_cpp.add(namespace)
             library.impl("few_bit_forward", torch.no_grad()(_few_bit_forward_on_cpu()), "CPU")
 
 
@@ -152,57 +147,13 @@ def dequantize_blockwise(codes: Tensor, scale: Tensor, codec: str, block_size: i
     return _op("dequantize_blockwise", codes.device)(codes, scale, CODECS[codec], block_size, dtype)
 
 
-def _nothing_watches(tensors: Iterable[Tensor]) -> bool:
+def _nothing_watches(tensors: Sequence[Tensor]) -> bool:
     """Whether nobody would see an op that is called through the dispatcher: no compiler, mode, or subclass."""
     return (
         not torch.compiler.is_compiling()
         and torch._C._len_torch_dispatch_stack() == 0
         and {*map(type, tensors)} <= {Tensor, torch.nn.Parameter}
     )
-
-
-class KeptStates:
-    """The arguments of a step that are the same at each step, where C++ holds them from the second step on.
-
-    Freed with this object. A step of 148 parameters, with 740 states, took 493 us of the host, and takes 367 so; of one
-    parameter 100 and 87. Parameters are not among them: torch.utils.swap_tensors refuses what C++ holds, too.
-    """
-
-    def __init__(self) -> None:
-        self._ops: Any = None  # of the namespace that has them
-        self._number = 0
-
-    def are_ready(self, device: torch.device) -> bool:
-        """Whether the next step, of parameters on a device, can be taken with them."""
-        return (
-            self._ops is not None
-            and torch._C._len_torch_dispatch_stack() == 0
-            and _namespace(device, backend._asked_for) == self._ops.name
-        )
-
-    def note(self, args: StepArgs) -> None:
-        """Hands them over after a step with all its arguments, if nothing but C++ takes part in such a step."""
-        namespace = _namespace(args.params[0].device, backend._asked_for)
-        lists = args.moments, args.scales, args.steps, args.trust_ratios, args.weight_states
-        if self._ops is None and namespace in _in_cpp and _nothing_watches(chain(args.params, *lists)):
-            ops = getattr(torch.ops, namespace)
-            more = args.group, args.codec, args.block_size, args.weight_storage
-            self._number = ops.keep_states.default(args.params, *lists, *more)
-            self._ops = ops
-
-    def step_(self, step: StepOp, args: StepArgs) -> bool:
-        """:func:`step_` with them. Returns False where a parameter has another layout than before: nothing changes."""
-        holds = getattr(self._ops, f"{step.name}kept_").default(
-            self._number, args.params, args.grads, args.lr, args.hyperparameters,
-            args.grad_scale, args.found_inf, args.grad_norm, args.max_grad_norm,
-        )  # fmt: skip
-        if holds:
-            torch.autograd.graph.increment_version(args.params)
-        return holds
-
-    def __del__(self) -> None:
-        if self._ops is not None and not sys.is_finalizing():
-            self._ops.forget_states.default(self._number)
 
 
 def step_(step: StepOp, args: StepArgs, by_reference: bool = False) -> None:

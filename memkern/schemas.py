@@ -177,20 +177,6 @@ SCHEMAS = {
         "float falling_reach, float rising_reach) -> Tensor"
     ),
 }
-_KEPT_STEP = (
-    "(int states, Tensor(a!)[] params, Tensor[] grads, Tensor[] lr, float[] hyperparameters, Tensor? grad_scale, "
-    "Tensor? found_inf, Tensor? grad_norm, float max_grad_norm) -> bool"
-)
-KEPT_SCHEMAS = {
-    "keep_states": (
-        "(Tensor[] params, Tensor[] moments, Tensor[] scales, Tensor[] steps, Tensor[] trust_ratios, "
-        "Tensor[] weight_states, int[] group, int[] codec, int[] block_size, int[] weight_storage) -> int"
-    ),
-    "forget_states": "(int states) -> ()",
-    **{f"{name}kept_": _KEPT_STEP for name in STEP_OPS},
-}
-"""Of C++ alone, for steps that nothing traces (memkern._ops.KeptStates): a step without the arguments that are the same
-at each step, which are kept under a number; it returns False where params are not laid out as those of keep_states."""
 
 
 def _fake_quantize(

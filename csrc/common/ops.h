@@ -2,13 +2,12 @@
 #pragma once
 #include <tuple>
 
-#include "common/kept_states.h"
+#include "common/step_args.h"
 
 // One line for each of the optimizers' steps.
 #define MEMKERN_DECLARE_STEP(NAME, DEVICE) void NAME##_##DEVICE(const StepArgs& args);
-#define MEMKERN_REGISTER_STEP(NAME, LIBRARY, DEVICE)                   \
-  LIBRARY.impl(#NAME "_", memkern::step_op<memkern::NAME##_##DEVICE>); \
-  LIBRARY.impl(#NAME "_kept_", memkern::kept_step_op<memkern::NAME##_##DEVICE>);
+#define MEMKERN_REGISTER_STEP(NAME, LIBRARY, DEVICE) \
+  LIBRARY.impl(#NAME "_", memkern::step_op<memkern::NAME##_##DEVICE>);
 
 // few_bit_forward is on CUDA devices alone: on the CPU it is torch's own op and few_bit_encode
 // (memkern/_ops.py).
@@ -33,12 +32,11 @@
                                                double rising_reach);                                        \
   }
 
-// Registers all of them but few_bit_forward and forget_states, which is of no device.
+// Registers all of them but few_bit_forward.
 #define MEMKERN_REGISTER_OPS(library, DEVICE)                                               \
   library.impl("quantize_blockwise", TORCH_BOX(&memkern::quantize_blockwise_##DEVICE));     \
   library.impl("dequantize_blockwise", TORCH_BOX(&memkern::dequantize_blockwise_##DEVICE)); \
   MEMKERN_FOR_STEPS(MEMKERN_REGISTER_STEP, library, DEVICE)                                 \
-  library.impl("keep_states", memkern::keep_states);                                        \
   library.impl("grad_norm_", TORCH_BOX(&memkern::grad_norm_##DEVICE));                      \
   library.impl("muon_momentum_", memkern::muon_momentum_##DEVICE);                          \
   library.impl("muon_apply_", memkern::muon_apply_##DEVICE);                                \

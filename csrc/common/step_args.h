@@ -4,49 +4,34 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <memory>
-#include <utility>
 
 #include "common/schemas.h"
 #include "common/tensors.h"
 
 namespace memkern {
 
-// The arguments of a step that stay the same from one step to the next: fields of StepArgs.
-struct StepStates {
-  Tensors moments, scales, steps, trust_ratios, weight_states;
-  Ints group, codec, block_size, weight_storage;
-};
-
-// What is new at each step, and the step's states.
-struct StepValues {
-  Tensors params, grads, lr;
-  Doubles hyperparameters;
-  std::optional<Tensor> grad_scale, found_inf, grad_norm;
-  double max_grad_norm = 0.0;
-  std::optional<Tensor> squares;
-  bool squares_only = false;
-  std::shared_ptr<const StepStates> states;
-};
-
-// Takes arguments from torch's stack, one after the other.
-struct ArgumentStack {
-  StableIValue* next;
-  template <class... T> void take(T&... to) { ((to = torch::stable::detail::to<T>(*next++)), ...); }
-};
-
 // StepArgs of memkern/schemas.py, which documents each field.
-class StepArgs : public StepValues {
- public:
-  explicit StepArgs(StepValues values) : StepValues(std::move(values)) {}
-  // Of the op that has all of them as its arguments.
-  explicit StepArgs(StableIValue* stack) : StepArgs(taken(stack)) {}
-  StepArgs(const StepArgs&) = delete;
+struct StepArgs {
+  Tensors params, grads, moments, scales, steps, trust_ratios, weight_states;
+  Ints group;
+  Tensors lr;
+  Doubles hyperparameters;
+  Ints codec, block_size, weight_storage;
+  std::optional<Tensor> grad_scale, found_inf, grad_norm;
+  double max_grad_norm;
+  std::optional<Tensor> squares;
+  bool squares_only;
 
-  const Tensors &moments = states->moments, &scales = states->scales, &steps = states->steps,
-                &trust_ratios = states->trust_ratios, &weight_states = states->weight_states;
-  const Ints &group = states->group, &codec = states->codec, &block_size = states->block_size,
-             &weight_storage = states->weight_storage;
+  // Takes the arguments from torch's stack, in the order of the schema.
+  explicit StepArgs(StableIValue* stack) {
+    const auto take = [&]<class... T>(T&... to) {
+      ((to = torch::stable::detail::to<T>(*stack++)), ...);
+    };
+    take(params, grads, moments, scales, steps, trust_ratios, weight_states, group, lr, hyperparameters,
+         codec, block_size, weight_storage, grad_scale, found_inf, grad_norm, max_grad_norm, squares,
+         squares_only);
+  }
+  StepArgs(const StepArgs&) = delete;
 
   // The hyperparameters of each group, as the optimizer's struct of them (core/hyperparameters.h).
   template <class Hyperparameters> std::vector<Hyperparameters> groups() const {
@@ -56,18 +41,6 @@ class StepArgs : public StepValues {
                   each * all.size(), " entries, ", each, " per group, got ", hyperparameters.size());
     std::memcpy(all.data(), hyperparameters.data(), hyperparameters.size() * sizeof(double));
     return all;
-  }
-
- private:
-  static StepValues taken(StableIValue* first) {
-    ArgumentStack stack{first};
-    StepValues v;
-    const auto s = std::make_shared<StepStates>();
-    stack.take(v.params, v.grads, s->moments, s->scales, s->steps, s->trust_ratios, s->weight_states,
-               s->group, v.lr, v.hyperparameters, s->codec, s->block_size, s->weight_storage, v.grad_scale,
-               v.found_inf, v.grad_norm, v.max_grad_norm, v.squares, v.squares_only);
-    v.states = s;
-    return v;
   }
 };
 

@@ -277,17 +277,14 @@ class BlockwiseOptimizer(Optimizer):
         for number, group in enumerate(self.param_groups):
             self._init_group(group, params, grads)
             group_of_each += [number] * (len(params) - len(group_of_each))
-        done = not params
-        while not done:
+        if params:
             plan = self._plan(params, group_of_each)
             try:
-                done = plan.run(self._values(grads), self.param_groups, self._buffers)
+                plan.run(self._values(grads), self.param_groups, self._buffers)
             except step_errors.OP_ERRORS as error:
                 if torch.compiler.is_compiling():
                     raise
                 raise self._explained(error, params, grads) from None
-            if not done:
-                self.state[params[0]].plan = None
         return loss
 
     def _init_group(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:

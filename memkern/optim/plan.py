@@ -106,7 +106,6 @@ class StepPlan:
         self._norm: Tensor | None = None
         self._rates: list[Tensor] = []
         self._is_checked = False
-        self._by_kept = False  # the next step is
         if not torch.compiler.is_compiling():
             self._params, self._states = [*map(id, params)], [id(entry.state) for entry in entries]
             self._layouts = _layouts(params)
@@ -136,11 +135,6 @@ class StepPlan:
                 (self.exchanged if kind.exchanged else self.calls).extend(calls)
         self.reductions = [*reductions.values()]
         self.is_one_call = len(kinds) == len(self.calls) == 1
-        self._kept: _ops.KeptStates | None = None
-        if self.is_one_call and not torch.compiler.is_compiling():
-            (call,) = self.calls
-            if not (sharded or call.by_reference or call.op is MUON_STEP):
-                self._kept = _ops.KeptStates()
 
     def _call(self, entries: Sequence[Entry], places: list[int], kind: Kind, groups: Sequence[Group]) -> Call:
         """The call of these parameters, with their states."""
@@ -168,25 +162,21 @@ class StepPlan:
     def holds(self, params: Sequence[Tensor], group_of_each: list[int], states: Sequence[Any], groups: int) -> bool:
         """Whether the step of ``params``, each of the group of this number, is still this one.
 
-        A state forgets its plan where an entry of it is replaced. Values, and gradients, are as they may be. Where C++
-        has the states, it compares the parameters' layouts, in :meth:`run`.
+        A state forgets its plan where an entry of it is replaced. Values, and gradients, are as they may be.
         """
-        self._by_kept = self._kept is not None and self._kept.are_ready(params[0].device)
         return (
             [*map(id, params)] == self._params
             and [*map(id, states)] == self._states
             and all(getattr(state, "plan", None) is self for state in states)
             and group_of_each == self.group_of_each
             and groups == self.group_count
-            and (self._by_kept or _layouts(params) == self._layouts)
+            and _layouts(params) == self._layouts
         )
 
     # ---- the step
 
-    def run(self, values: Values, groups: Sequence[Group], buffers: dict[Any, Tensor]) -> bool:
+    def run(self, values: Values, groups: Sequence[Group], buffers: dict[Any, Tensor]) -> None:
         """Takes the step. ``buffers``: memory for parameters with gaps, kept from one step to the next.
-
-        Returns False where a parameter is not laid out any more as the plan has it, and nothing was changed.
 
         Raises:
             RuntimeError, TypeError, ValueError: gradients or states that an op does not take; before anything is
@@ -215,8 +205,7 @@ class StepPlan:
             self._is_checked = True
 
         for call in calls:
-            if not self._run(call, groups):
-                return False
+            self._run(call, groups)
         if exchanged:
             dtensor_muon.steps(exchanged, groups)
         for reduced in reductions:
@@ -226,7 +215,6 @@ class StepPlan:
             dense = _buffer(buffers, p).copy_(p)
             self._run(call, groups, [dense])
             p.copy_(dense)
-        return True
 
     def _local(self, call: Call, params: list[Tensor] | None) -> StepArgs:
         """The arguments as an op takes them. ``params``: those in place of ones with gaps."""
@@ -245,27 +233,21 @@ class StepPlan:
         except step_errors.OP_ERRORS as error:
             raise step_errors.in_words(error, call.args, groups) from None
 
-    def _run(self, call: Call, groups: Sequence[Group], params: list[Tensor] | None = None) -> bool:
+    def _run(self, call: Call, groups: Sequence[Group], params: list[Tensor] | None = None) -> None:
         taken = self._local(call, params)
         try:
             if call.op is MUON_STEP:
                 muon_step(taken, call.by_reference, groups, call.product_devices)
             elif call.op.has_trust_ratios and any(groups[k].get("trust_bounds") for k in {*taken.group}):
                 trust_bounds.step_(call.op, taken, call.by_reference, groups)
-            elif self._by_kept:
-                assert self._kept is not None
-                return self._kept.step_(call.op, taken)
             else:
                 _ops.step_(call.op, taken, call.by_reference)
-                if self._kept is not None:
-                    self._kept.note(taken)
         except step_errors.OP_ERRORS as error:
             if torch.compiler.is_compiling():
                 raise
             raise step_errors.in_words(error, call.args, groups) from None
         if self.all_ranks.meshes:
             torch.autograd.graph.increment_version(call.args.params)
-        return True
 
     # ---- numbers of a step
 

@@ -71,7 +71,7 @@ class Machine:
         self.runtime.fakegpu_new_stream.restype = ctypes.c_void_p
         self.runtime.fakegpu_memory.restype = ctypes.c_size_t
         self.library = torch.library.Library("memkern_nvcc", "DEF")
-        for name, schema in {**schemas.SCHEMAS, **schemas.KEPT_SCHEMAS}.items():
+        for name, schema in schemas.SCHEMAS.items():
             self.library.define(name + schema)
         torch.ops.load_library(str(folder / "libops.so"))
         self.ops = torch.ops.memkern_nvcc

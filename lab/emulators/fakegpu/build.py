@@ -21,9 +21,6 @@ STABLE_TORCH_LIBRARY_IMPL(memkern_nvcc, CUDA, m) {
   MEMKERN_REGISTER_OPS(m, cuda);
   m.impl("few_bit_forward", TORCH_BOX(&memkern::few_bit_forward_cuda));
 }
-STABLE_TORCH_LIBRARY_IMPL(memkern_nvcc, CompositeExplicitAutograd, m) {
-  m.impl("forget_states", memkern::forget_states);
-}
 """
 
 

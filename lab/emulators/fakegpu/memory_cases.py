@@ -79,44 +79,6 @@ def a_table_where_CUDA_has_no_memory_left(machine: Machine) -> None:
 
 
 @case
-def states_that_are_kept(machine: Machine) -> None:
-    """On two devices, with other gradients, in a capture and its replays between eager steps, and forgotten."""
-    from lab.emulators.fakegpu.cases import fails
-    from memkern import reference
-    from tests.support.helpers import assert_same
-    from tests.support.simt import drive
-
-    def step(there: Any, number: int, grads: Any, device: int) -> bool:
-        values = machine.to_device(grads, device), there.lr, there.hyperparameters, None, None, None, 0.0
-        return machine.ops.lamb_step_kept_(number, there.params, *values)
-
-    for device in (0, 1):
-        args, stream = one("lamb_step_"), machine.new_stream(device)
-        there, expected = machine.to_device(args, device), drive.cloned(args)
-        machine.use_stream(stream, device)
-        lists = there.moments, there.scales, there.steps, there.trust_ratios, there.weight_states
-        more = there.group, there.codec, there.block_size, there.weight_storage
-        number = machine.ops.keep_states(there.params, *lists, *more)
-        for seed, replays in enumerate((0, 2, 0)):
-            grads = drive.gradients(args.params, seed, args.grads[0].dtype)
-            machine.graph.clear()
-            machine.capture(stream, replays > 0)
-            assert step(there, number, grads, device)
-            machine.capture(stream, False)
-            for _ in range(max(replays, 1)):
-                if replays:
-                    machine.replay()
-                reference.lamb_step_(expected._replace(grads=grads))
-                assert_same([*machine.to_host(there)], [*expected], f"step {seed}")
-        machine.launches.clear()
-        moved = machine.to_device(args.params, 1 - device), machine.to_device([p.t() for p in args.params], device)
-        assert not any(step(there._replace(params=params), number, grads, device) for params in moved)
-        assert not machine.launches
-        machine.ops.forget_states(number)
-        fails(lambda: step(there, number, grads, device), f"no states of the number {number}")  # noqa: B023
-
-
-@case
 def only_what_is_new_goes_to_the_device(machine: Machine) -> None:
     from lab.emulators.fakegpu.cases import small
 

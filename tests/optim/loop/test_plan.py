@@ -1,19 +1,30 @@
 """What users do to states, groups and parameters between two steps that share a plan."""
 
+import contextlib
 import copy
 import gc
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import memkern
 from memkern import optim
 from memkern.optim.state import State
-from tests.support.helpers import assert_same, give_gradients, make_params, snapshot
+from tests.support.helpers import assert_same, give_gradients, make_params, needs_cpp, snapshot
 
 SHAPES = [(64, 128), (40, 128), (300,)]
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW": lambda p: optim.AdamW8bit(p, min_8bit_size=0),
+    "AdamW, fp32": optim.AdamW,
+    "AdamW and errors": lambda p: optim.AdamW8bit(p, master_weights="bf16+8", min_8bit_size=0),
+    "LAMB": lambda p: optim.LAMB8bit(p, min_8bit_size=0, max_grad_norm=1.0),
+    "SGD": lambda p: optim.SGD8bit(p, lr=0.1, momentum=0.9, min_8bit_size=0),
+}
 
 
 def new(**options: Any) -> optim.AdamW8bit:
@@ -98,9 +109,42 @@ def loaded(o: optim.AdamW8bit) -> None:
     o.load_state_dict(copy.deepcopy(o.state_dict()))
 
 
+def state_in_other_memory(o: optim.AdamW8bit) -> None:
+    for state in o.state.values():
+        for x in state.values():
+            x.data = x.data.clone()
+
+
+def memory_of_states_exchanged(o: optim.AdamW8bit) -> None:
+    x = o.state[params_of(o)[0]]["exp_avg"]
+    y = torch.full_like(x, 3)
+    x.set_(y.untyped_storage(), 0, y.shape, y.stride())
+
+
+def storage_grown_and_moved(o: optim.AdamW8bit) -> None:
+    o.state[params_of(o)[0]]["exp_avg_sq"].untyped_storage().resize_(1 << 22)
+
+
+def weights_in_other_memory(o: optim.AdamW8bit) -> None:
+    for p in params_of(o):
+        p.data = p.data.clone()
+
+
+def gaps(o: optim.AdamW8bit) -> None:
+    p = params_of(o)[0]
+    p.data = torch.zeros(64, 256)[:, ::2].copy_(p.data)
+
+
+def other_tensors(o: optim.AdamW8bit) -> None:
+    for p in params_of(o):
+        p.grad = None
+        torch.utils.swap_tensors(p, torch.nn.Parameter(p.detach() * 2))
+
+
 EDITS = [
     replaced_entry, reset_by_entry, cleared, of_one_taken_out, plain_dicts, without_format, swapped, other_group,
-    other_order, stochastic, channels_last, half, loaded,
+    other_order, stochastic, channels_last, half, loaded, state_in_other_memory, memory_of_states_exchanged,
+    storage_grown_and_moved, weights_in_other_memory, gaps, other_tensors,
 ]  # fmt: skip
 
 
@@ -263,3 +307,105 @@ def test_an_op_that_refuses_leaves_everything_as_it_was() -> None:
         optimizer.step()
     assert_same(snapshot(optimizer), before)
     step(optimizer, 1)
+
+
+@pytest.mark.parametrize("change", ["resize_", "transpose", "dtype"])
+def test_a_state_that_does_not_fit_any_more_raises(change: str) -> None:
+    optimizer = new()
+    for i in range(2):
+        step(optimizer, i)
+    x = optimizer.state[params_of(optimizer)[0]]["exp_avg"]
+    if change == "resize_":
+        x.resize_(3, 128)
+    elif change == "transpose":
+        x.t_()
+    else:
+        x.data = x.data.to(torch.int16)
+    before = copy.deepcopy(snapshot(optimizer))
+    with pytest.raises(RuntimeError, match="exp_avg"):
+        step(optimizer, 2)
+    assert_same(snapshot(optimizer), before)
+
+
+class Watching(TorchDispatchMode):
+    """Sees the ops that a step calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(op))
+        return op(*args, **(kwargs or {}))
+
+
+@needs_cpp
+def test_another_backend_a_mode_and_trust_bounds_between_steps() -> None:
+    one, other = (OPTIMIZERS["LAMB"](make_params(SHAPES)) for _ in range(2))
+    for i in range(8):
+        for optimizer in (one, other):
+            optimizer.param_groups[0]["trust_bounds"] = (0.5, 0.6) if i in (4, 5) else None
+        versions = [p._version for p in params_of(one)]
+        with memkern.use_backend("reference" if i == 2 else "cpu"):
+            with Watching() if i == 3 else contextlib.nullcontext() as mode:
+                step(one, i)
+            assert mode is None or "memkern.lamb_step_.default" in mode.seen
+            for state in other.state.values():
+                state.plan = None
+            step(other, i)
+        assert all(p._version > version for p, version in zip(params_of(one), versions, strict=True))
+        assert_same(snapshot(one), snapshot(other))
+
+
+def test_optimizers_in_threads_of_their_own() -> None:
+    """One steps while another's plan ends."""
+    expected = new()
+    for i in range(20):
+        step(expected, i)
+    found: list[Any] = []
+
+    def train() -> None:
+        optimizer = new()
+        for i in range(20):
+            if i % 5 == 4:
+                step(new(), 0)
+            step(optimizer, i)
+        found.append(snapshot(optimizer))
+
+    threads = [threading.Thread(target=train) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4
+    for each in found:
+        assert_same(each, snapshot(expected))
+
+
+@needs_cpp
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("build", OPTIMIZERS)
+def test_freed_memory_is_an_error(build: str, steps: int) -> None:
+    """Storages that are resized to nothing, as FSDP does with weights, are named before anything changes."""
+    dtype = torch.bfloat16 if "errors" in build else torch.float32
+    optimizer, other = (
+        OPTIMIZERS[build]([torch.nn.Parameter(p.detach().to(dtype)) for p in make_params(SHAPES)]) for _ in range(2)
+    )
+    for i in range(steps):
+        step(optimizer, i), step(other, i)
+    p = params_of(optimizer)[1]
+    give_gradients(params_of(optimizer), steps)
+    tensors = [p, p.grad, *(x for x in optimizer.state[p].values() if isinstance(x, torch.Tensor))]
+    for x in tensors:
+        assert x is not None
+        values, storage = x.detach().clone(), x.untyped_storage()
+        size = storage.nbytes()
+        storage.resize_(0)
+        with pytest.raises(RuntimeError, match="has no memory: its storage has been freed"):
+            optimizer.step()
+        storage.resize_(size)
+        with torch.no_grad():
+            x.copy_(values)
+    optimizer.step()
+    step(other, steps)
+    assert_same(snapshot(optimizer), snapshot(other))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from memkern.schemas import KEPT_SCHEMAS, SCHEMAS
+from memkern.schemas import SCHEMAS
 
 ROOT = Path(__file__).resolve().parents[3]
 FLAGS = [
@@ -64,7 +64,7 @@ def load(library: Path) -> ctypes.CDLL:
     """Registers the ops as ``torch.ops.memkern_simt``; returns the library for its own functions."""
     if not _library:
         _library.append(torch.library.Library("memkern_simt", "DEF"))
-        for name, schema in {**SCHEMAS, **KEPT_SCHEMAS}.items():
+        for name, schema in SCHEMAS.items():
             _library[0].define(name + schema)
         torch.ops.load_library(str(library))
     return ctypes.CDLL(str(library))

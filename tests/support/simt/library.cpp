@@ -9,10 +9,6 @@ STABLE_TORCH_LIBRARY_IMPL(memkern_simt, CPU, m) {
   m.impl("few_bit_forward", TORCH_BOX(&memkern::few_bit_forward_cuda));
 }
 
-STABLE_TORCH_LIBRARY_IMPL(memkern_simt, CompositeExplicitAutograd, m) {
-  m.impl("forget_states", memkern::forget_states);
-}
-
 extern "C" void memkern_simt_launch_with(decltype(simt::Machine::launcher) launcher) {
   simt::machine.launcher = launcher;
 }
