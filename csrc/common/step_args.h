@@ -24,9 +24,7 @@ struct StepArgs {
 
   // Takes the arguments from torch's stack, in the order of the schema.
   explicit StepArgs(StableIValue* stack) {
-    const auto take = [&]<class... T>(T&... to) {
-      ((to = torch::stable::detail::to<T>(*stack++)), ...);
-    };
+    const auto take = [&]<class... T>(T&... to) { ((to = torch::stable::detail::to<T>(*stack++)), ...); };
     take(params, grads, moments, scales, steps, trust_ratios, weight_states, group, lr, hyperparameters,
          codec, block_size, weight_storage, grad_scale, found_inf, grad_norm, max_grad_norm, squares,
          squares_only);

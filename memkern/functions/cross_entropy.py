@@ -33,6 +33,9 @@ class _Rows(NamedTuple):
 class _LinearCrossEntropy(SavesLess):
     """The loss of every row, ``chunk_size`` classes at a time, and its gradients from logits computed once more.
 
+    A row's largest logit and the logarithm of the sum of exp(logit - largest) are two numbers: in their sum, for large
+    logits, the second would be rounded to a multiple of what is left of the loss of a row that is nearly solved.
+
     Chunks of classes and not of rows: a chunk's rows of the weight's gradient are one matrix product, so that nothing
     is accumulated over chunks in a buffer as large as the weight, and half-precision gradients are rounded once.
     """
@@ -51,43 +54,51 @@ class _LinearCrossEntropy(SavesLess):
         chunk_size: int,
     ) -> tuple[Tensor, ...]:
         chunks = _chunks(linear_weight, chunk_size)
-        sums = nll.new_empty(len(chunks), len(nll))
+        highest, logs = nll.new_empty(2, len(chunks), len(nll))
         picked, weighted = torch.zeros_like(nll), torch.zeros_like(nll)
         with without_autocast(x.device):
             for i, columns in enumerate(few(chunks, x)):
                 logits = _logits(x, linear_weight, linear_bias, columns)
                 index, inside = _place(target, columns)
                 picked = torch.where(inside, logits.gather(1, index)[:, 0], picked)
+                highest[i] = logits.amax(1)
                 if smooth is not None:
-                    weighted += logits.sum(1) if weight is None else logits.mv(weight[columns].to(logits.dtype))
-                sums[i] = logits.logsumexp(1)
-        lse = sums.logsumexp(0)
-        loss = nll * (lse - picked)
+                    near = logits - _finite(highest[0])[:, None]
+                    weighted += near.sum(1) if weight is None else near.mv(weight[columns].to(near.dtype))
+                logs[i] = logits.sub_(_finite(highest[i])[:, None]).exp_().sum(1).log_()
+        top = _finite(highest.amax(0))
+        log_sum = (logs + (_finite(highest) - top)).logsumexp(0)
+        loss = nll * (log_sum - (picked - top))
         if smooth is not None:
-            loss += smooth * (_total(weight, linear_weight) * lse - weighted)
+            loss += smooth * (_total(weight, linear_weight) * (log_sum + (top - _finite(highest[0]))) - weighted)
         # An ignored row may have infinite logits.
         loss = torch.where(nll + (0 if smooth is None else smooth) == 0, 0, loss)
-        return loss, lse, x.new_empty(0)
+        return loss, top, log_sum, x.new_empty(0)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         *tensors, ctx.chunk_size = inputs
-        _, lse, tag = output
+        _, top, log_sum, tag = output
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(lse)
-        ctx.save_for_backward(*tensors, lse, tag)
+        ctx.mark_non_differentiable(top, log_sum)
+        ctx.save_for_backward(*tensors, top, log_sum, tag)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, *_: Any) -> Any:
         if grad is None:
             return (None,) * 8
-        x, linear_weight, linear_bias, weight, *given, lse, tag = ctx.saved_tensors
+        x, linear_weight, linear_bias, weight, *given, top, log_sum, tag = ctx.saved_tensors
         with torch.no_grad(), without_autocast(x.device):
             target, nll, smooth = _Rows(*given)
             rows = _Rows(target, _times(nll, grad), None if smooth is None else _times(smooth, grad))
-            grads = _gradients(ctx, x, linear_weight, linear_bias, weight, rows, lse)
+            grads = _gradients(ctx, x, linear_weight, linear_bias, weight, rows, top, log_sum)
         reason = _LinearCrossEntropy.reason
         return *(g if g is None else no_second_derivative(g, tag, reason) for g in grads), *[None] * 5
+
+
+def _finite(highest: Tensor) -> Tensor:
+    """What is subtracted of logits before exp: their maximum, but 0 for one that is infinite."""
+    return torch.where(highest.isinf(), 0, highest)
 
 
 def _times(factor: Tensor, grad: Tensor) -> Tensor:
@@ -125,17 +136,19 @@ def _gradients(
     linear_bias: Tensor | None,
     weight: Tensor | None,
     rows: _Rows,
-    lse: Tensor,
+    top: Tensor,
+    log_sum: Tensor,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Of x, the weight and the bias; the gradient of row i's logit c is
     ``(nll_i + smooth_i * sum of weights) * p_ic - nll_i * [c = target_i] - smooth_i * weight_c``.
     """
-    grad_x = torch.zeros_like(x, dtype=lse.dtype) if ctx.needs_input_grad[0] else None
+    grad_x = torch.zeros_like(x, dtype=top.dtype) if ctx.needs_input_grad[0] else None
     grad_weight = torch.empty_like(linear_weight) if ctx.needs_input_grad[1] else None
     grad_bias = torch.empty_like(linear_bias) if ctx.needs_input_grad[2] and linear_bias is not None else None
     total = rows.nll if rows.smooth is None else rows.nll + rows.smooth * _total(weight, linear_weight)
     for columns in few(_chunks(linear_weight, ctx.chunk_size), x):
-        g = _logits(x, linear_weight, linear_bias, columns).sub_(lse[:, None]).exp_().mul_(total[:, None])
+        g = _logits(x, linear_weight, linear_bias, columns).sub_(top[:, None]).sub_(log_sum[:, None])
+        g.exp_().mul_(total[:, None])
         index, inside = _place(rows.target, columns)
         g.scatter_add_(1, index, torch.where(inside, -rows.nll, 0)[:, None])
         if rows.smooth is not None and weight is not None:
@@ -232,7 +245,7 @@ def linear_cross_entropy(
     gradients of the logits are rounded before the matrix products, as torch's. Under autocast the products are in its
     dtype, and weight and gradient are cast a chunk at a time.
 
-    Bytes: saved for backward are input, 20 per row, and what exists anyway. At any time there are at most two
+    Bytes: saved for backward are input, 24 per row, and what exists anyway. At any time there are at most two
     buffers of rows x chunk_size in float32 and one in input's dtype, where torch has three of rows x classes. The
     gradients of the weight and the bias are written as they are computed, once, without a buffer to accumulate them.
     That is why the chunks are of classes and the logits are computed twice: chunks of rows, with the gradients made in
