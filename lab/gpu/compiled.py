@@ -42,8 +42,8 @@ CONTENDERS = {
     "checkpointing": Contender(of_mode("checkpointing")),
     "half checkpointed": Contender(of_mode("half checkpointed")),
     "torch.compile": Contender(torch.compile),
-    "memkern.compile, 8 bits": Contender(functools.partial(memkern.compile, saved_bits=8)),
-    "memkern.compile, exact": Contender(memkern.compile),
+    "memkern.compile, 8 bits": Contender(functools.partial(memkern.compile, saved_bits=8, blocks=False)),
+    "memkern.compile, exact": Contender(functools.partial(memkern.compile, blocks=False)),
     f"torch.compile, budget {BUDGET}": Contender(
         torch.compile, lambda: functorch_config.patch(activation_memory_budget=BUDGET)
     ),

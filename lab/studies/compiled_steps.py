@@ -61,7 +61,7 @@ def _compiled(model: Any, mode: str, budget: float | None) -> Any:
         return model
     if mode == "torch":
         return torch.compile(model)
-    return memkern.compile(model, saved_bits=BITS[mode], memory_budget=budget)
+    return memkern.compile(model, saved_bits=BITS[mode], memory_budget=budget, blocks=False)
 
 
 DEPTHS = {"GPT-2": "n_layer"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -43,15 +43,25 @@ def check_compilable(model: nn.Module, techniques: Techniques) -> None:
         allowed = "False for a model without a list of like blocks, of which memkern.compile(model) compiles the whole"
         raise not_allowed("compile", True, allowed)
     try:
-        _compiler(techniques)
+        _arguments(techniques)
     except RuntimeError as error:
         raise OptionError("compile", f"True given with saved_bits={techniques.saved_bits!r}: {error}") from error
     if any(p.device.type == "cpu" for p in model.parameters()):
         _check_cxx()
 
 
+def can_be_compiled(model: Any) -> TypeGuard[nn.Module]:
+    """Whether it is a module with a list of like blocks, of which nothing is compiled yet."""
+    return isinstance(model, nn.Module) and any(block_lists(model)) and not any(map(is_compiled, model.modules()))
+
+
 def compile_blocks(model: nn.Module, techniques: Techniques) -> None:
-    """Compiles the forward method of every block in place, with ``memkern.compile`` where less is to be saved.
+    """Compiles the blocks of a model with what its techniques save. Raises RuntimeError where torch is too old."""
+    compile_each(model, _arguments(techniques))
+
+
+def compile_each(model: nn.Module, arguments: dict[str, Any]) -> nn.Module:
+    """Compiles the forward method of every block in place, and returns the model. arguments: of torch.compile.
 
     A block is compiled by itself: of like blocks one graph is compiled, whatever their number. What is around a forward
     method stays outside of the graph: checkpoints, the hooks of ``fully_shard`` and DDP. After a second length a graph
@@ -66,10 +76,11 @@ def compile_blocks(model: nn.Module, techniques: Techniques) -> None:
             if is_method:
                 function = function.__func__
             if id(function) not in compiled:
-                compiled[id(function)] = _Compiled(function, techniques)
+                compiled[id(function)] = _Compiled(function, arguments)
             run = compiled[id(function)]
             block.forward = functools.partial(run, block) if is_method else run
             setattr(block, MARK, function)
+    return model
 
 
 class _Compiled:
@@ -82,14 +93,14 @@ class _Compiled:
     An object and no closure, so that it can be pickled: it is compiled again then.
     """
 
-    def __init__(self, forward: Callable[..., Any], techniques: Techniques) -> None:
+    def __init__(self, forward: Callable[..., Any], arguments: dict[str, Any]) -> None:
         functools.update_wrapper(self, forward)
-        self.forward, self.techniques = forward, techniques
-        self.compiled = _compiler(techniques)(forward)
+        self.forward, self.arguments = forward, arguments
+        self.compiled = torch.compile(forward, **arguments)
         self.is_at_limit = False
 
     def __reduce__(self) -> Any:
-        return _Compiled, (self.forward, self.techniques)
+        return _Compiled, (self.forward, self.arguments)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if caches := caches_of(args, kwargs):
@@ -134,21 +145,15 @@ def _saved_by(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     return out, sum(storage.nbytes() for storage in saved.values())
 
 
-def _compiler(techniques: Techniques) -> Callable[[Callable[..., Any]], Any]:
-    """torch.compile for blocks. Raises RuntimeError where torch is too old for what is to be saved."""
-    options = _options(techniques.saved_bits, techniques.activation_bits, techniques.memory_budget)
-    return lambda forward: torch.compile(forward, options=options)
-
-
-@functools.cache
-def _options(bits: Any, activations: int | None, budget: float | None) -> dict[str, Any] | None:
-    """Inductor's. Made once: for unequal options dynamo compiles a block anew, and no two partitioners are equal."""
+def _arguments(techniques: Techniques) -> dict[str, Any]:
+    """Those of torch.compile. Raises RuntimeError where torch is too old for what is to be saved."""
+    bits, activations, budget = techniques.saved_bits, techniques.activation_bits, techniques.memory_budget
     if bits is None and activations is None and budget is None and TorchVersion(torch.__version__) < FIRST_VERSION:
-        return None
+        return {}
     if bits is None and budget is None:
         budget = 1.0  # all that torch.compile saves, but for activations
     bits, budget = "exact" if bits is None else bits, None if budget is None else float(budget)
-    return _options_of_inductor({}, None, bits, budget, activations, codec_backend=None)
+    return {"options": _options_of_inductor({}, None, bits, budget, activations, codec_backend=None)}
 
 
 def _check_cxx() -> None:

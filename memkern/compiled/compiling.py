@@ -22,10 +22,18 @@ def compile(
     memory_budget: float | int | None = None,
     activations: int | None = None,
     codec_backend: str | None = None,
+    blocks: str | bool = "auto",
     **options: Any,
-) -> Callable[..., Any]:
+) -> Any:
     """``torch.compile(model, ...)`` whose backward pass needs less memory.
 
+    model: a module or a function. Of a module with a list of like blocks, such as a transformer's layers, each block is
+        compiled by itself, in place, and the module itself is returned: like blocks share one graph, so that the first
+        step does not grow with the depth, and gradients are added and freed block by block. Its ``state_dict``, hooks
+        and names stay, and copies and pickles of it are compiled too. Checkpoints, ``fully_shard`` and DDP are around
+        the graphs. What is around the blocks runs uncompiled. Without such a list the whole is compiled.
+    blocks: True: an error without a list of like blocks. False: the whole, as one graph, and the result is
+        torch.compile's. Default ``"auto"``.
     saved_bits: ``"exact"``: torch's min-cut, which may compute elementwise operations again where torch keeps a copy of
         their result for a product; no value is rounded. ``8``: what may stand in 8-bit codes does, by the tables
         of memkern/compiled/rules.py (docs/compiled.md).
@@ -44,16 +52,25 @@ def compile(
     options: of :func:`torch.compile`, but for ``backend``, which is Inductor. What takes only a backend's name:
         ``torch.compile(model, backend="memkern")``, or ``"memkern_8bit"``.
 
-    Raises ValueError for other bits, budgets, activations, codec backends, a backend or another partitioner,
-    RuntimeError where torch's Inductor takes no partitioner.
+    Raises ValueError for other bits, budgets, activations, codec backends, a backend, another partitioner, or blocks
+    that there are not, RuntimeError where torch's Inductor takes no partitioner.
     """
     if options.pop("backend", "inductor") != "inductor":
         raise ValueError("memkern.compile has Inductor as its backend; for others, use torch.compile")
     given = options.pop("options", None) or {}
     if both := sorted({*given} & {*_OURS}):
         raise ValueError(f"options must not have {both[0]!r}: memkern.compile has arguments for what is saved")
+    if blocks not in ("auto", True, False):
+        raise ValueError(f"blocks must be 'auto', True or False, got {blocks!r}")
     partitioner = (saved_bits, memory_budget, activations, codec_backend)
     of_inductor = _options_of_inductor(given, options.pop("mode", None), *partitioner)
+    if blocks:
+        from .blocks import can_be_compiled, compile_each
+
+        if can_be_compiled(model):
+            return compile_each(model, {"options": of_inductor, **options})
+        if blocks != "auto":
+            raise ValueError("blocks=True given for what has no list of like blocks that are not compiled yet")
     return torch.compile(model, options=of_inductor, **options)
 
 

@@ -63,11 +63,21 @@ class Partitioner(CustomPartitionerFn):
         self.bits, self.memory_budget, self.activations = bits, memory_budget, activations
         self.codec_backend = codec_backend
 
+    def _options(self) -> tuple[Any, ...]:
+        return self.bits, self.memory_budget, self.activations, self.codec_backend
+
+    def __eq__(self, other: object) -> bool:
+        """For equal ones TorchDynamo does not compile a function anew, such as the blocks of a copied model."""
+        return isinstance(other, Partitioner) and self._options() == other._options()
+
+    def __hash__(self) -> int:
+        return hash(self._options())
+
     def uuid(self) -> Any:
         """Of memkern's sources and the options: torch's cache has no graph for others."""
         package = Path(__file__).parents[1]
         sources = sorted(path for name in ("compiled", "quant", "fewbit") for path in (package / name).glob("*.py"))
-        options = f"{self.bits} {self.memory_budget} {self.activations} {self.codec_backend}"
+        options = " ".join(map(str, self._options()))
         return get_hash_for_files(tuple(map(str, sources)), f"{__version__} {options}")
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:

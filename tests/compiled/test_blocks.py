@@ -104,7 +104,7 @@ COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("checkpointing", [None, "blocks", "sqrt"])
+@pytest.mark.parametrize("checkpointing", [None, "blocks"])
 @pytest.mark.parametrize("way", COPIES)
 def test_copies_are_compiled_models(way: str, checkpointing: str | None) -> None:
     model = applied(checkpointing=checkpointing)
@@ -117,16 +117,15 @@ def test_copies_are_compiled_models(way: str, checkpointing: str | None) -> None
         for layer in copied.layers:  # type: ignore[union-attr]
             assert layer.forward.args == (layer,)
             assert layer.forward.func is copied.layers[0].forward.func  # type: ignore[index, union-attr]
-            assert layer.forward.func.techniques == Techniques(compile=True, saved_bits=8)
+            assert layer.forward.func.arguments == applied().layers[0].forward.func.arguments  # type: ignore[index, union-attr]
             assert [*inspect.signature(layer.forward).parameters] == ["x"]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("checkpointing", [None, "sqrt"])
+@pytest.mark.parametrize("checkpointing", [None, "blocks"])
 @pytest.mark.parametrize("way", COPIES)
 def test_copies_compute_with_their_own_weights(way: str, checkpointing: str | None) -> None:
     model, x = applied(checkpointing=checkpointing), torch.randn(2, 64, WIDTH)
-    model(x)  # the first call of groups has checkpoints of its own
     expected = saved_and_gradients(model, x)
     copied = COPIES[way](model)
     saved, gradients = saved_and_gradients(copied, x)
@@ -136,3 +135,43 @@ def test_copies_compute_with_their_own_weights(way: str, checkpointing: str | No
         for p in model.parameters():
             p.zero_()
     assert torch.equal(saved_and_gradients(copied, x)[1], gradients)
+
+
+def test_a_model_with_a_list_of_blocks_is_compiled_by_blocks() -> None:
+    model = Net()
+    names = [name for name, _ in model.named_modules()]
+    keys = model.state_dict().keys()
+    assert memkern.compile(model, saved_bits=8) is model
+    assert all(map(is_compiled, model.layers))
+    assert not is_compiled(model)
+    assert [name for name, _ in model.named_modules()] == names
+    assert model.state_dict().keys() == keys
+    whole = memkern.compile(Net(), saved_bits=8, blocks=False)
+    assert hasattr(whole, "_orig_mod")
+    assert hasattr(memkern.compile(Block()), "_orig_mod")  # without a list
+    assert callable(memkern.compile(F.gelu))
+    wrapped = nn.Sequential(Net())  # as DDP has it
+    assert memkern.compile(wrapped) is wrapped
+    assert all(map(is_compiled, wrapped[0].layers))
+
+
+def test_blocks_that_there_are_not_are_an_error() -> None:
+    model = memkern.compile(Net())
+    for given in (Block(), F.gelu, model):
+        with pytest.raises(ValueError, match="blocks=True given for what has no list of like blocks that are not"):
+            memkern.compile(given, blocks=True)
+    for bad in ("all", 3, None):
+        with pytest.raises(ValueError, match="blocks must be 'auto', True or False, got"):
+            memkern.compile(Net(), blocks=bad)
+
+
+@pytest.mark.full
+def test_blocks_have_the_gradients_and_bytes_of_the_whole() -> None:
+    x = torch.randn(2, 64, WIDTH)
+    whole, by_blocks = Net(), Net()
+    compiled = memkern.compile(whole, saved_bits=8, blocks=False)
+    memkern.compile(by_blocks, saved_bits=8)
+    saved, expected = saved_and_gradients(compiled, x)
+    more, found = saved_and_gradients(by_blocks, x)
+    assert saved <= more < saved + 3 * x.nbytes  # the input of each block is saved as it is
+    assert (found - expected).norm() < 0.03 * expected.norm()

@@ -181,7 +181,6 @@ def without_blocks(of: nn.Module, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
 
 
 def of_an_old_torch(of: nn.Module, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
-    compiled_blocks._options.cache_clear()
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.10.0"))
     return of
 
