@@ -127,21 +127,6 @@ def test_bf16_weights(compiled: Compiled, name: str, weights: tuple[int, int]) -
 
 
 @over_compiled
-@pytest.mark.parametrize(
-    ("dtype", "weights"), [(torch.float32, (0, 0)), (torch.bfloat16, (0, 0)), (torch.bfloat16, (2, 1))]
-)
-def test_second_moments_in_4_bits(compiled: Compiled, dtype: torch.dtype, weights: tuple[int, int]) -> None:
-    args = drive.step_args(
-        "adam_step_", dtype, dtype, codec=(2, 2), layouts=((9, 128), *SOME_LAYOUTS), weights=weights
-    )._replace(**drive.scaler())
-    expected = drive.cloned(args)
-    for step in range(2):
-        compiled.step("adam_step_", args)
-        reference.adam_step_(expected)
-        assert_same([*args], [*expected], f"step {step}")
-
-
-@over_compiled
 @pytest.mark.parametrize("block_size", [24, 1024])
 def test_blocks_of_other_sizes(compiled: Compiled, block_size: int) -> None:
     args = drive.step_args("adam_step_", block_size=block_size, layouts=SOME_LAYOUTS[:3])

@@ -81,7 +81,7 @@ def lamb_norm_tiles(
     for i in tl.range(0, turns, num_stages=STAGES):
         tile = tile_of(first_tile + i, layout, ROWS, BLOCK_SIZE, VECTOR, FLAT)
         p, m, v = adam_load(
-            addresses, grad_scalars, moment_scalars, tile, tile, tables, KIND, PARAM_DTYPE, GRAD_DTYPE, VECTOR
+            addresses, grad_scalars, moment_scalars, tile, tables, KIND, PARAM_DTYPE, GRAD_DTYPE, VECTOR
         )
         p = p * decay
         if has_fast_path(KIND):
@@ -132,7 +132,7 @@ def lamb_tiles(
     for i in tl.range(0, turns, num_stages=STAGES):
         tile = tile_of(first_tile + i, layout, ROWS, BLOCK_SIZE, VECTOR, FLAT)
         p, m, v = adam_load(
-            addresses, grad_scalars, moment_scalars, tile, tile, tables, KIND, PARAM_DTYPE, GRAD_DTYPE, VECTOR
+            addresses, grad_scalars, moment_scalars, tile, tables, KIND, PARAM_DTYPE, GRAD_DTYPE, VECTOR
         )
         p = p * decay
         if has_fast_path(KIND):
@@ -140,19 +140,19 @@ def lamb_tiles(
             if in_fast_range(m, v, m_absmax, v_absmax, eps, tile[2], VECTOR, FLAT):
                 update, w = lamb_update(p, m, v, eps, step_size, update_decay, True)
                 adam_store(
-                    p - rate * update, m, v, w, m_absmax, v_absmax, addresses, u, r, tile, tile, tables,
+                    p - rate * update, m, v, w, m_absmax, v_absmax, addresses, u, r, tile, tables,
                     KIND, PARAM_DTYPE, VECTOR, True,
                 )  # fmt: skip
             else:
                 update, w = lamb_update(p, m, v, eps, step_size, update_decay, False)
                 adam_store(
-                    p - rate * update, m, v, w, m_absmax, v_absmax, addresses, u, r, tile, tile, tables,
+                    p - rate * update, m, v, w, m_absmax, v_absmax, addresses, u, r, tile, tables,
                     KIND, PARAM_DTYPE, VECTOR, False,
                 )  # fmt: skip
         else:
             update, w = lamb_update(p, m, v, eps, step_size, update_decay, False)
             adam_store(
-                p - rate * update, m, v, w, 0.0, 0.0, addresses, u, r, tile, tile, tables,
+                p - rate * update, m, v, w, 0.0, 0.0, addresses, u, r, tile, tables,
                 KIND, PARAM_DTYPE, VECTOR, False,
             )  # fmt: skip
 
