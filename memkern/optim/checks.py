@@ -34,8 +34,6 @@ def make_plain(group: dict[str, Any], options: Iterable[str]) -> None:
     """Makes Python's numbers of NumPy's and of tensors of one number, but for :data:`READ_AT_EACH_STEP`'s, in place."""
     for key in {*options, "betas"} & group.keys():
         group[key] = plain(group[key], tensors=key not in READ_AT_EACH_STEP)
-    if isinstance(group.get("state_bits"), list):  # as a file or a checkpoint has it
-        group["state_bits"] = tuple(group["state_bits"])
 
 
 def plain(x: Any, tensors: bool = True) -> Any:

@@ -130,7 +130,7 @@ def test_unknown_options_are_no_options(build: type) -> None:
 def test_help_has_every_option(build: type) -> None:
     """Each class has its own signature and docstring; 8 bits are another default and nothing else."""
     bits = 8 if build.__name__.endswith("8bit") else 32
-    assert f"state_bits: 'int | tuple[int, int]' = {bits}" in pydoc.plain(pydoc.render_doc(build))
+    assert f"state_bits: 'int' = {bits}" in pydoc.plain(pydoc.render_doc(build))
     own = inspect.signature(build).parameters
     assert not {p.kind for p in own.values()} & {
         inspect.Parameter.VAR_POSITIONAL,
