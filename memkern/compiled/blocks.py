@@ -14,7 +14,7 @@ from torch.torch_version import TorchVersion
 from ..checkpointing import caches_of, is_filled, without_cache
 from ..options import OptionError, Techniques, not_allowed
 from ..swap.block_lists import block_lists
-from .compiling import FIRST_VERSION, _options_of_inductor
+from .inductor import FIRST_VERSION, options_of_inductor
 
 MARK = "_memkern_compiled"
 """Attribute of a block whose forward method is compiled, beneath a checkpoint too: the function that was compiled."""
@@ -153,7 +153,7 @@ def _arguments(techniques: Techniques) -> dict[str, Any]:
     if bits is None and budget is None:
         budget = 1.0  # all that torch.compile saves, but for activations
     bits, budget = "exact" if bits is None else bits, None if budget is None else float(budget)
-    return {"options": _options_of_inductor({}, None, bits, budget, activations, codec_backend=None)}
+    return {"options": options_of_inductor({}, None, bits, budget, activations, codec_backend=None)}
 
 
 def _check_cxx() -> None:

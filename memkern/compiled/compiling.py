@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.torch_version import TorchVersion
 
-FIRST_VERSION = "2.11"
-"""Where this has been tested: what nodes of joint graphs carry is not promised either."""
+from .blocks import can_be_compiled, compile_each
+from .inductor import options_of_inductor
+
 _OURS = ("saved_bits", "memory_budget", "activations", "codec_backend", "custom_partitioner_fn")
 """Options that make the partitioner, or are it."""
 
@@ -63,41 +63,13 @@ def compile(
     if blocks not in ("auto", True, False):
         raise ValueError(f"blocks must be 'auto', True or False, got {blocks!r}")
     partitioner = (saved_bits, memory_budget, activations, codec_backend)
-    of_inductor = _options_of_inductor(given, options.pop("mode", None), *partitioner)
+    of_inductor = options_of_inductor(given, options.pop("mode", None), *partitioner)
     if blocks:
-        from .blocks import can_be_compiled, compile_each
-
         if can_be_compiled(model):
             return compile_each(model, {"options": of_inductor, **options})
         if blocks != "auto":
             raise ValueError("blocks=True given for what has no list of like blocks that are not compiled yet")
     return torch.compile(model, options=of_inductor, **options)
-
-
-def _options_of_inductor(
-    given: dict[str, Any],
-    mode: str | None,
-    saved_bits: int | str,
-    memory_budget: float | int | None,
-    activations: int | None,
-    codec_backend: str | None,
-) -> dict[str, Any]:
-    """Inductor's options of a mode, those ``given``, and the partitioner."""
-    if TorchVersion(torch.__version__) < FIRST_VERSION:
-        raise RuntimeError(f"memkern.compile needs torch {FIRST_VERSION} or later, got {torch.__version__}")
-    try:
-        from . import torch_internals
-        from .partitioner import Partitioner
-    except ImportError as error:
-        raise RuntimeError(
-            f"memkern.compile has not been tried with torch {torch.__version__}, which lacks what it needs: {error}"
-        ) from error
-    of_mode = {} if mode is None else torch_internals.list_mode_options(mode)  # torch takes a mode or options
-    return {
-        **of_mode,
-        **given,
-        "custom_partitioner_fn": Partitioner(saved_bits, memory_budget, activations, codec_backend),
-    }
 
 
 class Backend:
@@ -125,7 +97,7 @@ class Backend:
         saved_bits = given.pop("saved_bits", self.saved_bits)
         budget, activations = given.pop("memory_budget", None), given.pop("activations", None)
         codec_backend = given.pop("codec_backend", None)
-        options = _options_of_inductor(given, mode, saved_bits, budget, activations, codec_backend)
+        options = options_of_inductor(given, mode, saved_bits, budget, activations, codec_backend)
         return self._inductor(options)(graph, example_inputs)
 
     def reset(self) -> None:
