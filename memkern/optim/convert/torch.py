@@ -50,7 +50,7 @@ def from_torch_state_dict(optimizer: Adam, state_dict: dict[str, Any]) -> dict[s
         TypeError: ``optimizer`` is not memkern's Adam, or an entry of the state is not what torch.optim
             makes.
         ValueError: the state does not fit the parameters, has negative second moments or entries of another optimizer
-            (NAdam's), or has amsgrad where the optimizer stores 8 bits.
+            (NAdam's) or groups of one (RAdam's), or has amsgrad where the optimizer stores 8 bits.
     """
     check_optimizer(optimizer, Adam)
     entries = entries_of(optimizer, state_dict)
@@ -66,6 +66,12 @@ def from_torch_state_dict(optimizer: Adam, state_dict: dict[str, Any]) -> dict[s
     for i, p, group, values in entries:
         where = f'state_dict["state"][{i!r}]'
         state[i] = adam_state(where, values, p, group, optimizer._op_of(of_parameter[i]).moments)
+    for k, saved in enumerate(state_dict["param_groups"]):
+        if "amsgrad" not in saved:  # RAdam's states have Adam's entries
+            raise ValueError(
+                f'state_dict["param_groups"][{k}] must be of torch.optim.Adam or AdamW, whose groups have amsgrad, '
+                f"got {', '.join(sorted(saved))}"
+            )
     return loadable(state, groups)
 
 

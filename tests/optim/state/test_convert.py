@@ -276,6 +276,14 @@ def test_states_of_other_optimizers_that_keep_more() -> None:
             optim.from_torch_state_dict(ours, theirs.state_dict())
 
 
+def test_states_of_other_optimizers_that_keep_the_same() -> None:
+    params = [nn.Parameter(torch.randn(96, 64))]
+    theirs = torch.optim.RAdam(params)
+    train(theirs, params, 1)
+    with pytest.raises(ValueError, match="Adam or AdamW, whose groups have amsgrad, got"):
+        optim.from_torch_state_dict(optim.AdamW8bit(params), theirs.state_dict())
+
+
 def test_optimizers_and_states_of_another_kind() -> None:
     params = [nn.Parameter(torch.randn(96, 64))]
     adam, lion, theirs = optim.AdamW8bit(params), optim.Lion8bit(params), torch.optim.AdamW(params)
