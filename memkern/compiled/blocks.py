@@ -55,6 +55,16 @@ def can_be_compiled(model: Any) -> TypeGuard[nn.Module]:
     return isinstance(model, nn.Module) and any(block_lists(model)) and not any(map(is_compiled, model.modules()))
 
 
+def is_made_of_blocks(model: nn.Module) -> bool:
+    """Whether most layers are inside of blocks, so that what stays uncompiled around these is little.
+
+    A list of two norms beside the layers between them is no list of blocks, nor is one of Linear modules.
+    """
+    layers = {module for module in model.modules() if module._parameters}
+    inside = {m for blocks in block_lists(model) for block in blocks for m in block.modules() if m is not block}
+    return 2 * len(layers & inside) > len(layers)
+
+
 def compile_blocks(model: nn.Module, techniques: Techniques) -> None:
     """Compiles the blocks of a model with what its techniques save. Raises RuntimeError where torch is too old."""
     compile_each(model, _arguments(techniques))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .blocks import can_be_compiled, compile_each
+from .blocks import can_be_compiled, compile_each, is_made_of_blocks
 from .inductor import options_of_inductor
 
 _OURS = ("saved_bits", "memory_budget", "activations", "codec_backend", "custom_partitioner_fn")
@@ -27,11 +27,12 @@ def compile(
 ) -> Any:
     """``torch.compile(model, ...)`` whose backward pass needs less memory.
 
-    model: a module or a function. Of a module with a list of like blocks, such as a transformer's layers, each block is
-        compiled by itself, in place, and the module itself is returned: like blocks share one graph, so that the first
-        step does not grow with the depth, and gradients are added and freed block by block. Its ``state_dict``, hooks
-        and names stay, and copies and pickles of it are compiled too. Checkpoints, ``fully_shard`` and DDP are around
-        the graphs. What is around the blocks runs uncompiled. Without such a list the whole is compiled.
+    model: a module or a function. Where most layers of a module are in lists of like blocks, such as a transformer's,
+        each block is compiled by itself, in place, and the module itself is returned: like blocks share one graph, so
+        that the first step does not grow with the depth, and gradients are added and freed block by block. Its
+        ``state_dict``, hooks and names stay, and copies and pickles of it are compiled too. Checkpoints,
+        ``fully_shard`` and DDP are around the graphs. What is around the blocks runs uncompiled. Any other module is
+        compiled as a whole.
     blocks: True: an error without a list of like blocks. False: the whole, as one graph, and the result is
         torch.compile's. Default ``"auto"``.
     saved_bits: ``"exact"``: torch's min-cut, which may compute elementwise operations again where torch keeps a copy of
@@ -65,7 +66,7 @@ def compile(
     partitioner = (saved_bits, memory_budget, activations, codec_backend)
     of_inductor = options_of_inductor(given, options.pop("mode", None), *partitioner)
     if blocks:
-        if can_be_compiled(model):
+        if can_be_compiled(model) and (blocks != "auto" or is_made_of_blocks(model)):
             return compile_each(model, {"options": of_inductor, **options})
         if blocks != "auto":
             raise ValueError("blocks=True given for what has no list of like blocks that are not compiled yet")

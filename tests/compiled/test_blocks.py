@@ -153,6 +153,15 @@ def test_a_model_with_a_list_of_blocks_is_compiled_by_blocks() -> None:
     wrapped = nn.Sequential(Net())  # as DDP has it
     assert memkern.compile(wrapped) is wrapped
     assert all(map(is_compiled, wrapped[0].layers))
+    norms, linears = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+    for beside in (
+        nn.ModuleList([norms] * 2),
+        nn.ModuleList([linears, nn.Linear(WIDTH, WIDTH)]),
+        nn.Sequential(Block(), Block()),
+    ):
+        small = nn.Sequential(beside, *(nn.Linear(WIDTH, WIDTH) for _ in range(16)))
+        assert hasattr(memkern.compile(small), "_orig_mod")  # lists beside the layers that matter
+        assert not any(map(is_compiled, small.modules()))
 
 
 def test_blocks_that_there_are_not_are_an_error() -> None:
