@@ -106,7 +106,7 @@ def test_a_resumed_run_repeats_every_bit(corpus: Corpus, tmp_path: Path, options
     resumed.load_state_dict(state)
     run([resumed])
     assert_same_run(straight, resumed)
-    with pytest.raises(OptionError, match="(compile|saved_bits): .*, with which the resumed run began"):
+    with pytest.raises(OptionError, match=r"(compile|saved_bits): .*, with which the resumed run began"):
         Trainer(config.replace(compile=False, saved_bits=None), corpus).load_state_dict(state)
 
 
