@@ -1,4 +1,4 @@
-"""Lightning: configure_optimizers returns memkern's optimizer, and a callback compresses the module."""
+"""Lightning: the module is compressed where it is made, and configure_optimizers returns memkern's optimizer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from lightning.pytorch import LightningModule, Trainer
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import memkern
-from memkern.integrations.lightning import CompressCallback
 
 TEXT = torch.tensor(list(Path(__file__).read_bytes()))  # bytes are the tokens
 
@@ -20,6 +19,7 @@ class LanguageModel(LightningModule):
         super().__init__()
         sizes = {"n_embd": width, "n_layer": layers, "n_head": width // 32, "n_positions": length}
         self.model = GPT2LMHeadModel(GPT2Config(vocab_size=256, **sizes))
+        memkern.compress(self.model)
         self.losses: list[float] = []
 
     def training_step(self, tokens: torch.Tensor, index: int) -> torch.Tensor:
@@ -39,7 +39,6 @@ def main(steps: int = 200, width: int = 256, layers: int = 4, length: int = 128)
     trainer = Trainer(
         max_steps=steps,
         gradient_clip_val=1.0,
-        callbacks=[CompressCallback()],
         logger=False,
         enable_checkpointing=False,
         default_root_dir="out/lightning",

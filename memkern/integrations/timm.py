@@ -12,16 +12,12 @@
 as ``adamw8bit``, so the 8-bit ones are registered under that too. ``memkern_adamw`` would be torch's: write
 ``memkernadamw``. Parameter groups, decay and layer decay are timm's; ``opt_args`` reach the optimizer.
 
-``memkern_muon8bit`` and ``memkernmuon`` step matrices by Muon, and by AdamW the others and what timm's
-``fallback_list`` names. Embeddings and heads belong into it: ``fallback_list=["head*", "*embed*"]``. Both algorithms
-have one learning rate, by ``adjust_lr_fn="match_rms_adamw"``.
+Muon is not among them: its groups say which parameters are matrices (:func:`memkern.optim.muon_groups`).
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
-from typing import Any
 
 from timm.optim import OptimInfo
 from timm.optim._optim_factory import default_registry
@@ -32,37 +28,15 @@ from . import names
 PREFIX = "memkern"
 
 
-def _muon_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
-    """timm's groups, each in matrices for Muon and the others for AdamW; ``use_fallback``: all for AdamW."""
-    params = [*params]
-    given = params if params and isinstance(params[0], dict) else [{"params": params}]
-    found = []
-    for group in given:
-        own = {key: value for key, value in group.items() if key not in ("params", "use_fallback")}
-        parts: dict[str, list[Any]] = {"muon": [], "adamw": []}
-        for item in group["params"]:
-            p = item[1] if isinstance(item, tuple) else item
-            matrix = p.dim() == 2 or (p.dim() == 3 and p.shape[0] > 1)
-            parts["muon" if matrix and not group.get("use_fallback") else "adamw"].append(item)
-        found += [{**own, "params": some, "algorithm": name} for name, some in parts.items() if some]
-    return found
-
-
-def _of_timms_groups(cls: type[Muon]) -> Callable[..., Muon]:
-    def make(params: Iterable[Any], adjust_lr_fn: str | None = "match_rms_adamw", **options: Any) -> Muon:
-        return cls(_muon_groups(params), adjust_lr_fn=adjust_lr_fn, **options)
-
-    return make
-
-
-MUON = {name: _of_timms_groups(cls) for name, cls in names.optimizers().items() if issubclass(cls, Muon)}
+def _optimizers() -> dict[str, type]:
+    return {name: cls for name, cls in names.optimizers().items() if not issubclass(cls, Muon)}
 
 
 def _info(name: str, cls: type) -> OptimInfo:
     own = inspect.signature(cls).parameters
     return OptimInfo(
         name=name,
-        opt_class=MUON.get(cls.__name__.lower(), cls),
+        opt_class=cls,
         description=f"memkern {cls.__name__}",
         has_eps="eps" in own,
         has_momentum="momentum" in own,
@@ -77,7 +51,7 @@ def register() -> list[str]:
         ValueError: timm has another optimizer of one of the names; nothing is added then.
     """
     wanted: dict[str, type] = {}
-    for name, cls in names.optimizers().items():
+    for name, cls in _optimizers().items():
         wanted[f"{PREFIX}{name}"] = cls
         if name.endswith("8bit"):
             wanted[f"{PREFIX}_{name}"] = wanted[name] = cls

@@ -21,12 +21,16 @@ import inspect
 from typing import Any
 
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from ..memory import optimizer_bytes
 from ..optim.base import BlockwiseOptimizer
 from ..optim.foreign import unclipped
+from ..swap.compress import compress
+from ..swap.report import Report
 from . import names
-from .summary import Compressing
 
 
 def optimizer_cls_and_kwargs(
@@ -82,10 +86,14 @@ def optimizer_cls_and_kwargs(
     return cls, kwargs
 
 
+def _inside(optimizer: Any) -> Any:
+    """The optimizer in accelerate's wrapper."""
+    return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+
+
 def _check_clipping(args: TrainingArguments, optimizer: Any) -> None:
     """Raises ValueError where the Trainer would clip gradients that were freed in the backward pass."""
-    while not hasattr(optimizer, "frees_gradients") and hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer  # accelerate's wrapper
+    optimizer = _inside(optimizer)
     if args.max_grad_norm and getattr(optimizer, "frees_gradients", False):
         given = f"max_grad_norm={args.max_grad_norm}"
         raise unclipped(optimizer, given, "the Trainer", "TrainingArguments(max_grad_norm=0)")
@@ -97,8 +105,8 @@ class CompressCallback(TrainerCallback):
     Args:
         options: those of :func:`memkern.compress`.
 
-    ``report`` is compress' report. After the first step the table of the optimizer states' bytes is printed too. Only
-    the first process prints. ``memkern.restore(model)`` undoes it.
+    ``report`` is compress' report. After the first step the bytes of the optimizer's states are printed too, where it
+    is memkern's. Only the first process prints. ``memkern.restore(model)`` undoes it.
 
     Raises:
         ValueError: when training begins with ``args.max_grad_norm`` and an optimizer that frees gradients in the
@@ -107,14 +115,12 @@ class CompressCallback(TrainerCallback):
     """
 
     def __init__(self, **options: Any) -> None:
-        self._compressing = Compressing(options)
-
-    @property
-    def report(self) -> Any:
-        return self._compressing.report
+        self.options = options
+        self.report: Report | None = None
+        self._model: nn.Module | None = None
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._compressing.compress(kwargs["model"], args.process_index == 0)
+        self._compress(kwargs["model"], args.process_index == 0)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -122,7 +128,17 @@ class CompressCallback(TrainerCallback):
         """Compresses a model that ``model_init`` has made anew, and refuses clipping that would do nothing."""
         _check_clipping(args, kwargs.get("optimizer"))
         model = kwargs["model"]
-        self._compressing.compress(getattr(model, "module", model), args.process_index == 0)
+        self._compress(getattr(model, "module", model), args.process_index == 0)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._compressing.after_step(kwargs.get("optimizer"), args.process_index == 0)
+        optimizer = _inside(kwargs.get("optimizer"))
+        if state.global_step == 1 and args.process_index == 0 and isinstance(optimizer, BlockwiseOptimizer):
+            fp32 = 4 * len(optimizer.moments) * sum(p.numel() for p in optimizer.state)
+            bytes_ = f"{optimizer_bytes(optimizer):,} bytes, {fp32:,} in fp32"
+            print(f"memkern: states of {type(optimizer).__name__} take {bytes_}", flush=True)
+
+    def _compress(self, model: nn.Module, tell: bool) -> None:
+        if self._model is not model:
+            self.report, self._model = compress(model, **self.options), model
+            if tell:
+                print(self.report, flush=True)

@@ -32,11 +32,6 @@ class LayerwiseOptimizer(BlockwiseOptimizer):
             if p in states
         }
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        for group in state["param_groups"]:
-            group.setdefault("trust_bounds", None)  # earlier versions had none
-        super().__setstate__(state)
-
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
         check_trust_bounds(group.get("trust_bounds"))

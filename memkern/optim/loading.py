@@ -125,8 +125,7 @@ def prepared(target: Target, state_dict: dict[str, Any]) -> tuple[dict[str, Any]
 
 def _check_options(target: Target, k: int, saved: Group) -> None:
     """Raises ValueError for a saved group that lacks options of the optimizer."""
-    # torch's __setstate__ adds the first; states of earlier versions lack the second.
-    own = {*target.defaults} - {"differentiable", "trust_bounds"}
+    own = {*target.defaults} - {"differentiable"}  # which torch's __setstate__ adds
     if missing := own - {*saved}:
         names = [f"memkern.optim.{name}" for name in target.converters]
         way = (

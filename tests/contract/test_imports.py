@@ -22,7 +22,6 @@ NEEDS = {
     "memkern.train": "rich",
     "memkern.nn.conv1d": "transformers",
     "memkern.integrations.transformers": "transformers",
-    "memkern.integrations.lightning": "lightning",
     "memkern.integrations.timm": "torchvision",  # which timm asks for
 }
 

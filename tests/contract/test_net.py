@@ -1,9 +1,8 @@
-"""Old files and results hold: checkpoints go on, results come out bit for bit."""
+"""Results come out bit for bit, and pickles of modules compute what the modules do."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import pickle
@@ -15,7 +14,7 @@ import torch
 
 import memkern
 from memkern import optim
-from tests.fixtures import make_checkpoints, make_hashes
+from tests.fixtures import make_hashes
 from tests.support.helpers import ISAS, skip_other_norms
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -95,49 +94,50 @@ def test_results_are_those_of_the_hashes(backend: str, group: str) -> None:
     assert not wrong, f"{len(wrong)} of {len(cases)} cases differ:\n" + "\n".join(wrong[:20])
 
 
-# ---- checkpoints
-
-over_cpu = pytest.mark.parametrize("backend", [_param("reference"), _param("cpu")])
+# ---- pickles
 
 
-@functools.cache
-def _saved(name: str) -> Any:
-    return torch.load(make_checkpoints.FOLDER / f"{name}.pt", weights_only=True)
+def modules() -> dict[str, torch.nn.Module]:
+    """One of every public class of modules."""
+    torch.manual_seed(0)
+    found: dict[str, torch.nn.Module] = {
+        "GELU": memkern.nn.GELU("tanh", bits=2),
+        "SiLU": memkern.nn.SiLU(),
+        "Tanh": memkern.nn.Tanh(bits=4),
+        "Sigmoid": memkern.nn.Sigmoid(),
+        "Softplus": memkern.nn.Softplus(2.0, 4.0),
+        "Mish": memkern.nn.Mish(),
+        "Hardswish": memkern.nn.Hardswish(),
+        "QuickGELU": memkern.nn.QuickGELU(),
+        "ELU": memkern.nn.ELU(0.5, bits=2),
+        "CELU": memkern.nn.CELU(2.0),
+        "SELU": memkern.nn.SELU(),
+        "LogSigmoid": memkern.nn.LogSigmoid(),
+        "Softsign": memkern.nn.Softsign(),
+        "Tanhshrink": memkern.nn.Tanhshrink(),
+        "Hardsigmoid": memkern.nn.Hardsigmoid(),
+        "Hardshrink": memkern.nn.Hardshrink(0.25),
+        "Softshrink": memkern.nn.Softshrink(0.25),
+        "Threshold": memkern.nn.Threshold(0.25, -2.0),
+        "ReLU": memkern.nn.ReLU(),
+        "LeakyReLU": memkern.nn.LeakyReLU(0.25),
+        "Hardtanh": memkern.nn.Hardtanh(0.0, 6.0),
+        "RandomizedLinear": memkern.nn.RandomizedLinear(6, 4, projection="dct"),
+        "StableEmbedding": memkern.nn.StableEmbedding(9, 6),
+        "LinearCrossEntropy": memkern.nn.LinearCrossEntropy(6, 5, label_smoothing=0.125),
+        "FewBit": memkern.nn.few_bit(torch.sin, torch.cos, bits=2),
+    }
+    found["compressed"] = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.GELU(), torch.nn.Linear(8, 6))
+    memkern.compress(found["compressed"])
+    return found
 
 
-@over_cpu
-@pytest.mark.parametrize("build", make_hashes.BUILDS)
-def test_a_checkpoint_goes_on(build: str, backend: str) -> None:
-    saved = _saved("states")[build]
-    assert [*saved] == [*make_checkpoints.cases(build)]
-    for name, case in saved.items():
-        with on(backend):
-            optimizer, params = make_checkpoints.continued(build, case)
-        for i, (p, expected) in enumerate(zip(params, case["params_after"], strict=True)):
-            assert torch.equal(p, expected), f"{name}: parameter {i}"
-        found = make_hashes.hashes_of(optimizer)
-        wrong = [key for key, value in case["hashes_after"].items() if found.get(key) != value]
-        assert not wrong, f"{name}: {wrong}"
-
-
-@over_cpu
-@pytest.mark.parametrize("build", make_hashes.BUILDS)
-def test_a_pickled_optimizer_goes_on(build: str, backend: str) -> None:
-    optimizer = pickle.loads(make_checkpoints.pickles("optimizers")[build])
-    assert type(optimizer) is getattr(optim, build)
-    with on(backend):
-        after = make_checkpoints.step_of(build, optimizer)
-    for p, expected in zip(after, _saved("after")[build], strict=True):
-        assert torch.equal(p, expected)
-
-
-@pytest.mark.parametrize("name", make_checkpoints.modules())
+@pytest.mark.parametrize("name", modules())
 def test_a_pickled_module_works(name: str) -> None:
-    module = pickle.loads(make_checkpoints.pickles("modules")[name])
-    fresh = make_checkpoints.modules()[name]
+    fresh = modules()[name]
+    module = pickle.loads(pickle.dumps(fresh))
     assert [type(m) for m in module.modules()] == [type(m) for m in fresh.modules()]
     assert repr(module) == repr(fresh)
-    fresh.load_state_dict(module.state_dict())
     x = torch.arange(54) % 9 if name == "StableEmbedding" else make_hashes.values(name, 54, top=2, span=6)
     x = x.view(9, 6)
     found = []
@@ -147,13 +147,13 @@ def test_a_pickled_module_works(name: str) -> None:
         y = each(given, *targets)
         y.backward(make_hashes.values(f"{name} gradient", y.numel()).view_as(y))
         found.append([y, given.grad, *(p.grad for p in each.parameters())])
-    for old, new in zip(*found, strict=True):
-        assert old is new is None or torch.equal(old, new)
+    for copied, made in zip(*found, strict=True):
+        assert copied is made is None or torch.equal(copied, made)
 
 
-def test_fixtures_are_of_every_public_class() -> None:
-    modules = {c.__name__ for c in vars(memkern.nn).values() if isinstance(c, type) and issubclass(c, torch.nn.Module)}
-    assert modules <= {*make_checkpoints.modules()}
+def test_they_are_of_every_public_class() -> None:
+    public = {c.__name__ for c in vars(memkern.nn).values() if isinstance(c, type) and issubclass(c, torch.nn.Module)}
+    assert public <= {*modules()}
     classes = {c.__name__ for c in vars(optim).values() if isinstance(c, type) and issubclass(c, torch.optim.Optimizer)}
     wrappers = {"HostOffload", "StepInBackward"}  # they have the states of the optimizers inside
     of_products = {"Muon", "Muon8bit"}  # the bits of matrix products are a machine's own

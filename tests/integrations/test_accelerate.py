@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +11,28 @@ import torch
 
 import memkern
 from memkern import optim
-from tests.integrations.models import gpt2, parameters_of, tokens
+from tests.integrations.models import compiled_gpt2, gpt2, parameters_of, tokens
 from tests.support.helpers import assert_same
 
 accelerate = pytest.importorskip("accelerate")
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, pytest.mark.usefixtures("fresh_compiler")]
 
 
 def batches(first: int, last: int) -> list[torch.Tensor]:
     return [tokens(4, seed) for seed in range(first, last)]
 
 
-def prepared(seed: int = 0) -> tuple[Any, Any, Any, Any]:
+def compressed_gpt2(seed: int = 0) -> Any:
     model = gpt2(seed)
     memkern.compress(model)
+    return model
+
+
+MODELS = pytest.mark.parametrize("make", [compressed_gpt2, compiled_gpt2])
+
+
+def prepared(make: Callable[..., Any], seed: int = 0) -> tuple[Any, Any, Any, Any]:
+    model = make(seed)
     optimizer = optim.AdamW8bit(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 10)
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
@@ -42,12 +51,12 @@ def train(accelerator: Any, model: Any, optimizer: Any, scheduler: Any, data: li
 
 
 @pytest.mark.feature("accelerate", "loop with accumulation, clipping and a schedule: bits of the plain loop")
-def test_the_loop_is_the_plain_loop() -> None:
-    parts = prepared()
+@MODELS
+def test_the_loop_is_the_plain_loop(make: Callable[..., Any]) -> None:
+    parts = prepared(make)
     train(*parts, batches(0, 8))
 
-    model = gpt2()
-    memkern.compress(model)
+    model = make()
     optimizer = optim.AdamW8bit(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 10)
     for i, rows in enumerate(batches(0, 8)):
@@ -61,12 +70,13 @@ def test_the_loop_is_the_plain_loop() -> None:
 
 
 @pytest.mark.feature("accelerate", "`save_state`, `load_state`: resumes bit for bit")
-def test_a_saved_state_resumes_bit_for_bit(tmp_path: Path) -> None:
-    straight = prepared()
+@MODELS
+def test_a_saved_state_resumes_bit_for_bit(tmp_path: Path, make: Callable[..., Any]) -> None:
+    straight = prepared(make)
     train(*straight, batches(0, 4))
     straight[0].save_state(str(tmp_path))
     train(*straight, batches(4, 8))
-    resumed = prepared(seed=1)
+    resumed = prepared(make, seed=1)
     resumed[0].load_state(str(tmp_path))
     train(*resumed, batches(4, 8))
     assert_same(parameters_of(resumed[1]), parameters_of(straight[1]))

@@ -1,7 +1,8 @@
-"""Lightning's Trainer with memkern's optimizers and callback."""
+"""Lightning's Trainer with memkern's optimizers and models."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,10 @@ import torch
 
 import memkern
 from memkern import optim
-from tests.integrations.models import Texts, gpt2, parameters_of
+from tests.integrations.models import Texts, compiled_gpt2, gpt2, parameters_of
 from tests.support.helpers import assert_same
 
 lightning = pytest.importorskip("lightning.pytorch")
-
-from memkern.integrations.lightning import CompressCallback  # noqa: E402
 
 pytestmark = [
     pytest.mark.full,
@@ -24,9 +23,9 @@ pytestmark = [
 
 
 class Module(lightning.LightningModule):  # type: ignore[misc,name-defined]
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, make: Callable[..., Any] = gpt2) -> None:
         super().__init__()
-        self.model, self.losses = gpt2(seed), []
+        self.model, self.losses = make(seed), []
 
     def forward(self, input_ids: torch.Tensor) -> Any:
         return self.model(input_ids=input_ids, labels=input_ids)
@@ -100,27 +99,17 @@ def test_gradients_that_are_gone_are_not_silently_unclipped(mode: str, tmp_path:
     fit(Freed(), tmp_path, 1)
 
 
-@pytest.mark.feature("lightning", "callback: compresses and prints what is saved")
-def test_the_callback_compresses_and_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    module, callback = Module(), CompressCallback()
-    trainer = fit(module, tmp_path, 2, callback)
-    assert isinstance(module.model.transformer.h[0].mlp.act, memkern.nn.GELU)
-    printed = capsys.readouterr().out
-    assert printed.count("memkern.compress: 2 modules swapped") == printed.count("memkern: bytes") == 1
-    states = memkern.memory.optimizer_bytes(trainer.optimizers[0])
-    assert any(f"{states:,}" in line and "AdamW8bit" in line for line in printed.splitlines())
-    assert str(callback.report) in printed
-
-
 @pytest.mark.feature("lightning", "checkpoint: resumes bit for bit")
-def test_a_checkpoint_resumes_bit_for_bit(tmp_path: Path) -> None:
-    straight = Module()
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("make", [gpt2, compiled_gpt2])
+def test_a_checkpoint_resumes_bit_for_bit(tmp_path: Path, make: Callable[..., Any]) -> None:
+    straight = Module(make=make)
     fit(straight, tmp_path, -1, rows=12, max_epochs=2)  # of three steps: Lightning resumes data at an epoch's end
-    first = Module()
-    trainer = fit(first, tmp_path, -1, CompressCallback(activations=None), rows=12, max_epochs=1)
+    first = Module(make=make)
+    trainer = fit(first, tmp_path, -1, rows=12, max_epochs=1)
     path = str(tmp_path / "step-3.ckpt")
     trainer.save_checkpoint(path)
-    resumed = Module(seed=1)
+    resumed = Module(1, make)
     fit(resumed, tmp_path, -1, resume=path, rows=12, max_epochs=2)
     assert straight.losses[:3] == first.losses
     assert straight.losses[3:] == resumed.losses
@@ -130,7 +119,8 @@ def test_a_checkpoint_resumes_bit_for_bit(tmp_path: Path) -> None:
 @pytest.mark.feature("lightning", '`precision="bf16-mixed"` and accumulation')
 def test_autocast_and_accumulation(tmp_path: Path) -> None:
     module = Module()
-    fit(module, tmp_path, 4, CompressCallback(), precision="bf16-mixed", accumulate_grad_batches=2)
+    memkern.compress(module)
+    fit(module, tmp_path, 4, precision="bf16-mixed", accumulate_grad_batches=2)
     assert len(module.losses) == 8
     assert all(p.isfinite().all() for p in module.parameters())
     exact = Module()

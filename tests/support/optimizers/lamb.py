@@ -67,6 +67,5 @@ LAMB = OptimizerSpec(
         "3 layers": {"layers": 3, **LAYERED},
         "rows": {"layers": "rows", **LAYERED, "layouts": ("6 layers",), "trust_clip": True},
     },
-    layers={"layers": 3, "trust_clip": True},
     everywhere=("lamb: power, fp32", "lamb norms: power, fp32", "lamb: prologue", "lamb: ratios"),
 )

@@ -112,7 +112,5 @@ LARS = OptimizerSpec(
         "3 layers": {"layers": 3, **LAYERED},
         "classic rows": {**CLASSIC, "layers": "rows", **LAYERED, "layouts": ("6 layers",)},
     },
-    layers={"layers": 3},
-    checkpoints={"classic, fp32": {"dtype": "fp32", **CLASSIC, "nesterov": True}},
     everywhere=("lars norms: power, bf16",),
 )

@@ -39,7 +39,7 @@ class OptimizerSpec:
 
     name: str  # of the class with 32-bit states
     formula: Formula  # (p, gradient, state, group) -> p after a step; it keeps what it needs in state
-    lr: float  # of hashes and checkpoints
+    lr: float  # of hashes
     options: Options = field(default_factory=dict)  # likewise
 
     generic: dict[str, Options] = field(default_factory=dict)  # torch's generic tests, beside COMMON
@@ -52,8 +52,6 @@ class OptimizerSpec:
     refused: list[tuple[Options, str]] = field(default_factory=list)  # options, and the error's message
 
     hashed: dict[str, Options] = field(default_factory=dict)  # fixtures/hashes.json, beside the common cases
-    layers: Options = field(default_factory=dict)  # checkpoints of tensors in layers
-    checkpoints: dict[str, Options] = field(default_factory=dict)  # fixtures/checkpoints, beside the common cases
 
     triton: tuple[str, ...] = ()  # variants of its Triton kernel that are compiled, beside COMMON
     everywhere: tuple[str, ...] = ()  # those of its kernels that are compiled for every target
