@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from . import backend, functional, memory, nn, optim, planner, train
     from .applying import apply, make_optimizer
     from .backend import report, use_backend
-    from .checkpointing import checkpoint_blocks
+    from .blocks.checkpointing import checkpoint_blocks
     from .compiled.compiling import compile
     from .options import OptionError, Techniques
     from .planner.planning import plan
@@ -52,7 +52,7 @@ _LAZY = {
     "OptionError": "options",
     "Techniques": "options",
     "apply": "applying",
-    "checkpoint_blocks": "checkpointing",
+    "checkpoint_blocks": "blocks.checkpointing",
     "compile": "compiled.compiling",
     "compress": "swap.compress",
     "dequantize_affine": "quant.affine",

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memkern
 from lab.studies.saved_compiled import compared
-from memkern.swap.block_lists import block_lists
+from memkern.blocks.block_lists import block_lists
 from tests.support import zoo
 
 STEPS, ROUNDS = 5, 3

@@ -112,7 +112,7 @@ def step(rank: int, case: Case, folder: str) -> None:
 
     from benchmarks.harness import largest_temporary
     from memkern import applying, memory
-    from memkern.swap.block_lists import block_lists
+    from memkern.blocks.block_lists import block_lists
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=case.processes)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
-from ..checkpointing import caches_of, is_filled, without_cache
+from ..blocks.block_lists import block_lists
+from ..blocks.checkpointing import caches_of, is_filled, without_cache
 from ..options import OptionError, Techniques, not_allowed
-from ..swap.block_lists import block_lists
 from .inductor import FIRST_VERSION, options_of_inductor
 
 MARK = "_memkern_compiled"

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
-from ..alike import few
 from ..quant.layout import arithmetic
+from .alike import few
 from .autograd import SavesLess, apply, autocast_dtype, no_second_derivative, without_autocast
 
 REDUCTIONS = ("mean", "sum", "none")

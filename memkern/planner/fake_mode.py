@@ -39,7 +39,7 @@ class FakeMode(FakeTensorMode):
     """
 
     runs_alike_once = True
-    """Of a loop over like pieces few need to run: see :mod:`memkern.alike`."""
+    """Of a loop over like pieces few need to run: see :mod:`memkern.functions.alike`."""
 
     @property
     def avoid_device_init(self) -> bool:

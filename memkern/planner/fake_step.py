@@ -15,9 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from ..applying import apply, autocast, make_optimizer, optimizer_groups, weight_dtype
+from ..blocks.block_lists import block_lists
 from ..memory import LiveBytes
 from ..options import Techniques, not_allowed
-from ..swap.block_lists import block_lists
 from .blocks import without_block
 from .fake_mode import FakeMode
 from .graphs import without_kernels

@@ -15,8 +15,8 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
+from ..blocks.block_lists import block_lists
 from ..compiled.blocks import MARK
-from ..swap.block_lists import block_lists
 from . import fake_cuda
 from .fake_cuda import inductor
 from .fake_mode import FakeMode

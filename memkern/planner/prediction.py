@@ -160,7 +160,7 @@ class Predictor:
         """Whether the model has a list of like blocks."""
         import torch
 
-        from ..swap.block_lists import block_lists
+        from ..blocks.block_lists import block_lists
         from .models import Given
 
         if isinstance(self.source, Given):
@@ -247,7 +247,7 @@ class Predictor:
     def held_on_host(self, techniques: Techniques) -> int:
         """Bytes on the host with offload or weights_on_host, found without a trace: weights, errors, states, gradients.
 
-        With weights_on_host, weights are in slabs of pinned memory (memkern/pinned.py), and torch rounds the pinned
+        With weights_on_host, weights are in slabs of pinned memory (stream/pinned.py), and torch rounds the pinned
         memory of each gradient up to a power of two. Three groups of gradients are under way, which is all with a step
         in backward; else those of all parameters are there, and with accumulation these three beside them.
         """

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from ..swap.block_lists import block_lists
+from ..blocks.block_lists import block_lists
 from .trace import Trace
 
 

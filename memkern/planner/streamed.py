@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from ..swap.block_lists import block_lists
+from ..blocks.block_lists import block_lists
 from .shards import shard_bytes
 from .trace import Trace
 

@@ -80,7 +80,7 @@ def build_objective(config: TrainConfig, source: Source, device: torch.device) -
 
 def check_streamable(objective: Objective) -> None:
     """Raises OptionError for a model whose weights cannot stay on the host."""
-    from ..streaming import check
+    from ..stream.streaming import check
 
     check(objective)
 

@@ -131,7 +131,7 @@ def data_parallel(objective: Objective, config: TrainConfig, group: Processes, d
     Raises OptionError for what cannot be sharded.
     """
     if config.techniques.weights_on_host:
-        from ..streaming import stream
+        from ..stream.streaming import stream
 
         stream(objective, device, pin_memory=config.pin_memory)
         return objective

@@ -11,9 +11,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
+from ..blocks.block_lists import block_lists
 from ..optim.dtensor.shards import local, sharded
 from ..optim.state import State
-from ..swap.block_lists import block_lists
 from .objective import Objective
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 import memkern
-from memkern.swap.block_lists import block_lists
+from memkern.blocks.block_lists import block_lists
 from tests.support import tiny
 
 pytest.importorskip("transformers")

@@ -163,7 +163,7 @@ def test_two_processes_accumulate(ranks: Ranks) -> None:
 
 
 def test_the_model_of_these_tests_has_two_groups_outside_its_blocks() -> None:
-    from memkern.streaming import _modules_of_groups
+    from memkern.stream.streaming import _modules_of_groups
 
     model = Model()
     assert _modules_of_groups(model) == [model.embedding, *model.blocks, model.head]

@@ -18,7 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from memkern.optim.arrivals import Arrivals
 from memkern.options import Techniques
-from memkern.prefetch import Prefetch
+from memkern.stream.prefetch import Prefetch
 from tests.stream.runs import STREAMED as TECHNIQUES
 from tests.stream.runs import Model, model_for, optimizer_for, train
 from tests.support import streams
@@ -122,7 +122,7 @@ def streamed_of(group: FSDPParamGroup) -> Any:
 
 @pytest.fixture(autouse=True)
 def _note_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from memkern.streaming import Streamed
+    from memkern.stream.streaming import Streamed
 
     init = Streamed.__init__
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from memkern import pinned, streaming
 from memkern.options import Techniques
-from memkern.pinned import Slabs
+from memkern.stream import pinned, streaming
+from memkern.stream.pinned import Slabs
 from tests.stream.runs import assert_equal, model_for, optimizer_for, train, weights
 
 

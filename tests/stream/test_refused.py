@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 import memkern
 from memkern.options import OptionError
-from memkern.streaming import check, process_group
+from memkern.stream.streaming import check, process_group
 from tests.stream.runs import STREAMED, Model, optimizer_for
 
 # ---- what is refused, before anything is changed
@@ -96,7 +96,7 @@ def test_one_of_several_processes_makes_its_group_first(monkeypatch: pytest.Monk
 
 
 def test_a_host_without_pinned_memory_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    from memkern import streaming
+    from memkern.stream import streaming
 
     def fails(*_: Any, **options: Any) -> None:
         assert options["offload_policy"].pin_memory

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 
-from memkern import applying, streaming
+from memkern import applying
 from memkern.memory import LiveBytes, _storages
 from memkern.nn import LinearCrossEntropy
 from memkern.options import Techniques
@@ -27,6 +27,7 @@ from memkern.planner.hardware import DEFAULTS
 from memkern.planner.models import resolve
 from memkern.planner.prediction import Predictor
 from memkern.planner.values import Values
+from memkern.stream import streaming
 
 
 class DeviceBytes(LiveBytes):

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 import memkern
 from memkern import Techniques
+from memkern.blocks.block_lists import block_lists
 from memkern.memory import saved_bytes
-from memkern.swap.block_lists import block_lists
 
 
 class Block(nn.Module):

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from . import _ops
-from .options import CHECKPOINT_BITS, OptionError, at_least, not_allowed
-from .quant.layout import FLOATS, dense
-from .swap.block_lists import block_lists
+from .. import _ops
+from ..options import CHECKPOINT_BITS, OptionError, at_least, not_allowed
+from ..quant.layout import FLOATS, dense
+from .block_lists import block_lists
 
 BLOCK_SIZE = 128
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .optim.dtensor.shards import is_dtensor
+from ..optim.dtensor.shards import is_dtensor
 
 
 class Group:

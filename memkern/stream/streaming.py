@@ -19,12 +19,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.utils._pytree import tree_leaves
 
+from ..blocks.block_lists import block_lists
+from ..compiled.blocks import is_compiled
+from ..optim.arrivals import Arrivals
+from ..options import OptionError, not_allowed
 from . import pinned
-from .compiled.blocks import is_compiled
-from .optim.arrivals import Arrivals
-from .options import OptionError, not_allowed
 from .prefetch import Group, Prefetch, owners
-from .swap.block_lists import block_lists
 
 WITHOUT_BLOCKS = "None for a model without a list of like blocks"
 
@@ -154,7 +154,7 @@ def stream(model: nn.Module, device: torch.device, *, pin_memory: bool = True) -
     Args:
         device: where the weights of a block go while it runs. The model may be on the host or there.
         pin_memory: whether the weights on the host are pinned, where the device is not the CPU: all bytes of the
-            weights, in slabs of a GiB (:class:`memkern.pinned.Slabs`), and the gradients that are on the host, each
+            weights, in slabs of a GiB (:class:`.pinned.Slabs`), and the gradients that are on the host, each
             rounded up to a power of two by torch's allocator. Without it the copies are slower, and do not overlap.
 
     Raises:

@@ -1,0 +1,1 @@
+"""Weights on the host, by block: fully_shard, its copies ahead of time, and the pinned memory."""
