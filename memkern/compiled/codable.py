@@ -215,7 +215,11 @@ class Rules:
         return all(name in coded for name, arg in given.items() if arg is node)
 
     def _passes(self, user: fx.Node, node: fx.Node, codec: str, x: Tensor, own: bool) -> bool:
-        """Whether a value computed from codes is as good as they are."""
+        """Whether a value computed from codes is as good as they are.
+
+        The first that holds decides: what the node is part of (a checkpoint, a gated unit, the backward pass), views
+        and casts, the steps of a norm, the node's own operator; last, whether its operation is in COMPUTED_FROM_CODES.
+        """
         if must_recompute(user):  # of a checkpoint: another function of what it begins with
             return False
         of, name = self.operations.of(user), packet(user)
