@@ -118,6 +118,7 @@ class CompressCallback(TrainerCallback):
         self.options = options
         self.report: Report | None = None
         self._model: nn.Module | None = None
+        self._first_step = 1
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._compress(kwargs["model"], args.process_index == 0)
@@ -127,12 +128,17 @@ class CompressCallback(TrainerCallback):
     ) -> None:
         """Compresses a model that ``model_init`` has made anew, and refuses clipping that would do nothing."""
         _check_clipping(args, kwargs.get("optimizer"))
+        self._first_step = state.global_step + 1  # not 1 in a resumed run
         model = kwargs["model"]
         self._compress(getattr(model, "module", model), args.process_index == 0)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         optimizer = _inside(kwargs.get("optimizer"))
-        if state.global_step == 1 and args.process_index == 0 and isinstance(optimizer, BlockwiseOptimizer):
+        if (
+            state.global_step == self._first_step
+            and args.process_index == 0
+            and isinstance(optimizer, BlockwiseOptimizer)
+        ):
             fp32 = 4 * len(optimizer.moments) * sum(p.numel() for p in optimizer.state)
             bytes_ = f"{optimizer_bytes(optimizer):,} bytes, {fp32:,} in fp32"
             print(f"memkern: states of {type(optimizer).__name__} take {bytes_}", flush=True)

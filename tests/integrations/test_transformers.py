@@ -136,12 +136,16 @@ def test_bad_names_and_options(tmp_path: Path) -> None:
 @pytest.mark.full
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("model", [gpt2, compiled_gpt2])
-def test_a_checkpoint_resumes_bit_for_bit(tmp_path: Path, model: Callable[..., Any]) -> None:
+def test_a_checkpoint_resumes_bit_for_bit(
+    tmp_path: Path, model: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     args = arguments(tmp_path, max_steps=6, save_strategy="steps", save_steps=3, lr_scheduler_type="cosine")
     straight = trainer(args, model(), optimizer_cls_and_kwargs(args))
     straight.train()
-    resumed = trainer(args, model(seed=1), optimizer_cls_and_kwargs(args))
+    callback = CompressCallback(activations=None)
+    resumed = trainer(args, model(seed=1), optimizer_cls_and_kwargs(args), callbacks=[callback])
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert capsys.readouterr().out.count("memkern: states of AdamW8bit take") == 1
     assert_same(parameters_of(resumed.model), parameters_of(straight.model))
     states = (list(t.optimizer.optimizer.state.values()) for t in (resumed, straight))
     for ours, theirs in zip(*states, strict=True):
