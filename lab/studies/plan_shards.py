@@ -1,13 +1,11 @@
 """Compares memkern.plan's predictions for shards of fully_shard with real steps of gloo processes on the CPU.
 
-Each block is sharded, then the model (FSDP2); or the layers of transformers' ``tp_plan``, by its styles (tensor
-parallel). A third step gives the peak of torch's CPU allocator in rank 0, which has the largest shards, to which the
-shards and states are added.
+Each block is sharded, then the model (FSDP2). A third step gives the peak of torch's CPU allocator in rank 0, which has
+the largest shards, to which the shards and states are added.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import tempfile
 from collections.abc import Iterator
@@ -27,19 +25,16 @@ class Case(NamedTuple):
     seq_len: int
     techniques: dict[str, Any]
     replicas: int = 1
-    tensor_parallel: int = 1
 
     @property
     def processes(self) -> int:
-        return self.devices * self.replicas * self.tensor_parallel
+        return self.devices * self.replicas
 
 
 SIZES: dict[str, dict[str, Any]] = {
     "gpt2": {"n_layer": 12, "n_embd": 256, "n_head": 4, "vocab_size": 4000},
     "llama": {"num_hidden_layers": 12, "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2,
               "intermediate_size": 704, "vocab_size": 4000},
-    "qwen3": {"num_hidden_layers": 12, "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4,
-              "head_dim": 64, "intermediate_size": 704, "vocab_size": 4000},
     "mixtral": {"num_hidden_layers": 12, "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
                 "intermediate_size": 256, "num_local_experts": 4, "vocab_size": 4000},
     "bert": {"num_hidden_layers": 12, "hidden_size": 256, "num_attention_heads": 4, "intermediate_size": 1024},
@@ -55,11 +50,6 @@ CASES = (
     Case("llama", 3, 256, {"micro_batch": 4}),
     Case("mixtral", 2, 256, {"micro_batch": 4}),
     Case("bert", 2, 256, {"optimizer": "lion", "state_bits": 8, "micro_batch": 4}),
-    Case("llama", 1, 256, {"micro_batch": 4}, tensor_parallel=2),
-    Case("llama", 1, 256, {"micro_batch": 8, "checkpointing": "blocks"}, tensor_parallel=2),
-    Case("llama", 1, 256, {"micro_batch": 4, "state_bits": 8, "activation_bits": 3}, tensor_parallel=2),
-    Case("qwen3", 1, 256, FRUGAL | {"micro_batch": 4}, tensor_parallel=2),
-    Case("qwen3", 1, 256, {"micro_batch": 4}, tensor_parallel=4),
     Case("bert", 2, 64, {"optimizer": "lion", "state_bits": 8, "micro_batch": 1}),
     Case("bert", 2, 256, {"checkpointing": "blocks", "micro_batch": 4}),
     Case("bert", 4, 128, {"micro_batch": 2}),
@@ -84,23 +74,9 @@ def predicted(case: Case) -> int:
     from memkern.planner.hardware import DEFAULTS
     from memkern.planner.prediction import Predictor
 
-    source = dataclasses.replace(source_of(case), tensor_parallel=case.tensor_parallel)
-    predictor = Predictor(source, "cpu", "cpu", DEFAULTS["cpu"], devices=case.devices)
+    predictor = Predictor(source_of(case), "cpu", "cpu", DEFAULTS["cpu"], devices=case.devices)
     found = predictor.predict(Techniques(**case.techniques))
     return found.peak - found.categories["process and context"]
-
-
-def parallelize(model: Any, mesh: Any) -> None:
-    """Tensor parallelism by transformers' own styles."""
-    from transformers.distributed import tensor_parallel
-
-    from memkern.planner.tensor_parallel import layers_of_plan
-
-    plan = {}
-    for name, style, module in layers_of_plan(model):
-        plan[name] = style
-        plan |= {f"{name}.{parameter}": style for parameter, _ in module.named_parameters(recurse=False)}
-    tensor_parallel.apply_tensor_parallelism(model, mesh, plan)
 
 
 def step(rank: int, case: Case, folder: str) -> None:
@@ -123,11 +99,8 @@ def step(rank: int, case: Case, folder: str) -> None:
     model = source.build(applying.weight_dtype(techniques), empty=False)
     blocks = [block for each in block_lists(model) for block in each]
     applying.apply(model, techniques)
-    if case.tensor_parallel > 1:
-        parallelize(model, mesh)
-    else:
-        for block in (*blocks, model):
-            fully_shard(block, mesh=mesh)
+    for block in (*blocks, model):
+        fully_shard(block, mesh=mesh)
     optimizer = applying.make_optimizer(list(model.parameters()), techniques, lr=1e-5)
     batch = source.batch(techniques.micro_batch)
 
@@ -169,8 +142,7 @@ def main(argv: list[str] | None = None) -> None:
             truth = measured(case)  # before there is a thread of autograd, which a fork would lack
             sizes = predicted(case), truth
             figures = [*(f"{size / MIB:.1f}" for size in sizes), f"{sizes[0] / sizes[1]:.4f}"]
-            kind = case.kind + (" (tensor parallel)" if case.tensor_parallel > 1 else "")
-            named = (kind, str(case.devices * case.tensor_parallel), str(case.replicas), str(case.seq_len))
+            named = (case.kind, str(case.devices), str(case.replicas), str(case.seq_len))
             yield study.row(provenance, COLUMNS, (*named, json.dumps(case.techniques), *figures))
 
     study.write(args.out / "plan-shards.csv", rows(), COLUMNS, 8)

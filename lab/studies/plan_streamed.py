@@ -4,14 +4,14 @@ One sequence, bf16 weights with 8-bit errors, checkpoints, the loss in chunks, a
 predicted, process included; counted_gib: the peak of fully_shard's own code on fake CUDA tensors
 (tests/support/streamed_bytes.py), and the same process. host_gib: weights and gradients under way in pinned memory,
 errors, states of AdamW8bit; muon_gib: of Muon8bit. link_LINK, step_LINK: tokens of a micro-batch from which arithmetic
-hides the weights' transfers, and from which the backward pass hides the host's step, by the planner's estimate: with
-pcie4 for the planner's card of 12 GB (25 TFLOP/s, 30 GB/s of the host's memory), else for 400 TFLOP/s and 200 GB/s.
+hides the weights' transfers, and from which the backward pass hides the host's step: with pcie4 for the planner's card
+of 12 GB (25 TFLOP/s, 30 GB/s of the host's memory), else for 400 TFLOP/s and 200 GB/s.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import pickle
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +21,17 @@ from memkern.options import Techniques
 from memkern.planner import fake_cuda
 
 GIB = 2**30
+LLAMA3: dict[str, Any] = {"num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072}
+QWEN3: dict[str, Any] = {"num_hidden_layers": 64, "hidden_size": 5120, "num_attention_heads": 64,
+                         "num_key_value_heads": 8, "intermediate_size": 25600}  # fmt: skip
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-2-7b": ("llama", {"max_position_embeddings": 4096}),
+    "llama-3.1-8b": ("llama", LLAMA3 | {"intermediate_size": 14336}),
+    "llama-3.1-70b": ("llama", LLAMA3 | {"num_hidden_layers": 80, "num_attention_heads": 64, "hidden_size": 8192,
+                                         "intermediate_size": 28672}),
+    "qwen3-14b": ("qwen3", QWEN3 | {"num_hidden_layers": 40, "num_attention_heads": 40, "intermediate_size": 17408}),
+    "qwen3-32b": ("qwen3", QWEN3),
+}  # fmt: skip
 CASES = (
     ("llama-2-7b", 4096),
     ("llama-3.1-8b", 8192),
@@ -35,7 +46,12 @@ TECHNIQUES: dict[str, Any] = {
     "step_in_backward": True, "weights_on_host": "layers",
 }  # fmt: skip
 SERVER: dict[str, Any] = {"half_flops": 400e12, "host_bandwidth": 200e9}
-LINKS: dict[str, dict[str, Any]] = {"pcie4": {}, "pcie5": SERVER, "c2c": SERVER}
+LINKS: dict[str, dict[str, Any]] = {
+    "pcie4": {"link": 25e9},
+    "pcie5": SERVER | {"link": 50e9},
+    "c2c": SERVER | {"link": 360e9},
+}
+"""Bytes per second in one direction: four fifths of the nominal rates of PCIe 4.0 and 5.0 x16 and of NVLink-C2C."""
 COLUMNS = (
     *report.PROVENANCE, "transformers", "model", "parameters", "tokens", "device_gib", "counted_gib", "host_gib",
     "host_per_parameter", "muon_gib",
@@ -45,26 +61,35 @@ COLUMNS = (
 
 def figures(model: str, tokens: int) -> list[str]:
     """The figures of a row. Call with fake CUDA."""
+    import transformers
+
     from memkern.planner import hardware
     from memkern.planner.models import resolve
     from memkern.planner.prediction import Predictor
     from tests.support import streamed_bytes
 
     techniques = Techniques(**TECHNIQUES)
-    source: Any = resolve(model, tokens, None, None, 0.0)
+    kind, sizes = MODELS[model]
+    source: Any = resolve(transformers.CONFIG_MAPPING[kind](**sizes), tokens, None, None, 0.0)
     card = hardware.DEFAULTS["cuda"]
     predictor = Predictor(source, "cuda", "cuda", card)
     found = predictor.predict(techniques)
-    count = predictor.fixed(techniques).count
+    fixed = predictor.fixed(techniques)
+    count = fixed.count
     counted = max(streamed_bytes.peak_of_a_step(source, techniques).values()) + card.process
     muon = predictor.held_on_host(techniques.replace(optimizer="muon"))
     hidden = []
-    for link, speeds in LINKS.items():
-        machine = dataclasses.replace(card, link=hardware.LINKS[link], **speeds)
-        both = Predictor(source, "cuda", "cuda", machine).hides(techniques)
-        hidden += [str(n) for n in both]
-    sizes = [f"{size / GIB:.2f}" for size in (found.peak, counted, found.host)]
-    return [model, str(count), str(tokens), *sizes, f"{found.host / count:.3f}", f"{muon / GIB:.2f}", *hidden]
+    for speeds in LINKS.values():
+        machine = dataclasses.replace(card, **speeds)
+        a_pass = (2 * count + source.attention * source.tokens) / machine.half_flops  # seconds of a token
+        step = 3 * fixed.parameters + 2 * (fixed.optimizer + fixed.errors)
+        backward = 3 * a_pass  # a block is computed anew
+        hidden += [
+            math.ceil(found.brought / machine.link / a_pass),
+            math.ceil(step / machine.host_bandwidth / backward),
+        ]
+    gib = [f"{size / GIB:.2f}" for size in (found.peak, counted, found.host)]
+    return [model, str(count), str(tokens), *gib, f"{found.host / count:.3f}", f"{muon / GIB:.2f}", *map(str, hidden)]
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -75,8 +100,7 @@ def main(argv: list[str] | None = None) -> None:
 
     def rows() -> Iterator[dict[str, str]]:
         for model, tokens in (CASES[n] for n in args.cases):
-            arguments = {"model": model, "tokens": tokens}
-            found = fake_cuda.call(pickle.dumps((figures, arguments)))
+            found = fake_cuda.call(figures, model=model, tokens=tokens)
             yield study.row(provenance, COLUMNS, found)
 
     study.write(args.out / "plan-streamed.csv", rows(), COLUMNS, 14)

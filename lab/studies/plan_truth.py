@@ -43,7 +43,15 @@ LLAMA = {
     "num_hidden_layers": 6, "hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8,
     "num_key_value_heads": 4, "vocab_size": 4000,
 }  # fmt: skip
-SMALL: dict[str, dict[str, Any]] = EXPERTS | {"llama": LLAMA}
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {kind: (kind, sizes) for kind, sizes in EXPERTS.items()} | {
+    "llama": ("llama", LLAMA),
+    "bert-large": (
+        "bert",
+        {"num_hidden_layers": 24, "num_attention_heads": 16, "hidden_size": 1024, "intermediate_size": 4096},
+    ),
+    "roberta-base": ("roberta", {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1}),
+}
+"""Models that are not built in: their type, and sizes."""
 EVERY_OTHER: dict[str, Any] = {"checkpointing": "blocks", "checkpoint_every": 2}
 CASES = (
     Case("distilgpt2", 256, {}),
@@ -51,12 +59,11 @@ CASES = (
     Case("gpt2", 128, {**EVERY_OTHER, "optimizer": "torch-adamw", "micro_batch": 2}),
     Case("distilgpt2", 256, {"precision": "bf16-mixed"}),
     Case("distilgpt2", 128, {"state_bits": 8, "micro_batch": 2, "accumulation": 2, "activation_bits": 3}),
-    Case("distilgpt2", 256, {"saved_bits": 8, "micro_batch": 2}),
     Case("gpt2", 128, {"step_in_backward": True, "loss_chunk": 4096}),
     Case("gpt2-medium", 128, FRUGAL | {"checkpointing": "blocks", "loss_chunk": 4096}),
     Case("bert-base", 128, {"linear_share": 0.2, "micro_batch": 2, "state_bits": 8}, None),
     Case("roberta-base", 128, {"precision": "bf16", "master_weights": "bf16+16", "micro_batch": 2}),
-    Case("vit-base", 0, {"saved_bits": "exact", "micro_batch": 2}),
+    Case("vit-base", 0, {"micro_batch": 2}),
     Case("bert-large", 64, {"optimizer": "lion", "state_bits": 8, "micro_batch": 2, **EVERY_OTHER}),
     Case("mixtral", 256, {"micro_batch": 2}),
     Case("qwen3_moe", 256, {"micro_batch": 2, "state_bits": 8, "checkpointing": "blocks"}),
@@ -78,10 +85,11 @@ def source_of(case: Case, small: bool = False) -> Any:
     from memkern.planner.models import resolve
 
     model: Any = case.model
-    if model in SMALL:
+    if model in OTHERS:
         import transformers
 
-        model = transformers.CONFIG_MAPPING[model](**SMALL[model])
+        kind, sizes = OTHERS[model]
+        model = transformers.CONFIG_MAPPING[kind](**sizes)
     source: Any = resolve(model, case.seq_len or None, None, None, case.dropout, case.attention_mask)
     if small:
         names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")

@@ -108,13 +108,7 @@ def _outcome(kind: str) -> tuple[str, str]:
         techniques = memkern.Techniques(state_bits=8, micro_batch=size)
         try:
             made = memkern.plan(
-                config,
-                memory="64GiB",
-                seq_len=TOKENS,
-                device="cpu",
-                techniques=techniques,
-                batch_size=size,
-                cache=False,
+                config, memory="64GiB", seq_len=TOKENS, device="cpu", techniques=techniques, batch_size=size
             )
         except OptionError as error:
             found = " ".join(str(error).split())[:300]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -24,7 +23,7 @@ from tests.support.values import hostile
 pytestmark = [
     pytest.mark.full,
     pytest.mark.skipif(
-        not fake_cuda.is_possible(), reason="fake CUDA is for a torch built without GPUs, with a C++ compiler"
+        fake_cuda.why_not() is not None, reason="fake CUDA is for a torch built without GPUs, with a C++ compiler"
     ),
     pytest.mark.skipif(triton_ptx.missing() is not None, reason=str(triton_ptx.missing())),
 ]
@@ -78,7 +77,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], list[Any]]] = {
 
 @pytest.fixture(scope="module")
 def programs() -> dict[str, str]:
-    found: dict[str, str] = fake_cuda.call(pickle.dumps((inductor_kernels.sources, {"functions": PROGRAMS})))
+    found: dict[str, str] = fake_cuda.call(inductor_kernels.sources, functions=PROGRAMS)
     return found
 
 

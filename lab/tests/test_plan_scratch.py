@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.harness import largest_temporary
-from memkern.planner.scratch import scratch_bytes
+from memkern.planner.trace import scratch_bytes
 
 aten = torch.ops.aten
 

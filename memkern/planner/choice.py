@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ..options import STATE_BITS, OptionError, Techniques, not_allowed
@@ -19,26 +19,18 @@ PRECISIONS: tuple[dict[str, Any], ...] = (
     {"precision": "bf16", "master_weights": "bf16+16"},
     {"precision": "bf16", "master_weights": "bf16+8"},
 )
-CODED_CHECKPOINTS: dict[str, Any] = {"checkpointing": "blocks", "checkpoint_bits": 8}
 SAVING: tuple[dict[str, Any], ...] = (
     {},
     {"activation_bits": 3},
     {"activation_bits": 3, "checkpointing": "blocks", "checkpoint_every": 2},
     {"activation_bits": 3, "checkpointing": "blocks"},
-    {"activation_bits": 3, **CODED_CHECKPOINTS},
+    {"activation_bits": 3, "checkpointing": "blocks", "checkpoint_bits": 8},
 )
 """Candidates for what is saved for the backward pass. The last needs the least memory on the device."""
 PLACES: tuple[dict[str, Any], ...] = ({}, {"offload": True}, {"weights_on_host": "layers"})
 """Candidates for where the optimizer's states, and with the last the weights, are."""
 NO_SAVING: dict[str, Any] = {"checkpointing": None, "checkpoint_bits": None, "checkpoint_every": 1, "saved_bits": None}
-WAYS: dict[str, dict[str, Any]] = {
-    "checkpoints": {"checkpointing": "blocks"},
-    "checkpoints in codes": CODED_CHECKPOINTS,
-}
-"""Ways of saving less for the backward pass that a plan compares."""
 LOSS_CHUNK = 4096  # classes
-Rank = tuple[int, int]
-"""The logarithm of a time, and how many techniques it needs."""
 MAX_MICRO_BATCH = 4096
 
 
@@ -95,23 +87,10 @@ class Chooser:
         if not self.clip:
             shapes.append({**whole, "step_in_backward": True})
         found: dict[Techniques, None] = {}  # in order, each once
-        tried: set[str] = set()
         for precision, bits, saving, chunk, place, shape in itertools.product(
             PRECISIONS, STATE_BITS, self.saving, chunks, self.places, shapes
         ):
-            choices = {
-                **precision,
-                **saving,
-                **shape,
-                **place,
-                "state_bits": bits,
-                "loss_chunk": chunk,
-                **self.given,
-            }
-            values = repr(sorted(choices.items()))
-            if values in tried:
-                continue
-            tried.add(values)
+            choices = {**precision, **saving, **shape, **place, "state_bits": bits, "loss_chunk": chunk, **self.given}
             try:
                 techniques = Techniques(**choices)
                 self.predictor.check(techniques)
@@ -144,48 +123,22 @@ class Chooser:
 
     def fastest(self, memory: int) -> Prediction | None:
         """The fastest set that fits; of sets within 2 % of its time, the one with the fewest techniques."""
-        predict = self.predictor.predict
+        predictor = self.predictor
 
-        def rank(seconds: float, techniques: Techniques) -> tuple[int, int]:
-            return round(math.log(seconds) / 0.02), _changes(techniques)
+        def rank(techniques: Techniques) -> tuple[int, int]:
+            return round(math.log(predictor.seconds(techniques)) / 0.02), _changes(techniques)
 
-        best: Prediction | None = None
-        for place, techniques in self._by_time(memory, rank):
-            if best is not None and place >= rank(best.seconds, best.techniques):
-                break
-            if predict(self.frugal(techniques)).peak > memory:
-                continue
-            if not self.predictor.may_fit(techniques, memory):
-                continue
-            if not self.predictor.runs(techniques):
-                continue
-            prediction = predict(techniques)
-            if prediction.peak > memory or not self._host_fits(techniques):
-                continue
-            if best is None or rank(prediction.seconds, techniques) < rank(best.seconds, best.techniques):
-                best = prediction
-        return best
-
-    def _by_time(self, memory: int, rank: Callable[..., Rank]) -> list[tuple[Rank, Techniques]]:
-        """Candidates by the rank of their estimated time."""
-        found = []
-        for techniques in self.candidates:
-            if self.predictor.floor(techniques) <= memory:
-                seconds = self.predictor.least_seconds(techniques)
-                if seconds is not None:
-                    found.append((rank(seconds, techniques), techniques))
-        return sorted(found, key=lambda each: each[0])
-
-    def fastest_of_each(self, memory: int) -> dict[str, Prediction | None]:
-        """The fastest set that fits with each way of saving less, and nothing where none does."""
-        found = {}
-        for name, saving in WAYS.items():
-            own = {**NO_SAVING, **saving}
-            if all(key not in self.given or self.given[key] == value for key, value in own.items()):
-                given = {**self.given, **own}
-                chooser = Chooser(self.predictor, given, self.batch_size, self.clip, self.host_memory)
-                found[name] = chooser.fastest(memory)
-        return found
+        possible = [techniques for techniques in self.candidates if predictor.floor(techniques) <= memory]
+        for techniques in sorted(possible, key=rank):
+            if (
+                predictor.predict(self.frugal(techniques)).peak <= memory
+                and predictor.may_fit(techniques, memory)
+                and predictor.runs(techniques)
+                and predictor.predict(techniques).peak <= memory
+                and self._host_fits(techniques)
+            ):
+                return predictor.predict(techniques)
+        return None
 
     def largest_micro_batch(self, techniques: Techniques, memory: int) -> int:
         """The largest number of sequences in a forward pass that fits; ``techniques`` must fit as they are."""

@@ -1,4 +1,4 @@
-"""``python -m memkern plan``: its arguments, and the answer as a text, JSON or a picture."""
+"""``python -m memkern plan``: its arguments, and the answer, as a text or as JSON."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import argparse
 import dataclasses
 import importlib.util
 import json
-from pathlib import Path
 
 from ..flags import add_flags
 from ..options import Techniques, not_allowed
 from .planning import plan
-from .waiting import waiting
 
 DESCRIPTION = """\
 Says what a training step of a model needs with each technique, and which to use so that it fits. Techniques that are
@@ -24,8 +22,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory", required=True, metavar="SIZE", help="such as 12GiB: all that a process may use")
     text = "such as 64GiB: what --offload and --weights-on-host may use on the host (default: any)"
     parser.add_argument("--host-memory", metavar="SIZE", help=text)
-    text = "between host and device: pcie4, pcie5 (x16) or c2c (default: pcie4)"
-    parser.add_argument("--link", metavar="NAME", help=text)
     text = "tokens of a sequence; not for images (default: 2048, or the model's positions)"
     parser.add_argument("--seq-len", type=int, metavar="N", help=text)
     parser.add_argument("--device", default="cuda", metavar="NAME", help="cuda or cpu (default: cuda)")
@@ -37,22 +33,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dropout", type=float, metavar="X", help=text)
     text = "how many share the model with fully_shard (FSDP2; HSDP: those of a group); bytes are of one (default: 1)"
     parser.add_argument("--devices", type=int, default=1, metavar="N", help=text)
-    text = "how many share the layers of transformers' tp_plan (tensor parallelism); bytes are of one (default: 1)"
-    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help=text)
     text = "sequences end in padding: attention reads a mask of seq-len x seq-len for each"
     parser.add_argument("--attention-mask", action="store_true", help=text)
     parser.add_argument("--json", action="store_true", help="the answer as JSON")
-    parser.add_argument("--png", type=Path, metavar="PATH", help="a picture of it, to be written there")
-    text = "plan anew: without the plans in the user's cache folder, and without adding to them"
-    parser.add_argument("--no-cache", action="store_true", help=text)
     group = parser.add_argument_group("techniques")
     add_flags(group, Techniques, dataclasses.fields(Techniques))
 
 
 def main(args: argparse.Namespace) -> int:
     """Prints the plan; returns 0 where something fits, else 1. Raises OptionError."""
-    if args.png is not None and (args.png.suffix.lower() != ".png" or not args.png.absolute().parent.is_dir()):
-        raise not_allowed("png", str(args.png), "a file with the ending .png in an existing folder")
     names = [field.name for field in dataclasses.fields(Techniques)]
     given = {name: getattr(args, name) for name in names if hasattr(args, name)}
     if importlib.util.find_spec("transformers") is None:
@@ -60,29 +49,18 @@ def main(args: argparse.Namespace) -> int:
     from transformers.utils import logging
 
     logging.set_verbosity_error()
-    with waiting():
-        made = plan(
-            args.model,
-            memory=args.memory,
-            seq_len=args.seq_len,
-            device=args.device,
-            techniques=given,
-            batch_size=args.batch_size,
-            clip=args.clip,
-            dropout=args.dropout,
-            host_memory=args.host_memory,
-            link=args.link,
-            devices=args.devices,
-            tensor_parallel=args.tensor_parallel,
-            attention_mask=args.attention_mask,
-            cache=not args.no_cache,
-        )
+    made = plan(
+        args.model,
+        memory=args.memory,
+        seq_len=args.seq_len,
+        device=args.device,
+        techniques=given,
+        batch_size=args.batch_size,
+        clip=args.clip,
+        dropout=args.dropout,
+        host_memory=args.host_memory,
+        devices=args.devices,
+        attention_mask=args.attention_mask,
+    )
     print(json.dumps(made.to_dict(), indent=1) if args.json else made)
-    if args.png is not None:
-        from .outcome import write_png
-
-        try:
-            write_png(args.png, made)
-        except OSError as error:
-            raise not_allowed("png", str(args.png), f"a file that can be written ({error.strerror})") from error
     return 0 if made.fits else 1

@@ -22,8 +22,7 @@ from .blocks import without_block
 from .fake_mode import FakeMode
 from .graphs import without_kernels
 from .models import Configured, Source
-from .shards import groups_of, shard_bytes, shard_shape
-from .streamed import output_layer, outside_of_blocks
+from .shards import group_sizes, output_layer, shard_bytes, shard_shape
 from .trace import Trace, aligned, record
 from .values import Values
 
@@ -161,11 +160,10 @@ class Fixed:
     """Bytes of the largest gradient."""
     root: int = 0
     block: int = 0
-    """See :class:`memkern.planner.shards.Groups`."""
     first: int = 0
     last: int = 0
     tensor: int = 0
-    """See :class:`memkern.planner.streamed.Streamed`."""
+    """See :func:`memkern.planner.shards.group_sizes`."""
     buffers: int = 0
     pinned: int = 0
     """Of all parameters, were each in pinned memory of its own, which torch rounds up to a power of two."""
@@ -191,8 +189,6 @@ def _fixed(source: Source, techniques: Techniques, device: str, devices: int = 1
         if devices > 1:
             held = shard_bytes(model.parameters(), devices) + _bytes(model.buffers())
             trained = [nn.Parameter(p.new_empty(shard_shape(p, devices))) for p in trained]
-        groups_of_model = groups_of(model, devices)
-        first, last, tensor = outside_of_blocks(model)
         muon = techniques.optimizer_class == "Muon"
         groups = optimizer_groups(model, techniques, lr=1e-3, weight_decay=0.0) if muon else trained
         errors, state, temporaries = _optimizer_bytes(trained, groups, techniques)
@@ -206,11 +202,7 @@ def _fixed(source: Source, techniques: Techniques, device: str, devices: int = 1
             optimizer=state,
             step_temporaries=temporaries,
             largest=max(gradients),
-            root=groups_of_model.root,
-            block=groups_of_model.block,
-            first=first,
-            last=last,
-            tensor=tensor,
+            **group_sizes(model, devices),
             buffers=_bytes(model.buffers()),
             pinned=sum(1 << (p.numel() * p.element_size() - 1).bit_length() for p in model.parameters()),
         )

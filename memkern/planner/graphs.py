@@ -37,30 +37,28 @@ class _Kernel:
 class _Session:
     """What lasts over several traces, in which equal graphs are compiled once."""
 
-    depth = 0
+    entered = False
     mode: FakeMode | None = None
     """Of the trace that runs: a backward pass on a GPU has a thread of its own, without modes."""
     codes: ClassVar[set[Any]] = set()
-    exits: contextlib.ExitStack
 
 
 @contextlib.contextmanager
 def session() -> Iterator[None]:
     """Compiled graphs allocate and compute nothing in it, and are forgotten at its end. May be nested."""
-    if _Session.depth == 0:
+    if _Session.entered:
+        yield
+        return
+    _Session.entered = True
+    try:
         with contextlib.ExitStack() as entered:
             _enter(entered)
-            _Session.exits = entered.pop_all()
-    _Session.depth += 1
-    try:
-        yield
+            yield
     finally:
-        _Session.depth -= 1
-        if _Session.depth == 0:
-            _Session.exits.close()
-            for code in _Session.codes:  # their graphs compute nothing
-                torch._dynamo.eval_frame.reset_code(code)
-            _Session.codes.clear()
+        _Session.entered = False
+        for code in _Session.codes:  # their graphs compute nothing
+            torch._dynamo.eval_frame.reset_code(code)
+        _Session.codes.clear()
 
 
 def _enter(stack: contextlib.ExitStack) -> None:

@@ -21,7 +21,6 @@ from ..optim.dtensor.shards import is_dtensor
 from ..options import not_allowed
 from .built_in import MODELS, built_in
 from .inputs import Inputs, is_language_model, text_config
-from .tensor_parallel import COLUMNS, STYLES, WHOLE, layers_of_plan, parallelize
 
 SEQ_LEN = 2048  # tokens, where nothing is said and the model has as many positions
 Batch = dict[str, Any] | tuple[Any, ...]
@@ -47,8 +46,6 @@ class Configured:
     seq_len: int
     loss: Loss = model_output_loss
     padded: bool = False
-    tensor_parallel: int = 1
-    """Devices that share the layers of transformers' ``tp_plan``."""
 
     @property
     def loss_code(self) -> str:
@@ -77,8 +74,6 @@ class Configured:
         """
         with _disable_current_modes(), torch.device("meta"):
             model = self.build(dtype)
-            if self.tensor_parallel > 1:
-                parallelize(model, self.tensor_parallel)
         made: dict[int, Tensor] = {}
         for module in model.modules():
             owners: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, vars(module))
@@ -134,7 +129,7 @@ class Configured:
             return 0.0
         width = heads * (getattr(self.config, "head_dim", None) or width // heads)
         half = 2.0 if self.is_language_model else 4.0  # half of it is masked
-        return self.depth * width * half / self.tensor_parallel
+        return self.depth * width * half
 
     @property
     def takes_images(self) -> bool:
@@ -171,11 +166,9 @@ class Given:
     @property
     def loss_code(self) -> str:
         """The expression for the loss in the printed loop; ``loss_fn`` is a function of the user."""
-        if self.loss is not model_output_loss:
-            return "loss_fn(model, batch)  # the loss that the plan was given"
-        if isinstance(self.example, tuple):
-            return "loss_fn(model(*batch), target)  # yours, for what the model returns"
-        return "model(**batch).loss" if "labels" in self.example else "loss_fn(model(**batch), target)  # yours"
+        if self.loss is model_output_loss and isinstance(self.example, dict) and "labels" in self.example:
+            return "model(**batch).loss"
+        return "loss_fn(model, batch)  # yours"
 
     @property
     def _leading(self) -> list[Tensor]:
@@ -308,7 +301,7 @@ def _check_module(model: nn.Module) -> None:
         allowed = "a module before it is compiled: techniques with compile=True count that"
         raise not_allowed("model", name, allowed)
     if any(map(is_dtensor, model.parameters())):
-        allowed = "a module before fully_shard (devices= counts it) and parallelize_module (tensor_parallel= counts it)"
+        allowed = "a module before fully_shard, which devices= counts"
         raise not_allowed("model", f"{name} with parameters that are DTensors", allowed)
 
 
@@ -321,31 +314,3 @@ def _check_length(config: Any, seq_len: Any) -> None:
 
 def _has_language_head(model: Any) -> bool:
     return hasattr(model, "base_model") and getattr(model, "get_output_embeddings", lambda: None)() is not None
-
-
-def shared_by(source: Any, devices: int) -> Any:
-    """The source of what one of several devices has.
-
-    Raises:
-        OptionError: a model whose plan is not counted, with the reason.
-    """
-
-    def refused(why: str) -> Any:
-        return not_allowed("tensor_parallel", devices, f"1, as {source.name} {why}")
-
-    if not isinstance(source, Configured):
-        raise refused("is a module: plans of transformers' configurations are counted")
-    with torch.device("meta"):
-        model = source.build(torch.float32)
-    found = [*layers_of_plan(model)]
-    if not found:
-        raise refused("has no tp_plan")
-    for name, style, module in found:
-        if style not in WHOLE | STYLES.get(type(module), set()):
-            counted = ", ".join(sorted({*WHOLE, *COLUMNS, "rowwise", "embedding_rowwise"}))
-            raise refused(f"has {style!r} for {name} ({type(module).__name__}) in its tp_plan: {counted} are counted")
-    for name in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(source.config, name, None)
-        if isinstance(heads, int) and heads % devices:
-            raise not_allowed("tensor_parallel", devices, f"a divisor of {name}, {heads}")
-    return dataclasses.replace(source, tensor_parallel=devices)

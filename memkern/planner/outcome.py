@@ -1,16 +1,14 @@
-"""A plan: the outcome of ``memkern.plan`` as data, text, lines of code or a picture."""
+"""A plan: the outcome of ``memkern.plan`` as data, text, or lines of code."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-from ..flags import typed
-from .code import training_loop
-from .prediction import BAND, CATEGORIES, Change, Prediction
+from ..options import Techniques
+from .prediction import BAND, CATEGORIES, Prediction
 
 MIB, GIB = 2**20, 2**30
 HEADS = ("weights", "errors", "grads", "optim.", "saved", "temp.", "process")
@@ -24,12 +22,10 @@ class Plan:
     linear layers. recommended: the fastest that fits, None where nothing does. largest_micro_batch: with the
     recommended techniques, 0 where nothing fits. counted_on: the fake tensors, a key of ``BAND``. band: shares by which
     the truth may be above and below a prediction. What is recommended fits even if the truth is above by the band.
-    changes: where nothing fits, the changes that are enough by themselves; if there are none, all that help.
     fits_as_it_is: whether plain fp32 training does, with the whole batch at once. loss: how ``code()`` computes it.
-    host_memory: the limit on the host, if there is one. link: bytes per second between host and device. ways: the
-    fastest that fits with each of the ways of saving less for the backward pass, None where nothing does. ruled_out:
+    host_memory: the limit on the host, if there is one. link: bytes per second between host and device. ruled_out:
     the rows of techniques with which the model's step raises, with the error. devices: how many share the model
-    (``fully_shard``). tensor_parallel: how many share its layers. Bytes are those of one.
+    (``fully_shard``); bytes are those of one. not_on_cuda: why a plan for "cuda" was counted on fake CPU tensors.
     """
 
     model: str
@@ -42,15 +38,13 @@ class Plan:
     recommended: Prediction | None
     largest_micro_batch: int
     counted_on: str
-    changes: tuple[Change, ...] = ()
     fits_as_it_is: bool = False
     loss: str = "model(**batch).loss"
     host_memory: int | None = None
     link: float = 0.0
-    ways: dict[str, Prediction | None] = dataclasses.field(default_factory=dict)
     ruled_out: dict[str, str] = dataclasses.field(default_factory=dict)
     devices: int = 1
-    tensor_parallel: int = 1
+    not_on_cuda: str | None = None
 
     @property
     def fits(self) -> bool:
@@ -78,13 +72,12 @@ class Plan:
             "alone": {name: row(p) for name, p in self.alone.items()},
             "together": row(self.together),
             "recommended": row(self.recommended),
-            "ways": {name: row(p) for name, p in self.ways.items()},
         }
 
     def code(self) -> str:
         """The lines that do what is recommended (or what is smallest, where nothing fits) in a loop of one's own."""
         techniques = (self.recommended or self.together).techniques
-        return training_loop(techniques, self.loss, self.device, _sample(self), self.devices, self.tensor_parallel)
+        return training_loop(techniques, self.loss, self.device, _sample(self), self.devices)
 
     def __str__(self) -> str:
         return text(self)
@@ -104,11 +97,15 @@ def text(plan: Plan) -> str:
     plain = next(iter(plan.alone.values()))
     size = plain.techniques.micro_batch
     base = plain.seconds / size
+    tokens = f"{plan.seq_len} tokens, " if plan.seq_len > 1 else ""
+    shards = f"on each of {plan.devices} devices with fully_shard; " if plan.devices > 1 else ""
+    count = f"{size} {_sample(plan)}s" if size > 1 else f"one {_sample(plan)}"
     lines = [
-        f"{plan.model}: {plan.parameters:,} parameters, {_length(plan)}{plan.device}; "
-        f"{_shards(plan)}limit {plan.memory / unit:.{digits}f} {name_of_unit}",
-        f"peak of a step in {name_of_unit}, {_count(size, _sample(plan))}; time against plain training; truth within "
+        f"{plan.model}: {plan.parameters:,} parameters, {tokens}{plan.device}; "
+        f"{shards}limit {plan.memory / unit:.{digits}f} {name_of_unit}",
+        f"peak of a step in {name_of_unit}, {count}; time against plain training; truth within "
         f"-{below:.0%} and +{above:.0%} (counted on fake tensors: {plan.counted_on})",
+        *([f"Not counted on fake CUDA tensors: {plan.not_on_cuda}."] if plan.not_on_cuda else []),
         "",
         f"{'':<32}{'peak':>8}{'time':>7}  " + "".join(f"{head:>9}" for head in HEADS),
     ]
@@ -135,20 +132,6 @@ def _sample(plan: Plan) -> str:
     return "sequence" if plan.seq_len > 1 else "example"
 
 
-def _count(size: int, sample: str) -> str:
-    return f"{size} {sample}s" if size > 1 else f"one {sample}"
-
-
-def _length(plan: Plan) -> str:
-    return f"{plan.seq_len} tokens, " if plan.seq_len > 1 else ""
-
-
-def _shards(plan: Plan) -> str:
-    if plan.tensor_parallel > 1:
-        return f"on each of {plan.tensor_parallel} devices with tensor parallelism; "
-    return f"on each of {plan.devices} devices with fully_shard; " if plan.devices > 1 else ""
-
-
 def rounded_up(size: int) -> str:
     """GiB, rounded up to two decimals."""
     return f"{math.ceil(100 * size / GIB) / 100:.2f}"
@@ -164,81 +147,81 @@ def verdict(plan: Plan) -> Iterator[str]:
         yield "Fits as it is: plain training needs no more than the limit."
     yield f"{'The fastest that fits' if plan.fits_as_it_is else 'Fits'}: {p.techniques}."
     yield f"Largest micro-batch with these: {plan.largest_micro_batch}."
-    if p.balance:
-        yield _roofline(p)
     if p.host:
         yield f"On the host: {p.host / GIB:.2f} GiB."
     if p.brought:
-        yield _streams(plan, p)
-    yield from _ways(plan, p)
+        yield (
+            f"Weights: {p.brought / GIB:.2f} GiB to the device in each pass, and gradients back: "
+            f"{p.brought / plan.link:.2f} s at {plan.link / 1e9:g} GB/s."
+        )
     yield "In a loop of your own:"
     yield ""
     yield plan.code()
 
 
-def _roofline(p: Prediction) -> str:
-    limit = "arithmetic limits them" if p.intensity >= p.balance else "memory limits them"
-    return (
-        f"Roofline: the passes have {p.intensity:,.0f} operations for each byte of weights and saved tensors that they "
-        f"move, this device {p.balance:,.0f} for each of its memory: {limit}, and memory limits the optimizer's step."
-    )
-
-
-def _streams(plan: Plan, p: Prediction) -> str:
-    assert p.streamed_from is not None
-    weights, step = p.streamed_from
-    hides = f", the backward pass's the host's step from {step:,}" if p.techniques.step_in_backward else ""
-    return (
-        f"Weights: {p.brought / GIB:.2f} GiB to the device in each pass, and gradients back, at "
-        f"{plan.link / 1e9:g} GB/s {p.brought / plan.link:.2f} s; a forward pass's arithmetic hides that from "
-        f"{weights:,} tokens of a micro-batch on{hides}."
-    )
-
-
-def _ways(plan: Plan, best: Prediction) -> Iterator[str]:
-    """How much longer a step takes with each way of saving less for the backward pass."""
-    if not plan.ways:
-        return
-    times = (
-        f"{name} {p.seconds / best.seconds:.2f}x" if p is not None else f"{name} do not fit"
-        for name, p in plan.ways.items()
-    )
-    yield f"The fastest that fits with each way of saving less, time against this: {', '.join(times)}."
-
-
 def would_fit(plan: Plan) -> Iterator[str]:
-    """Where nothing fits: the changes that would, as they are typed, each with the memory that it needs."""
-    changes = [c for c in plan.changes if c.name != "all of these"]
-    every = [f"{typed(c.name, c.value)} ({rounded_up(c.memory)} GiB)" for c in changes]
-    if not every:
-        return
-    if plan.changes[0].memory <= plan.memory:
-        yield f"What would fit, each by itself: {', '.join(every)}."
-        return
-    yield f"Not enough by themselves: {', '.join(every)}."
-    last = plan.changes[-1]
-    if len(plan.changes) > len(every):
-        enough = "fit" if last.memory <= plan.memory else "do not fit either"
-        yield f"All of these together {enough}: {rounded_up(last.memory)} GiB."
+    """Where nothing fits: what needs less."""
+    yield "Fewer or shorter sequences need less, and so may techniques that are not given."
 
 
-def write_png(path: Path, plan: Plan) -> None:
-    """Stacked bars: the categories of every prediction, and the limit."""
-    import matplotlib
+def training_loop(t: Techniques, loss: str, device: str, sample: str, devices: int = 1) -> str:
+    """The lines of a training loop with these techniques.
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    loss: the expression for the loss of ``batch``. sample: what a batch consists of, "sequence" or "example".
+    """
+    given = ", ".join(
+        f"{field.name}={value!r}"
+        for field in dataclasses.fields(t)
+        if field.name not in ("micro_batch", "accumulation") and (value := getattr(t, field.name)) != field.default
+    )
+    set_up = ["import torch, memkern", "", f"techniques = memkern.Techniques({given})"]
+    if t.precision == "bf16":
+        set_up.append("model.to(torch.bfloat16)")
+    set_up += [*_chunked_lines(t), f"memkern.apply({'with_loss' if t.loss_chunk else 'model'}, techniques)"]
+    if devices > 1:
+        set_up += [
+            f"# torchrun --nproc-per-node {devices}; blocks: the model's, such as model.model.layers",
+            "for module in (*blocks, model):",
+            "    torch.distributed.fsdp.fully_shard(module)",
+        ]
+    params = "model.parameters()"
+    if t.optimizer_class == "Muon":
+        params = "memkern.optim.muon_groups(model, lr=lr, adamw_lr=lr)"
+    set_up.append(f"optimizer = memkern.make_optimizer({params}, techniques, lr=lr)")
+    body = [f"batch = next(batches)  # {t.micro_batch} {sample}{'s' * (t.micro_batch > 1)}"]
+    forward = [f"loss = {'with_loss(batch)' if t.loss_chunk else loss}"]
+    if t.autocast:
+        dtype = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}[t.autocast]
+        forward = [f'with torch.autocast("{device}", {dtype}):', *_indented(forward)]
+    value = f"(loss / {t.accumulation})" if t.accumulation > 1 else "loss"
+    if scaled := t.precision == "fp16-mixed":
+        set_up.append(f'scaler = torch.amp.GradScaler("{device}")')
+        value = f"scaler.scale({value.strip('()')})"
+    body += [*forward, f"{value}.backward()" + ("  # takes the steps" if t.step_in_backward else "")]
+    if t.accumulation > 1:
+        body = [f"for _ in range({t.accumulation}):", *_indented(body)]
+    body += ["scaler.step(optimizer)", "scaler.update()"] if scaled else ["optimizer.step()"]
+    body.append("optimizer.zero_grad()")
+    return "\n".join([*set_up, "for step in range(steps):", *_indented(body)])
 
-    shown = list(rows(plan))[::-1]
-    figure, axes = plt.subplots(figsize=(10, 0.4 * len(shown) + 1.5))
-    left = [0.0] * len(shown)
-    for category in CATEGORIES:
-        sizes = [p.categories[category] / GIB for _, p in shown]
-        axes.barh([name for name, _ in shown], sizes, left=left, label=category)
-        left = [a + b for a, b in zip(left, sizes, strict=True)]
-    axes.axvline(plan.memory / GIB, color="black", linestyle="--", label="limit")
-    axes.set_xlabel(f"GiB at the peak of a step, {plan.model}, {_length(plan)}{plan.device}")
-    axes.legend(fontsize="small", loc="lower right")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+
+def _indented(lines: list[str]) -> list[str]:
+    return [f"    {line}" for line in lines]
+
+
+def _chunked_lines(t: Techniques) -> list[str]:
+    """A language model with its loss in chunks of classes, whose weights' forward pass this is, too."""
+    if not t.loss_chunk:
+        return []
+    return [
+        "class WithLoss(torch.nn.Module):",
+        "    def __init__(self, model):",
+        "        super().__init__()",
+        "        self.model, head = model, model.get_output_embeddings()",
+        f"        self.loss = memkern.nn.LinearCrossEntropy.from_linear(head, chunk_size={t.loss_chunk})",
+        "    def forward(self, batch):",
+        '        hidden = self.model.base_model(batch["input_ids"], use_cache=False).last_hidden_state',
+        '        return self.loss(hidden[:, :-1], batch["labels"][:, 1:])',
+        "",
+        "with_loss = WithLoss(model)",
+    ]

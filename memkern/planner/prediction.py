@@ -9,9 +9,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..options import OptionError, Techniques, not_allowed
-from .hardware import Hardware, intensity, rate_of, seconds, step_bytes, streamed_from
-from .not_traced import NotTraced, checked, not_traced
+from ..options import OptionError, Techniques, not_allowed, spelled
+from .hardware import Hardware, seconds
 
 CATEGORIES = (
     "parameters",
@@ -30,11 +29,15 @@ HELD = {"cpu": 0, "cuda": 1}
 SAVING_LESS = ("activation_bits", "saved_bits", "checkpointing", "checkpoint_bits", "loss_chunk")
 """Techniques by which a forward pass leaves less."""
 ALLOCATED_BY_A_STEP = ("gradients", "saved activations", "temporaries")
+CHANGE_NO_TRACE = (
+    "optimizer", "state_bits", "master_weights", "step_in_backward", "offload", "weights_on_host", "accumulation",
+)  # fmt: skip
 SLABS = 0.03
 """Added to weights on the host, as a share: slabs of pinned memory leave 0 to 3 % free, of GPT-2 to Llama-3.1-70B."""
-MARGIN = {"cpu": 0.02, "cuda": 0.03, "cuda, on fake CPU tensors": 0.15}
+ON_CPU_TENSORS = "cuda, on fake CPU tensors"
+MARGIN = {"cpu": 0.02, "cuda": 0.03, ON_CPU_TENSORS: 0.15}
 """Added, as a share of what a step allocates: for scratch memory inside operators, and for fragmentation."""
-BAND = {"cpu": (0.01, 0.05), "cuda": (0.01, 0.07), "cuda, on fake CPU tensors": (0.05, 0.25)}
+BAND = {"cpu": (0.01, 0.05), "cuda": (0.01, 0.07), ON_CPU_TENSORS: (0.05, 0.25)}
 """How far the truth may be above a prediction, and below it."""
 
 
@@ -44,11 +47,8 @@ class Prediction:
 
     categories: bytes at the peak, by ``CATEGORIES``. phases: the peak of each of ``PHASES``, process included.
     host: bytes on the host with offload or weights_on_host: weights, states, gradients, and buffers for the transfers.
-    brought: bytes of weights that each
-    pass brings with weights_on_host. streamed_from: tokens of a micro-batch from which arithmetic hides that, and
-    from which the backward pass's hides the host's step. seconds: of an optimizer step, by the model of
-    memkern/planner/hardware.py. intensity: operations per byte of a micro-batch's passes; balance: the device's
-    operations per byte of its memory.
+    seconds: of an optimizer step, by the model of memkern/planner/hardware.py. brought: bytes of weights that each pass
+    brings with weights_on_host.
     """
 
     techniques: Techniques
@@ -56,26 +56,32 @@ class Prediction:
     phases: dict[str, int]
     host: int
     seconds: float
-    intensity: float = 0.0
-    balance: float = 0.0
     brought: int = 0
-    streamed_from: tuple[int, int] | None = None
 
     @property
     def peak(self) -> int:
         return sum(self.categories.values())
 
 
-@dataclasses.dataclass(frozen=True)
-class Change:
-    """One argument of :func:`memkern.plan`, or a field of Techniques, with the value to give it.
+class NotTraced(OptionError):
+    """A step of the model with these techniques does not run on fake tensors."""
 
-    memory: bytes that the smallest step then needs, the band of predictions included.
-    """
 
-    name: str
-    value: Any
-    memory: int
+def _not_traced(techniques: Techniques, error: Exception) -> NotTraced:
+    """The error for a step that raises on fake tensors. It names what differs from plain training."""
+    reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:200]}"
+    plain = Techniques(micro_batch=techniques.micro_batch)
+    names = [field.name for field in dataclasses.fields(Techniques)]
+    differ = [name for name in names if getattr(techniques, name) != getattr(plain, name)]
+    if differ:
+        given = ", ".join(f"{name}={spelled(getattr(techniques, name))}" for name in differ)
+        return NotTraced("techniques", f"{given}: the model's step raises {reason}")
+    return NotTraced(
+        "model",
+        f"a plain training step raises on fake tensors ({reason}); allowed: a model that can be built, and "
+        "whose step does not depend on values: as a configuration, or as a module with a batch (inputs=) and, where it "
+        "returns none, a loss (loss=)",
+    )
 
 
 class Predictor:
@@ -89,17 +95,23 @@ class Predictor:
         fake_device = "cuda" if counted_on == "cuda" else "cpu"
 
         def cached(run: Callable[..., Any]) -> Callable[[Techniques], Any]:
-            """What it returns, or the error to raise: functools.cache would forget that."""
+            """What it returns, or the error that it raised: functools.cache would run it again."""
 
+            @functools.cache
             def found(techniques: Techniques) -> Any:
                 try:
                     return run(source, techniques, fake_device)
                 except OptionError as error:
                     return error
                 except Exception as error:  # a model's own code may raise anything
-                    return not_traced(techniques, error)
+                    return _not_traced(techniques, error)
 
-            return functools.cache(found)
+            def checked(techniques: Techniques) -> Any:
+                if isinstance(outcome := found(techniques), OptionError):
+                    raise outcome.with_traceback(None)  # which would grow with each time
+                return outcome
+
+            return checked
 
         self._traces = cached(fake_step.traces)
         self._fixed = cached(functools.partial(fake_step.fixed, devices=devices))
@@ -108,19 +120,12 @@ class Predictor:
 
     def traces(self, techniques: Techniques) -> Any:
         """Traces of a step. Raises NotTraced where the model's own code raises."""
-        return checked(self._traces(self._traced(techniques)))
+        return self._traces(self._traced(techniques))
 
     def _traced(self, techniques: Techniques) -> Techniques:
         """Without those that change no trace."""
-        return techniques.replace(
-            optimizer="adamw",
-            state_bits=32,
-            master_weights=None,
-            step_in_backward=False,
-            offload=False,
-            weights_on_host=None,
-            accumulation=1,
-        )
+        plain = Techniques()
+        return techniques.replace(**{name: getattr(plain, name) for name in CHANGE_NO_TRACE})
 
     def runs(self, techniques: Techniques) -> bool:
         """Whether a step with these techniques can be traced."""
@@ -135,16 +140,10 @@ class Predictor:
         needs_two = not self.runs(Techniques()) and self.runs(Techniques(micro_batch=2))
         return 2 if needs_two else 1
 
-    def least_seconds(self, techniques: Techniques) -> float | None:
-        """Seconds of a step; None where a plain step does not run."""
-        with contextlib.suppress(NotTraced):
-            return self.seconds(techniques)
-        return None
-
     def fixed(self, techniques: Techniques) -> Any:
         precision = "bf16" if techniques.precision == "bf16" else "fp32"
         kept = {name: getattr(techniques, name) for name in ("optimizer", "state_bits", "master_weights")}
-        return checked(self._fixed(Techniques(precision=precision, **kept)))
+        return self._fixed(Techniques(precision=precision, **kept))
 
     def floor(self, techniques: Techniques) -> int:
         """A lower bound of the peak, found without a trace."""
@@ -158,17 +157,7 @@ class Predictor:
     @functools.cached_property
     def has_blocks(self) -> bool:
         """Whether the model has a list of like blocks."""
-        import torch
-
-        from ..blocks.block_lists import block_lists
-        from .models import Given
-
-        if isinstance(self.source, Given):
-            model = self.source.model
-        else:
-            with torch.device("meta"):
-                model = self.source.build(torch.float32)
-        return any(True for _ in block_lists(model))
+        return self.fixed(Techniques()).block > 0
 
     def may_fit(self, techniques: Techniques, memory: int) -> bool:
         """False where few blocks need more than ``memory``, or fewer sequences where those of plain training do."""
@@ -182,23 +171,24 @@ class Predictor:
         return bool(techniques.weights_on_host) and self.device != "cpu"
 
     def _predict(self, techniques: Techniques) -> Prediction:
-        fixed, (traces, more) = self.fixed(techniques), self.traces(techniques)
+        traces, more = self.traces(techniques)
         self.check(techniques)
         rows = self._rows(techniques, traces, more)
         sums = {phase: sum(rows[phase].values()) for phase in PHASES}
         largest = rows[max(sums, key=sums.__getitem__)]
-        streams = self._streams(techniques)
         return Prediction(
             techniques,
             categories={name: largest.get(name, 0) for name in CATEGORIES},
             phases=sums,
             host=self.held_on_host(techniques) if self._is_on_host(techniques) else 0,
             seconds=self.seconds(techniques),
-            intensity=self._intensity(techniques),
-            balance=rate_of(self.hardware, techniques) / self.hardware.bandwidth,
-            brought=fixed.parameters - fixed.buffers if streams else 0,
-            streamed_from=self.hides(techniques) if streams else None,
+            brought=self._brought(techniques),
         )
+
+    def _brought(self, techniques: Techniques) -> int:
+        """Bytes of weights that each pass brings from the host."""
+        fixed = self.fixed(techniques)
+        return fixed.parameters - fixed.buffers if self._streams(techniques) else 0
 
     def _is_on_host(self, techniques: Techniques) -> bool:
         """Whether the optimizer's states are not on the device."""
@@ -241,7 +231,7 @@ class Predictor:
     def check(self, techniques: Techniques) -> None:
         """Raises OptionError for what is not counted with weights on the host, without a trace."""
         given = techniques.weights_on_host
-        if given and not self.fixed(techniques).block:
+        if given and not self.has_blocks:
             raise not_allowed("weights_on_host", given, "None for a model without a list of like blocks")
 
     def held_on_host(self, techniques: Techniques) -> int:
@@ -266,22 +256,9 @@ class Predictor:
             weights = math.ceil((1 + SLABS) * weights)
         return weights + fixed.errors + fixed.optimizer + gradients
 
-    def hides(self, techniques: Techniques) -> tuple[int, int]:
-        """Tokens from which arithmetic hides the transfers of weights, and the host's step (``streamed_from``)."""
-        fixed = self.fixed(techniques)
-        return streamed_from(
-            self.hardware,
-            techniques,
-            parameters=fixed.count,
-            attention=self.source.attention * self.source.tokens,
-            brought=fixed.parameters - fixed.buffers,
-            step=step_bytes(fixed.parameters, fixed.optimizer + fixed.errors),
-        )
-
     def _peaks(self, techniques: Techniques, traces: Sequence[Any], more: int, free_gradients: bool) -> Any:
         """The peak of each pass, with what is gathered, or brought, where a device has not all weights."""
-        from .shards import Groups
-        from .streamed import Streamed
+        from .shards import Groups, Streamed
         from .trace import peaks
 
         fixed = self.fixed(techniques)
@@ -306,31 +283,15 @@ class Predictor:
 
     def seconds(self, techniques: Techniques) -> float:
         """Seconds of a step."""
-        fixed = self.fixed(techniques)
         plain = Techniques(precision=techniques.precision, micro_batch=techniques.micro_batch)
         return seconds(
             self.hardware,
             techniques,
-            parameters=fixed.count,
-            head=fixed.head,
+            self.fixed(techniques),
             tokens=self.source.tokens,
-            saved=self._saved(plain) if techniques.saved_bits else 0,
-            weight_bytes=fixed.parameters,
-            state_bytes=fixed.optimizer + fixed.errors,
             attention=self.source.attention * self.source.tokens,
-            brought=fixed.parameters - fixed.buffers if self._streams(techniques) else 0,
-        )
-
-    def _intensity(self, techniques: Techniques) -> float:
-        """Operations per byte of a micro-batch's passes."""
-        fixed = self.fixed(techniques)
-        return intensity(
-            techniques,
-            parameters=fixed.count,
-            tokens=self.source.tokens,
-            weight_bytes=fixed.parameters,
-            saved=self._saved(techniques),
-            attention=self.source.attention * self.source.tokens,
+            saved=self._saved(plain) if techniques.saved_bits and self.runs(plain) else 0,
+            brought=self._brought(techniques),
         )
 
     def _saved(self, techniques: Techniques) -> int:

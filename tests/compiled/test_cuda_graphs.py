@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from typing import Any
 
 import pytest
@@ -21,14 +20,14 @@ CASES: dict[str, tuple[Any, ...]] = {
 ROWS = 2 * TOKENS
 
 pytestmark = pytest.mark.skipif(
-    not (fake_cuda.is_possible() or torch.cuda.is_available()),
+    fake_cuda.why_not() is not None and not torch.cuda.is_available(),
     reason="no GPU, which a torch built for one asks for; fake CUDA is for others, with a C++ compiler",
 )
 
 
 @pytest.fixture(scope="module")
 def graphs() -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = fake_cuda.call(pickle.dumps((all_graphs, {"cases": CASES})))
+    found: dict[str, dict[str, Any]] = fake_cuda.call(all_graphs, cases=CASES)
     return found
 
 

@@ -1,6 +1,6 @@
 """Which fake tensors a plan is counted on, and which modules and batches it counts."""
 
-import pickle
+import re
 from typing import Any
 
 import pytest
@@ -9,44 +9,42 @@ from torch import nn
 
 import memkern
 from memkern.options import OptionError, Techniques
-from memkern.planner import fake_cuda, fake_step, models, planning
+from memkern.planner import fake_cuda, fake_step, models
 from memkern.planner.models import resolve
+from memkern.planner.prediction import ON_CPU_TENSORS
 from tests.planner import numbers_on_cuda
 
-COUNTED: dict[str, Any] = {"memory": "1GiB", "inputs": torch.zeros(2, 4), "cache": False}
+COUNTED: dict[str, Any] = {"memory": "1GiB", "inputs": torch.zeros(2, 4)}
 
 
-@pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What plans were counted on."""
-    found: list[str] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(planning, "_plan_in_session", lambda counted_on, **_: found.append(counted_on))
-    return found
+def fails(*_: Any, **__: Any) -> None:
+    raise RuntimeError("it failed")
 
 
 @pytest.mark.parametrize(
-    ("for_gpus", "why"), [(False, "no C\\+\\+ compiler is found"), (True, "this torch is for GPUs and finds none")]
+    ("for_gpus", "compiler", "why"),
+    [
+        (False, None, "no C++ compiler is found"),
+        (True, "c++", "this torch is built for GPUs and finds none"),
+        (False, "c++", "it failed"),
+    ],
 )
-def test_fake_cpu_tensors_have_a_warning(
-    monkeypatch: pytest.MonkeyPatch, made: list[str], for_gpus: bool, why: str
+def test_a_plan_on_fake_cpu_tensors_warns_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, for_gpus: bool, compiler: str | None, why: str
 ) -> None:
-    monkeypatch.setattr(fake_cuda, "compiler", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(fake_cuda, "compiler", lambda: compiler)
     monkeypatch.setattr(fake_cuda, "torch_has_gpus", lambda: for_gpus)
-    with pytest.warns(UserWarning, match=f"fake CPU tensors, with a wider band: {why}"):
-        memkern.plan(nn.Linear(4, 4), **COUNTED)
-    assert made == [planning.ON_CPU_TENSORS]
+    monkeypatch.setattr(fake_cuda, "call", fails)
+    with pytest.warns(UserWarning, match=f"fake CPU tensors, with a wider band: {re.escape(why)}"):
+        made = memkern.plan(nn.Linear(4, 4), **COUNTED)
+    assert made.counted_on == ON_CPU_TENSORS
+    assert f"Not counted on fake CUDA tensors: {why}" in str(made)
 
 
-def test_a_plan_that_failed_with_fake_cuda_is_not_made_there_again(
-    monkeypatch: pytest.MonkeyPatch, made: list[str]
-) -> None:
-    monkeypatch.setattr(fake_cuda, "call", lambda request: pytest.fail("called"))
-    with pytest.warns(UserWarning, match="with a wider band: it failed"):
-        planning._plan_or_fall_back("cuda", {}, RuntimeError("it failed"))
-    with pytest.warns(UserWarning, match=r"cannot be sent to a process with fake CUDA tensors \(pickle\)"):
-        planning._plan_or_fall_back("cuda", {"source": lambda: None}, None)
-    assert made == [planning.ON_CPU_TENSORS] * 2
+def test_what_cannot_be_sent_to_another_process() -> None:
+    with pytest.raises(RuntimeError, match="the model cannot be sent to a process with fake CUDA tensors"):
+        fake_cuda.call(lambda: None)
 
 
 def test_modules_of_which_a_step_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,8 +74,8 @@ def test_attention_masks() -> None:
 
 def test_numbers_of_a_model_are_on_the_fake_device() -> None:
     """Also where a checkpoint runs a block again: Falcon's blocks index by lists."""
-    if not fake_cuda.is_possible():
+    if fake_cuda.why_not():
         pytest.skip("fake CUDA needs a C++ compiler, and a torch without CUDA")
-    found = fake_cuda.call(pickle.dumps((numbers_on_cuda.all_ways, {})))
+    found = fake_cuda.call(numbers_on_cuda.all_ways)
     assert found == {way: numbers_on_cuda.saved(way, "cpu") for way in numbers_on_cuda.WAYS}
     assert all(with_checkpoints < as_it_is for as_it_is, with_checkpoints in found.values())

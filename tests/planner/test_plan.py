@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from torch import nn
 
 import memkern
 from memkern.options import Techniques
-from memkern.planner import built_in, fake_cuda, fake_step
+from memkern.planner import fake_cuda, fake_step
 from memkern.planner.hardware import DEFAULTS
 from memkern.planner.models import resolve
 from memkern.planner.prediction import Predictor
@@ -39,6 +38,7 @@ def test_what_is_recommended_fits_and_is_the_fastest_found() -> None:
     none = memkern.plan(model, memory=DEFAULTS["cpu"].process, inputs=x, device="cpu")
     assert not none.fits
     assert f"the least that could is {none.least / 2**30 + 0.005:.2f} GiB" in str(none)
+    assert "Fewer or shorter sequences need less" in str(none)
 
 
 @pytest.mark.full
@@ -141,18 +141,20 @@ def test_the_lines_of_code_run(folder: Path, changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["gpt2", "bert-base", "roberta-base", "vit-base", "llama-3.2-1b"])
-def test_built_in_models(name: str) -> None:
-    counts = {
-        "gpt2": 124.4,
-        "bert-base": 109.5,
-        "roberta-base": 124.6,
-        "vit-base": 85.8,
-        "llama-3.2-1b": 1235.8,
-    }
-    assert name in built_in.MODELS
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("gpt2", 124.4),
+        ("gpt2-xl", 1557.6),
+        ("bert-base", 109.5),
+        ("vit-base", 85.8),
+        ("llama-3.1-8b", 8030.3),
+        ("qwen3-8b", 8190.7),
+    ],
+)
+def test_built_in_models(name: str, count: float) -> None:
     predictor = Predictor(resolve(name, 64, None, None, None), "cpu", "cpu", DEFAULTS["cpu"])
-    assert predictor.fixed(Techniques()).count / 1e6 == pytest.approx(counts[name], abs=0.2)
+    assert predictor.fixed(Techniques()).count / 1e6 == pytest.approx(count, abs=0.2)
     plain, checkpointed = (predictor.predict(Techniques(checkpointing=how)).phases for how in (None, "blocks"))
     assert checkpointed["forward"] < plain["forward"]
 
@@ -172,10 +174,9 @@ def test_the_text_of_a_small_model_of_ones_own() -> None:
     names = {
         "model": model,
         "batches": itertools.repeat((x.bfloat16() if half else x,)),
-        "target": x,
         "lr": 1e-3,
     }
-    exec(plan.code(), names | {"steps": 2, "loss_fn": lambda y, t: nn.functional.mse_loss(y.float(), t)})
+    exec(plan.code(), names | {"steps": 2, "loss_fn": lambda model, batch: model(*batch).float().square().mean()})
 
 
 @pytest.mark.full
@@ -208,46 +209,6 @@ def operators_of_silu() -> list[str]:
 @pytest.mark.full
 def test_an_operator_of_a_gpu_is_not_several() -> None:
     """torch without CUDA decomposes those of which it has kernels for the CPU alone, and three tensors more."""
-    found = fake_cuda.call(pickle.dumps((operators_of_silu, {})))
+    found = fake_cuda.call(operators_of_silu)
     assert {"aten.silu_backward.default", "aten.mish_backward.default"} <= {*found}
     assert "aten.sigmoid.default" not in found
-
-
-# ---- where nothing fits
-
-
-def deep() -> nn.Sequential:
-    """A model whose activations take more than its weights."""
-    return nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.GELU())))
-
-
-@pytest.mark.full
-def test_what_would_fit_is_named_with_its_bytes_and_fits() -> None:
-    given = {"accumulation": 1, "micro_batch": 4096, "precision": "fp32"}
-    common = {"inputs": torch.zeros(2, 64), "device": "cpu", "clip": 1.0}
-    plain = memkern.plan(deep(), memory=1, techniques=given, batch_size=4096, **common)
-    least = {c.name: c for c in plain.changes}
-    assert {"batch_size", "precision", "all of these"} <= {*least}
-    assert least["all of these"].memory < least["batch_size"].memory < plain.least
-    made = memkern.plan(deep(), memory=least["batch_size"].memory, techniques=given, batch_size=4096, **common)
-    assert not made.fits
-    assert ("batch_size", 1) in [(c.name, c.value) for c in made.changes]
-    assert all(c.memory <= made.memory for c in made.changes)
-    assert re.search(r"What would fit, each by itself: .*--batch-size 1 \(\d\.\d\d GiB\)", str(made))
-    smaller = {**given, "micro_batch": 1}
-    assert memkern.plan(deep(), memory=made.memory, techniques=smaller, batch_size=1, **common).fits
-    assert "Not enough by themselves: " in str(plain)
-    assert "All of these together do not fit either: " in str(plain)
-
-
-@pytest.mark.full
-def test_shorter_sequences_that_would_fit(folder: Path) -> None:
-    given = {"accumulation": 1, "micro_batch": 64, "checkpointing": None}
-    arguments = {"device": "cpu", "batch_size": 64}
-    nothing = memkern.plan(str(folder), memory=1, seq_len=128, techniques=given, **arguments)
-    [shorter] = [c for c in nothing.changes if c.name == "seq_len"]
-    assert shorter.value == 64
-    made = memkern.plan(str(folder), memory=shorter.memory, seq_len=128, techniques=given, **arguments)
-    assert not made.fits
-    assert ("seq_len", 64) in [(c.name, c.value) for c in made.changes]
-    assert memkern.plan(str(folder), memory=shorter.memory, seq_len=64, techniques=given, **arguments).fits

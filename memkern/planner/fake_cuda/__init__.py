@@ -19,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +59,11 @@ def torch_has_gpus() -> bool:
     return any((_torch_folder() / "lib" / name).exists() for name in ("libtorch_cuda.so", "libtorch_hip.so"))
 
 
-def is_possible() -> bool:
-    """Whether :func:`install` gives CUDA tensors that torch has not."""
-    return compiler() is not None and not torch_has_gpus()
+def why_not() -> str | None:
+    """Why :func:`install` gives no CUDA tensors; None where it does."""
+    if torch_has_gpus():
+        return "this torch is built for GPUs and finds none; torch's build for CPUs counts as on a GPU"
+    return None if compiler() else "no C++ compiler is found"
 
 
 def compiler() -> str | None:
@@ -80,13 +83,17 @@ def install() -> None:
     ctypes.CDLL(str(library))
 
 
-def call(request: bytes) -> Any:
-    """Runs a pickled (function, arguments) in a process with fake CUDA.
+def call(function: Callable[..., Any], **arguments: Any) -> Any:
+    """Runs a function in a process with fake CUDA.
 
     Raises:
         OptionError: the function's own.
-        RuntimeError: anything else.
+        RuntimeError: anything else, also what cannot be sent to another process.
     """
+    try:
+        request = pickle.dumps((function, arguments))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise RuntimeError(f"the model cannot be sent to a process with fake CUDA tensors ({error})") from error
     done = subprocess.run([sys.executable, "-m", __name__], input=request, capture_output=True)
     if done.returncode:
         raise RuntimeError(f"on fake CUDA tensors: {done.stderr.decode(errors='replace').strip()[-500:]}")
