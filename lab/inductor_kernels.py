@@ -18,9 +18,9 @@ from unittest import mock
 
 import torch
 
-from memkern.planner.fake_cuda import inductor
+from memkern.planner.fake_cuda import gpu
 
-H100 = SimpleNamespace(**vars(inductor.A100) | {"major": 9, "multi_processor_count": 132})
+H100 = SimpleNamespace(**vars(gpu.A100) | {"major": 9, "multi_processor_count": 132})
 
 
 def source(function: Callable[..., Any], inputs: list[tuple[tuple[int, ...], torch.dtype]]) -> str:
@@ -32,7 +32,7 @@ def source(function: Callable[..., Any], inputs: list[tuple[tuple[int, ...], tor
 
     from memkern.compiled.torch_internals import make_fx, select_decomp_table
 
-    with inductor.answers(H100), contextlib.ExitStack() as stack:
+    with gpu.answers(H100), contextlib.ExitStack() as stack:
         fake = FakeTensorMode()
         with fake:
             given = [torch.empty(shape, dtype=dtype, device="cuda") for shape, dtype in inputs]

@@ -18,20 +18,19 @@ from torch import Tensor, nn
 from ..blocks.block_lists import block_lists
 from ..compiled.blocks import MARK
 from . import fake_cuda
-from .fake_cuda import inductor
+from .fake_cuda import gpu
 from .fake_mode import FakeMode
 
 MANY = 2**30
 
 
 class _Kernel:
-    """In place of what Inductor compiles."""
+    """In place of what Inductor compiles: Triton's are run, C++'s called."""
 
     def run(self, *args: Any, **kwargs: Any) -> None:
-        """Triton's."""
+        pass
 
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """C++'s."""
+    __call__ = run
 
 
 class _Session:
@@ -71,10 +70,8 @@ def _enter(stack: contextlib.ExitStack) -> None:
 
     # Every trace has other sizes. Sizes that only a plan has seen must not make a later graph dynamic.
     dynamo: dict[str, Any] = {
-        "recompile_limit": MANY,
-        "accumulated_recompile_limit": MANY,
-        "automatic_dynamic_shapes": False,
-    }
+        "recompile_limit": MANY, "accumulated_recompile_limit": MANY, "automatic_dynamic_shapes": False,
+    }  # fmt: skip
     for patch in (
         inductor_config.patch(fx_graph_cache=False, compile_threads=1, shape_padding=False),
         functorch_config.patch(enable_autograd_cache=False),
@@ -82,10 +79,10 @@ def _enter(stack: contextlib.ExitStack) -> None:
         mock.patch.object(PyCodeCache, "modules", []),
         mock.patch.object(PyCodeCache, "modules_no_attr", {}),
         mock.patch.object(guards, "assert_alignment", _nothing),
-        mock.patch.object(guards, "copy_if_misaligned", _as_it_is),
+        mock.patch.object(guards, "copy_if_misaligned", lambda x: x),
         mock.patch.object(guards, "_reinterpret_tensor", _reinterpret),
         *(mock.patch.object(guards, f"_empty_strided_{device}", _allocator(device)) for device in ("cpu", "cuda")),
-        *(mock.patch.object(AsyncCompile, name, _compile_nothing) for name in ("cpp_pybinding", "triton")),
+        *(mock.patch.object(AsyncCompile, name, _compiled) for name in ("cpp_pybinding", "triton")),
     ):
         stack.enter_context(patch)
 
@@ -94,7 +91,7 @@ def _enter(stack: contextlib.ExitStack) -> None:
 def without_kernels(mode: FakeMode, model: nn.Module) -> Iterator[None]:
     """Around a forward and a backward pass of a model with compiled blocks, on the mode's fake tensors."""
     is_fake = torch.cuda.is_available() and not fake_cuda.torch_has_gpus()
-    with session(), inductor.answers() if is_fake else contextlib.nullcontext():
+    with session(), gpu.answers() if is_fake else contextlib.nullcontext():
         before, _Session.mode = _Session.mode, mode
         # What torch.compile compiles in place of a forward method of torch's own, as nn.Sequential's.
         _Session.codes.add(torch._dynamo.external_utils.wrap_inline(_nothing).__code__)
@@ -113,11 +110,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     """In place of what asks for an address."""
 
 
-def _as_it_is(x: Tensor) -> Tensor:
-    return x
-
-
-def _compile_nothing(*args: Any, **kwargs: Any) -> _Kernel:
+def _compiled(*args: Any, **kwargs: Any) -> _Kernel:
     return _Kernel()
 
 

@@ -23,7 +23,7 @@ class Plan:
     recommended techniques, 0 where nothing fits. counted_on: the fake tensors, a key of ``BAND``. band: shares by which
     the truth may be above and below a prediction. What is recommended fits even if the truth is above by the band.
     fits_as_it_is: whether plain fp32 training does, with the whole batch at once. loss: how ``code()`` computes it.
-    host_memory: the limit on the host, if there is one. link: bytes per second between host and device. ruled_out:
+    link: bytes per second between host and device. ruled_out:
     the rows of techniques with which the model's step raises, with the error. devices: how many share the model
     (``fully_shard``); bytes are those of one. not_on_cuda: why a plan for "cuda" was counted on fake CPU tensors.
     """
@@ -40,7 +40,6 @@ class Plan:
     counted_on: str
     fits_as_it_is: bool = False
     loss: str = "model(**batch).loss"
-    host_memory: int | None = None
     link: float = 0.0
     ruled_out: dict[str, str] = dataclasses.field(default_factory=dict)
     devices: int = 1

@@ -46,6 +46,11 @@ UNSHARDED: dict[str, Any] = {
 }  # fmt: skip
 """Techniques that are not counted with shards: with several devices they stay as they are here."""
 
+UNITS = {
+    "": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+}  # fmt: skip
+
 
 def parse_memory(given: Any, name: str = "memory") -> int:
     """Bytes: a whole number, or a text such as "12GiB", "11.5 GiB", "800MB". name: the argument, for the error.
@@ -53,15 +58,10 @@ def parse_memory(given: Any, name: str = "memory") -> int:
     Raises:
         OptionError: anything else, and less than a byte.
     """
-    factors = {"": 1, "b": 1} | {
-        f"{prefix}{ending}": base**power
-        for power, prefix in enumerate("kmgt", 1)
-        for ending, base in (("b", 1000), ("ib", 1024))
-    }
     text = str(int(given) if isinstance(given, float) and given.is_integer() else given)
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
-    known = match is not None and match[2] in factors and not isinstance(given, bool)
-    size = int(float(match[1]) * factors[match[2]]) if match and known else 0
+    known = match is not None and match[2] in UNITS and not isinstance(given, bool)
+    size = int(float(match[1]) * UNITS[match[2]]) if match and known else 0
     if size < 1:
         raise not_allowed(name, given, "bytes as a number, or with a unit: 12GiB, 800MB")
     return size
@@ -108,14 +108,13 @@ def plan(
         clip: the norm that the gradients are clipped to, 0 for no clipping; clipping rules a step in backward out too.
         dropout: all of the configuration's dropout rates; None, as they are.
         hardware: speeds; by default those of a card of 12 GB, or of two CPU cores.
-        host_memory: bytes on the host that offload and weights_on_host may use, or a text such as "64GiB"; default any
-            number.
+        host_memory: bytes on the host that offload and weights_on_host may use, or a text such as "64GiB"; None, any.
         devices: how many share the parameters, gradients and states: FSDP2, ``fully_shard`` for each block and then for
-            the model, or HSDP with so many in a group. Bytes are those of the one with the largest shards, with the
-            blocks that are gathered meanwhile; ``batch_size`` is of each device. Times are without the collectives.
-            Techniques are then chosen among those that ``fully_shard`` is counted with (``UNSHARDED`` has the others).
-        attention_mask: whether sequences end in padding, which a mask tells: for configurations that take tokens. Most
-            attention then reads a mask of seq_len x seq_len for each sequence.
+            the model, or HSDP with so many in a group. Bytes are those of the one with the largest shards;
+            ``batch_size`` is of each device; times are without the collectives. Techniques that are not counted with
+            shards (``UNSHARDED``) are not chosen.
+        attention_mask: whether sequences end in padding, which a mask of seq_len x seq_len tells: for configurations
+            that take tokens.
 
     Raises:
         OptionError: an argument that cannot be used, with what was given and what is allowed.
@@ -159,7 +158,7 @@ def plan(
 
             stack.enter_context(session())
         made = _choose(predictor, Chooser(predictor, given, batch_size, clip, on_host), limit)
-    return dataclasses.replace(made, host_memory=on_host, not_on_cuda=why)
+    return dataclasses.replace(made, not_on_cuda=why)
 
 
 def _has_cuda() -> bool:

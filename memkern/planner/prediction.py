@@ -271,14 +271,9 @@ class Predictor:
         key = (tuple(map(id, traces)), more, free_gradients, held)  # the traces are kept
         if key not in self._found_peaks:
             self._found_peaks[key] = peaks(
-                traces,
-                more,
-                free_gradients=free_gradients,
-                unit=UNIT[self.device],
-                devices=self.devices,
-                streamed=bool(techniques.weights_on_host),
-                beside=held and held.beside,
-            )
+                traces, more, beside=held and held.beside, free_gradients=free_gradients, unit=UNIT[self.device],
+                devices=self.devices, streamed=bool(techniques.weights_on_host),
+            )  # fmt: skip
         return self._found_peaks[key]
 
     def seconds(self, techniques: Techniques) -> float:

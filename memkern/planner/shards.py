@@ -21,8 +21,7 @@ from .trace import Trace
 
 @dataclasses.dataclass(frozen=True)
 class Groups:
-    """Bytes of the groups that are gathered together, on every device: ``root``, of what is in no block, which stays
-    from the beginning of the forward pass to the end of the backward pass; ``block``, of the largest block."""
+    """Bytes on every device: ``root``, which stays for both passes; ``block``, of the largest block."""
 
     root: int = 0
     block: int = 0
@@ -34,12 +33,11 @@ class Groups:
     def beside(self, trace: Trace) -> list[int]:
         """Bytes beside the shards, at the beginning and after each operator of a step.
 
-        A block's forward pass has the block, and the buffer that it was gathered in, which is freed when the next block
-        has been gathered. Its backward pass has the block, the buffer of the next one, which is gathered meanwhile, and
-        the gradients of the one before, which are being reduced, and the buffers that are held; that of the loss has
-        the last block's buffer. At the end the root's gradients are reduced: packed, in the collective's copy, where
-        the weights were, and a device's part. Where it is not known when a block's passes are, all of it is
-        counted throughout.
+        A block's forward pass has the block and the buffer that it was gathered in. Its backward pass has the block,
+        the buffer of the next one, the gradients of the one before, which are being reduced, and the buffers that are
+        held; that of the loss has the last block's buffer. At the end the root's gradients are reduced: packed, in the
+        collective's copy, where the weights were, and a device's part. Where it is not known when a block's passes are,
+        all of it is counted throughout.
         """
         if not trace.blocks:
             blocks = (3 + self.held) * self.block
@@ -85,11 +83,11 @@ class Streamed:
     def beside(self, trace: Trace) -> list[int]:
         """Bytes beside the trace's storages, at the beginning and after each operator of a step.
 
-        When a group begins, the next one is brought: its weights, and beside them a copy of one tensor at a time. The
-        last group (the output layer, if it is a group) stays between the passes, and the embedding is not brought for
-        its backward pass. When a group's backward pass ends, its gradients are copied into one buffer and reduced into
-        a second one, which goes to the host; both are there until the next group's backward pass ends. Where it is not
-        known when a block's passes are, all of it is counted throughout.
+        When a group begins, the next one is brought, and beside it a copy of one tensor at a time. The output layer, if
+        it is a group, stays between the passes, and the embedding is not brought for its backward pass. When a group's
+        backward pass ends, its gradients are copied into one buffer and reduced into a second one, which goes to the
+        host; both are there until the next group's ends. Where it is not known when a block's passes are, all of it is
+        counted throughout.
         """
         if not trace.blocks:
             most = max(self.first, self.block, self.last)

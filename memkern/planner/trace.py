@@ -64,8 +64,8 @@ class Trace:
     """The storages of a forward and a backward pass, without those that exist before.
 
     accumulated: when a storage became a parameter's gradient. middle: the clock at the end of the forward pass.
-    blocks: the clock at the beginning of each block's forward pass, and when
-    its last gradient was accumulated. of_blocks: which gradients are a block's, and when its last was accumulated.
+    blocks: the clock at the beginning of each block's forward pass, and when its last gradient was accumulated.
+    of_blocks: which gradients are a block's, and when its last was accumulated.
     head: the clock when the output layer's backward pass begins; None where it is not known.
     """
 
@@ -163,14 +163,7 @@ def _common(a: Sequence[Operator], b: Sequence[Operator]) -> int:
 
 
 def peaks(
-    traces: Sequence[Trace],
-    more: int,
-    *,
-    free_gradients: bool,
-    unit: int,
-    devices: int = 1,
-    streamed: bool = False,
-    beside: Callable[[Trace], list[int]] | None = None,
+    traces: Sequence[Trace], more: int, *, beside: Callable[[Trace], list[int]] | None = None, **options: Any
 ) -> dict[str, dict[str, int]]:
     """The largest sum of bytes in each phase, by category.
 
@@ -178,14 +171,14 @@ def peaks(
     model has more than the first trace. The bytes at a point of a block are linear in the block's number and in the
     number of blocks, but for the first and the last block. So a phase has its peak in one of the two blocks at either
     end, or outside of the blocks; points are aligned from both ends of the phase, and their bytes are continued
-    linearly. With three blocks or more that is exact, or errs high: where what a block leaves to the next one hides
-    which points belong to the first block. beside: further bytes at the beginning and after each operator of a trace.
+    linearly. With three blocks or more that is exact, or errs high. beside: further bytes at the beginning and after
+    each operator of a trace. options: of :meth:`Trace.levels`.
     """
     points = aligned(traces[0], traces[-1])
     assert points is not None
 
     def levels(t: Trace) -> dict[str, list[int]]:
-        made = t.levels(free_gradients=free_gradients, unit=unit, devices=devices, streamed=streamed)
+        made = t.levels(**options)
         if beside is not None:
             made["temporaries"] = [a + b for a, b in zip(made["temporaries"], beside(t), strict=True)]
         return made
@@ -312,12 +305,8 @@ def scratch_bytes(func: Any, args: Any, out: Any) -> int:
         return 0
     x, weight = args[:2] if func is aten.convolution.default else args[1:3]
     last: Tensor = out if func is aten.convolution.default else args[0]
-    elements = last.numel() + sum(t.numel() // t.shape[1] * _blocked(t.shape[1]) for t in (x, weight))
+    elements = last.numel() + sum(t.numel() // t.shape[1] * -(-t.shape[1] // CHANNELS) * CHANNELS for t in (x, weight))
     if weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         windows = last.numel() // last.shape[1] * (weight.numel() // weight.shape[0])
         return max(4 * elements, weight.element_size() * windows)
     return 4 * elements
-
-
-def _blocked(channels: int) -> int:
-    return -(-channels // CHANNELS) * CHANNELS

@@ -164,3 +164,30 @@ def test_a_copy_of_a_run_takes_techniques_by_name() -> None:
     }
     with pytest.raises(TypeError, match="bits"):
         config.replace(bits=8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"precision": "fp16"}, "precision: 'fp16' given; allowed: 'fp32', 'bf16-mixed', 'fp16-mixed', 'bf16'"),
+        ({"state_bits": 8.0}, "state_bits: 8.0 given"),
+        ({"state_bits": (8, 4)}, "state_bits: (8, 4) given; allowed: 32, 8"),
+        ({"master_weights": "bf16+8"}, "master_weights: 'bf16+8' given; allowed: None, unless precision is 'bf16'"),
+        ({"optimizer": "torch-adamw", "state_bits": 8}, "state_bits: 8 given; allowed: 32 with torch-adamw"),
+        ({"step_in_backward": True, "accumulation": 2}, "step_in_backward: True given"),
+        ({"micro_batch": 0}, "micro_batch: 0 given; allowed: a whole number, 1 or more"),
+        ({"linear_share": 1.5}, "linear_share: 1.5 given; allowed: None or a number above 0, at most 1"),
+        ({"linear_share": True}, "linear_share: True given"),
+        ({"precision": "fp16-mixed", "offload": True}, "precision: 'fp16-mixed' given"),
+        (
+            {"optimizer": "torch-adam", "precision": "bf16", "master_weights": "bf16+16"},
+            "allowed: None with torch-adam",
+        ),
+        ({"memory_budget": 0.5}, "memory_budget: 0.5 given; allowed: None without compile"),
+    ],
+    ids=str,
+)
+def test_bad_techniques(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError) as error:
+        Techniques(**changes)
+    assert message in str(error.value)

@@ -10,10 +10,7 @@ from memkern.options import Techniques
 from memkern.planner import fake_step
 from memkern.planner.blocks import without_block
 from memkern.planner.fake_mode import FakeMode
-from memkern.planner.hardware import DEFAULTS
 from memkern.planner.models import resolve
-from memkern.planner.planning import ON_CPU_TENSORS
-from memkern.planner.prediction import Predictor
 from memkern.planner.trace import peaks
 
 
@@ -102,18 +99,6 @@ def test_loops_over_like_pieces_need_the_same_memory_with_few_of_them(
     assert len(few.operators) < len(all_.operators)
     options: dict[str, Any] = {"free_gradients": True, "unit": 64}
     assert peaks([few], 0, **options) == peaks([all_], 0, **options)
-
-
-@pytest.mark.full
-def test_what_may_not_fit_does_not() -> None:
-    import transformers
-
-    config = transformers.GPT2Config(n_embd=64, n_head=2, n_layer=6, vocab_size=500, architectures=["GPT2LMHeadModel"])
-    predictor = Predictor(resolve(config, 512, None, None, None), "cuda", ON_CPU_TENSORS, DEFAULTS["cuda"])
-    techniques = Techniques(micro_batch=4, checkpointing="blocks")
-    peak = predictor.predict(techniques).peak
-    assert predictor.may_fit(techniques, peak)
-    assert not predictor.may_fit(techniques, predictor.hardware.process + 2**22)
 
 
 def test_blocks_of_kinds_that_run_the_same_operators_are_as_of_one() -> None:

@@ -1,18 +1,18 @@
 """Which fake tensors a plan is counted on, and which modules and batches it counts."""
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import memkern
 from memkern.options import OptionError, Techniques
 from memkern.planner import fake_cuda, fake_step, models
 from memkern.planner.models import resolve
 from memkern.planner.prediction import ON_CPU_TENSORS
-from tests.planner import numbers_on_cuda
 
 COUNTED: dict[str, Any] = {"memory": "1GiB", "inputs": torch.zeros(2, 4)}
 
@@ -72,10 +72,44 @@ def test_attention_masks() -> None:
             memkern.plan(model, attention_mask=True, **COUNTED)
 
 
+WAYS: dict[str, Callable[[Tensor], Tensor]] = {
+    "a list": lambda x: x[..., [-2, 1]],
+    "a range": lambda x: x[:, range(2)],
+    "a mask": lambda x: x[[True, False, True, True]],
+    "as_tensor": lambda x: x + torch.as_tensor([2.0], device=x.device),
+    "new_tensor": lambda x: x + x.new_tensor(2.0),
+    "tensor": lambda x: x.index_select(-1, torch.tensor([1, 2], device=x.device)),
+}
+
+
+class Block(nn.Module):
+    """Makes tensors of numbers."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.linear, self.way = nn.Linear(64, 64), way
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x).tanh()
+        return y + WAYS[self.way](y).sum()
+
+
+def saved(way: str, device: str) -> list[int]:
+    """Bytes that a step saves, as it is and with checkpoints."""
+    model = nn.Sequential(*(Block(way) for _ in range(3)))
+    source = resolve(model, None, torch.zeros(4, 64), None, None)
+    techniques: tuple[dict[str, Any], ...] = ({}, {"checkpointing": "blocks"})
+    return [fake_step.trace(source, Techniques(micro_batch=4, **each), device).saved for each in techniques]
+
+
+def all_ways() -> dict[str, list[int]]:
+    return {way: saved(way, "cuda") for way in WAYS}
+
+
 def test_numbers_of_a_model_are_on_the_fake_device() -> None:
     """Also where a checkpoint runs a block again: Falcon's blocks index by lists."""
     if fake_cuda.why_not():
         pytest.skip("fake CUDA needs a C++ compiler, and a torch without CUDA")
-    found = fake_cuda.call(numbers_on_cuda.all_ways)
-    assert found == {way: numbers_on_cuda.saved(way, "cpu") for way in numbers_on_cuda.WAYS}
+    found = fake_cuda.call(all_ways)
+    assert found == {way: saved(way, "cpu") for way in WAYS}
     assert all(with_checkpoints < as_it_is for as_it_is, with_checkpoints in found.values())

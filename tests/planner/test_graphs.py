@@ -14,7 +14,6 @@ from memkern import Techniques, memory
 from memkern.planner import fake_cuda, fake_step, graphs
 from memkern.planner.models import resolve
 from memkern.planner.planning import plan
-from tests.planner import compiled_on_cuda
 from tests.support.helpers import first_full
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
@@ -113,27 +112,17 @@ def test_blocks_of_torch_s_own_classes_are_compiled_anew_afterwards() -> None:
         assert (p.grad - expected.grad).norm() < 0.03 * expected.grad.norm()
 
 
-@pytest.mark.long  # seven graphs
-def test_on_fake_cuda_tensors() -> None:
-    pytest.importorskip("transformers")
-    if fake_cuda.why_not():
-        pytest.skip("fake CUDA needs a C++ compiler, and a torch without CUDA")
-    bits = (None, "exact", 8)
-    cases = [{"compile": True, "saved_bits": b} for b in bits] + [{"compile": True, "precision": "bf16-mixed"}]
-    torchs, exact, coded, mixed = fake_cuda.call(compiled_on_cuda.saved, cases=cases)
-    assert coded < 0.7 * exact < 0.7 * torchs  # logits and the loss are a third, and no block's
-    assert mixed < torchs
-
-
 @pytest.mark.long  # a graph for each size that is tried
-def test_a_plan_with_compiled_blocks() -> None:
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_plan_with_compiled_blocks(device: str) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(n_layer=6, n_head=2, n_embd=64, n_positions=256, vocab_size=100)
     made = plan(
-        config, memory="2GiB", seq_len=256, device="cpu", dropout=0.0, batch_size=8,
+        config, memory="2GiB", seq_len=256, device=device, dropout=0.0, batch_size=8,
         techniques={"compile": True, "saved_bits": 8, "precision": "fp32", "loss_chunk": None, "state_bits": 32},
     )  # fmt: skip
     assert not made.ruled_out
+    assert made.counted_on == device or fake_cuda.why_not()
     saved = {name: p.categories["saved activations"] + p.categories["temporaries"] for name, p in made.alone.items()}
     assert saved["compiled blocks"] < saved["as it is"]
     assert saved["compiled, saved in 8 bits"] < saved["compiled, saved once (exact)"] < saved["compiled blocks"]

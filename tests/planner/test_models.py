@@ -18,13 +18,7 @@ TEXT = SIZES | {"vocab_size": 100, "max_position_embeddings": 64}
 T5 = {"d_model": 32, "num_layers": 2, "num_heads": 2, "d_kv": 16, "d_ff": 64, "vocab_size": 100}
 SOUND = SIZES | {"conv_dim": (32, 32), "conv_kernel": (10, 3), "conv_stride": (5, 2), "vocab_size": 20}
 SOUND |= {"num_conv_pos_embedding_groups": 2}
-WHISPER = {
-    "d_model": 32,
-    "vocab_size": 100,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "max_source_positions": 50,
-}
+WHISPER = {"d_model": 32, "vocab_size": 100, "encoder_layers": 2, "decoder_layers": 2, "max_source_positions": 50}
 for side in ("encoder", "decoder"):
     WHISPER |= {f"{side}_attention_heads": 2, f"{side}_ffn_dim": 64}
 WHISPER |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"), 0)
@@ -49,9 +43,7 @@ CASES = {
     "Longformer": lambda: transformers.LongformerConfig(**TEXT, attention_window=16, pad_token_id=1),
     "XLNet": lambda: transformers.XLNetConfig(d_model=32, n_layer=2, n_head=2, d_inner=64, vocab_size=100),
     "Mixtral": lambda: transformers.MixtralConfig(**TEXT, num_key_value_heads=1, num_local_experts=4),
-    "ConvNeXt": lambda: transformers.ConvNextConfig(
-        hidden_sizes=[16, 32, 32, 64], depths=[1, 1, 1, 1], image_size=32, drop_path_rate=0.1
-    ),
+    "ConvNeXt": lambda: transformers.ConvNextConfig(**CONVNEXT, drop_path_rate=0.1),
     "wav2vec2": lambda: transformers.Wav2Vec2Config(**SOUND),
     "Whisper": lambda: transformers.WhisperConfig(**WHISPER),
     "XLM": lambda: transformers.XLMConfig(emb_dim=32, n_layers=2, n_heads=2, n_words=100),

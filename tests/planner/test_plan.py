@@ -53,22 +53,9 @@ def test_the_largest_micro_batch_is_the_largest() -> None:
 
 @pytest.mark.full
 def test_batches_are_cut_into_the_largest_micro_batches_that_divide_them() -> None:
-    given = {
-        "precision": "fp32",
-        "state_bits": 32,
-        "activation_bits": None,
-        "saved_bits": None,
-        "checkpointing": None,
-    }
-    plan = memkern.plan(
-        Stack(),
-        memory="594MiB",
-        inputs=torch.zeros(2, WIDTH),
-        device="cpu",
-        techniques=given,
-        batch_size=4000,
-        clip=1.0,
-    )
+    given = {"precision": "fp32", "state_bits": 32, "activation_bits": None, "checkpointing": None}
+    x = torch.zeros(2, WIDTH)
+    plan = memkern.plan(Stack(), memory="594MiB", inputs=x, device="cpu", techniques=given, batch_size=4000, clip=1.0)
     assert plan.recommended is not None
     found = plan.recommended.techniques
     assert found.accumulation > 1
@@ -78,18 +65,10 @@ def test_batches_are_cut_into_the_largest_micro_batches_that_divide_them() -> No
 
 
 def test_what_is_given_is_used() -> None:
-    plan = memkern.plan(
-        Stack(),
-        memory="4GiB",
-        inputs=torch.zeros(2, WIDTH),
-        device="cpu",
-        techniques={"state_bits": 8, "precision": "bf16-mixed"},
-    )
+    given = {"state_bits": 8, "precision": "bf16-mixed"}
+    plan = memkern.plan(Stack(), memory="4GiB", inputs=torch.zeros(2, WIDTH), device="cpu", techniques=given)
     assert plan.recommended is not None
-    assert (plan.recommended.techniques.state_bits, plan.recommended.techniques.precision) == (
-        8,
-        "bf16-mixed",
-    )
+    assert given.items() <= dataclasses.asdict(plan.recommended.techniques).items()
 
 
 def test_a_model_is_left_as_it_is() -> None:
@@ -126,15 +105,10 @@ def test_the_lines_of_code_run(folder: Path, changes: dict[str, Any]) -> None:
     plan = memkern.plan(folder, memory="4GiB", seq_len=32, device="cpu", techniques=Techniques(**changes), dropout=0)
     ids = torch.arange(32)[None]
     config = transformers.AutoConfig.from_pretrained(folder)
-    names = {
-        "model": transformers.GPT2LMHeadModel(config),
-        "batches": itertools.repeat({"input_ids": ids, "labels": ids}),
-        "lr": 1e-3,
-        "steps": 3,
-    }
-    before = names["model"](ids, labels=ids).loss
-    exec(plan.code(), names)
-    assert names["model"](ids, labels=ids).loss < before
+    model, batches = transformers.GPT2LMHeadModel(config), itertools.repeat({"input_ids": ids, "labels": ids})
+    before = model(ids, labels=ids).loss
+    exec(plan.code(), {"model": model, "batches": batches, "lr": 1e-3, "steps": 3})
+    assert model(ids, labels=ids).loss < before
 
 
 # ---- built-in models and GPUs
@@ -171,12 +145,8 @@ def test_the_text_of_a_small_model_of_ones_own() -> None:
     assert "Fits as it is: plain training needs no more than the limit.\nThe fastest that fits: " in text
     assert "! may need more" not in text
     half = plan.recommended.techniques.precision == "bf16"
-    names = {
-        "model": model,
-        "batches": itertools.repeat((x.bfloat16() if half else x,)),
-        "lr": 1e-3,
-    }
-    exec(plan.code(), names | {"steps": 2, "loss_fn": lambda model, batch: model(*batch).float().square().mean()})
+    names = {"model": model, "batches": itertools.repeat((x.bfloat16() if half else x,)), "lr": 1e-3, "steps": 2}
+    exec(plan.code(), names | {"loss_fn": lambda model, batch: model(*batch).float().square().mean()})
 
 
 @pytest.mark.full

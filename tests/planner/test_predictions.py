@@ -1,18 +1,13 @@
 """What a plan predicts of states, transfers and checkpoints."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
 import memkern
 from memkern.options import Techniques
-from memkern.planner import fake_step
 from memkern.planner.hardware import DEFAULTS
 from memkern.planner.models import resolve
 from memkern.planner.prediction import CATEGORIES, MARGIN, Predictor
-from memkern.planner.trace import peaks
 from tests.support.planned_models import DEPTH, WIDTH, Stack, predictor_of
 
 
@@ -77,46 +72,3 @@ def test_offload_leaves_the_gpu_without_states() -> None:
     count = predictor.fixed(Techniques()).count
     copied, kept = (predictor.predict(Techniques(**half, master_weights=m)).host for m in (None, "bf16+8"))
     assert copied - kept == (4 - 2 - 1) * count
-
-
-@pytest.mark.parametrize("every", [1, 2])
-def test_checkpoints_change_no_gradient(every: int) -> None:
-    x = torch.randn(5, WIDTH)
-    gradients = []
-    for wanted in (None, every):
-        torch.manual_seed(0)
-        model = Stack()
-        if wanted:
-            memkern.checkpoint_blocks(model, every=wanted)
-        for _ in range(2):
-            model.zero_grad()
-            model(x).backward()
-        with torch.no_grad():
-            model(x)
-        gradients.append([p.grad for p in model.parameters()])
-    assert all(map(torch.equal, *gradients))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"checkpointing": "blocks", "loss_chunk": 512},
-        {"checkpointing": "blocks", "checkpoint_every": 2},
-        {"checkpointing": "blocks", "checkpoint_every": 3},
-        {"precision": "bf16-mixed"},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("free_gradients", [False, True])
-def test_few_blocks_tell_of_all(folder: Path, changes: dict[str, Any], free_gradients: bool) -> None:
-    source = resolve(folder, 64, None, None, None).with_depth(14)
-    techniques = Techniques(**changes)
-    traces, more = fake_step.traces(source, techniques, "cpu")
-    assert len(traces) == 2
-    whole = fake_step.trace(source, techniques, "cpu")
-    options = {"free_gradients": free_gradients, "unit": 64}
-    found, expected = peaks(traces, more, **options), peaks([whole], 0, **options)
-    assert found == expected
-    assert fake_step.fixed(source, techniques, "cpu") == fake_step._fixed(source, techniques, "cpu")

@@ -117,20 +117,24 @@ def test_traces_are_aligned_where_the_blocks_are_not_in_the_middle(changes: dict
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("free_gradients", [False, True])
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
+        ("GPT2", {}),
         ("GPT2", {"activation_bits": 3}),
-        ("GPT2", {"checkpointing": "blocks"}),
+        ("GPT2", {"precision": "bf16-mixed", "checkpointing": "blocks", "loss_chunk": 512}),
+        ("GPT2", {"checkpointing": "blocks", "checkpoint_every": 3}),
+        ("Llama", {"checkpointing": "blocks", "checkpoint_every": 2}),
         ("Llama", {"precision": "bf16", "checkpointing": "blocks", "checkpoint_bits": 8, "loss_chunk": 128}),
     ],
     ids=str,
 )
-def test_a_deep_model_from_two_that_are_not(family: str, changes: dict[str, Any]) -> None:
+def test_few_blocks_tell_of_all(family: str, changes: dict[str, Any], free_gradients: bool) -> None:
     """Where what a block has computed is freed in the next one, the first block is unlike the others."""
     import transformers
 
-    sizes = {"vocab_size": 500, "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 7}
+    sizes = {"vocab_size": 500, "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 14}
     config = getattr(transformers, f"{family}Config")(**sizes, architectures=[f"{family}LMHeadModel"])
     if family == "Llama":
         config.architectures, config.intermediate_size = ["LlamaForCausalLM"], 176
@@ -138,13 +142,13 @@ def test_a_deep_model_from_two_that_are_not(family: str, changes: dict[str, Any]
     techniques = Techniques(micro_batch=4, **changes)
     fake_step.trace(source.with_depth(2), techniques, "cpu")  # what is cached on first use
     made, more = fake_step.traces(source, techniques, "cpu")
-    assert (len(made), more) == (2, 4)
-    for options in ({"free_gradients": False, "unit": 1}, {"free_gradients": True, "unit": 64}):
-        whole = peaks([fake_step.trace(source, techniques, "cpu")], 0, **options)
-        found = peaks(made, more, **options)
-        assert {phase: sum(x.values()) for phase, x in found.items()} == {
-            phase: sum(x.values()) for phase, x in whole.items()
-        }
+    assert len(made) == 2
+    whole = [fake_step.trace(source, techniques, "cpu")]
+    found, expected = (peaks(*of, free_gradients=free_gradients, unit=64) for of in ((made, more), (whole, 0)))
+    assert {phase: sum(x.values()) for phase, x in found.items()} == {
+        phase: sum(x.values()) for phase, x in expected.items()
+    }
+    assert fake_step.fixed(source, techniques, "cpu") == fake_step._fixed(source, techniques, "cpu")
 
 
 def test_traces_of_blocks_that_differ_are_not_aligned() -> None:
