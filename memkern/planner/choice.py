@@ -34,22 +34,18 @@ LOSS_CHUNK = 4096  # classes
 MAX_MICRO_BATCH = 4096
 
 
+@dataclasses.dataclass
 class Chooser:
     """The choice for optimizer steps of ``batch_size`` sequences.
 
     given: fields of Techniques that stay as they are. host_memory: bytes on the host, None for any number.
     """
 
-    def __init__(
-        self,
-        predictor: Predictor,
-        given: Mapping[str, Any],
-        batch_size: int,
-        clip: float,
-        host_memory: int | None = None,
-    ) -> None:
-        self.predictor, self.given, self.batch_size, self.clip = predictor, dict(given), batch_size, clip
-        self.host_memory = host_memory
+    predictor: Predictor
+    given: Mapping[str, Any]
+    batch_size: int
+    clip: float
+    host_memory: int | None = None
 
     @functools.cached_property
     def saving(self) -> tuple[dict[str, Any], ...]:
@@ -68,7 +64,7 @@ class Chooser:
         chunk = LOSS_CHUNK if self.predictor.source.is_language_model else None
         for saving in reversed(self.saving):  # but for what excludes what is given
             with contextlib.suppress(OptionError):
-                found = techniques.replace(**({**NO_SAVING, **saving, "loss_chunk": chunk} | self.given))
+                found = techniques.replace(**({**NO_SAVING, **saving, "loss_chunk": chunk, **self.given}))
                 self.predictor.check(found)
                 if self.predictor.runs(found):
                     return found
@@ -132,7 +128,6 @@ class Chooser:
         for techniques in sorted(possible, key=rank):
             if (
                 predictor.predict(self.frugal(techniques)).peak <= memory
-                and predictor.may_fit(techniques, memory)
                 and predictor.runs(techniques)
                 and predictor.predict(techniques).peak <= memory
                 and self._host_fits(techniques)

@@ -49,18 +49,8 @@ def main(args: argparse.Namespace) -> int:
     from transformers.utils import logging
 
     logging.set_verbosity_error()
-    made = plan(
-        args.model,
-        memory=args.memory,
-        seq_len=args.seq_len,
-        device=args.device,
-        techniques=given,
-        batch_size=args.batch_size,
-        clip=args.clip,
-        dropout=args.dropout,
-        host_memory=args.host_memory,
-        devices=args.devices,
-        attention_mask=args.attention_mask,
-    )
+    options = {name: getattr(args, name) for name in ("memory", "seq_len", "device", "batch_size", "clip", "dropout")}
+    options |= {name: getattr(args, name) for name in ("host_memory", "devices", "attention_mask")}
+    made = plan(args.model, techniques=given, **options)
     print(json.dumps(made.to_dict(), indent=1) if args.json else made)
     return 0 if made.fits else 1

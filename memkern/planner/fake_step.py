@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..applying import apply, autocast, make_optimizer, optimizer_groups, weight_dtype
 from ..blocks.block_lists import block_lists
@@ -72,7 +72,10 @@ def _of_kinds(source: Configured, techniques: Techniques, device: str) -> tuple[
     kinds = source.kinds
     if techniques.checkpoint_every > 1 or len(kinds) <= len(set(kinds)) + 2:
         return None
-    found = [trace(source.with_kinds([kinds[0], *sorted(set(kinds)), kinds[-1]]), techniques, device)]
+    few = [kinds[0], *sorted(set(kinds)), kinds[-1]]
+    short = source.with_depth(len(few))
+    short.config.layer_types = few
+    found = [trace(short, techniques, device)]
     while len(found[0].blocks) > FEW:
         fewer = without_block(found[0], 1)
         if fewer is None:
@@ -140,8 +143,6 @@ def _format(x: Tensor, spec: str) -> str:
 
 
 def floats_to(batch: Any, dtype: torch.dtype) -> Any:
-    from torch.utils._pytree import tree_map_only
-
     return tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, batch)
 
 
@@ -189,13 +190,14 @@ def _fixed(source: Source, techniques: Techniques, device: str, devices: int = 1
         if devices > 1:
             held = shard_bytes(model.parameters(), devices) + _bytes(model.buffers())
             trained = [nn.Parameter(p.new_empty(shard_shape(p, devices))) for p in trained]
+        head = getattr(output_layer(model), "weight", None)  # MusicGen has several heads
         muon = techniques.optimizer_class == "Muon"
         groups = optimizer_groups(model, techniques, lr=1e-3, weight_decay=0.0) if muon else trained
         errors, state, temporaries = _optimizer_bytes(trained, groups, techniques)
         gradients = [p.numel() * p.element_size() for p in trained]
         return Fixed(
             count=sum(p.numel() for p in model.parameters()),
-            head=_head(model),
+            head=head.numel() if isinstance(head, Tensor) else 0,
             parameters=held,
             errors=errors,
             gradients=sum(gradients),
@@ -206,13 +208,6 @@ def _fixed(source: Source, techniques: Techniques, device: str, devices: int = 1
             buffers=_bytes(model.buffers()),
             pinned=sum(1 << (p.numel() * p.element_size() - 1).bit_length() for p in model.parameters()),
         )
-
-
-def _head(model: Any) -> int:
-    """Parameters of a language model's output layer."""
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    weight = getattr(head, "weight", None)  # MusicGen has several heads
-    return weight.numel() if isinstance(weight, Tensor) else 0
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

@@ -52,12 +52,10 @@ def seconds(
 
     6 N D operations for N parameters and D tokens, and those of attention: a third each for the forward pass, the
     gradients of the activations and those of the weights. Checkpoints repeat the forward pass, randomized linear layers
-    compute their share of the weights' gradients, a loss in chunks computes the logits once more. ``saved_bits`` reads
-    and writes what is saved once more in each pass. The step reads and writes weights, errors and states and reads
-    gradients; with offload gradients and weights go over the link, and weights back. With ``weights_on_host`` both
-    passes bring the weights, and the backward pass sends the gradients the other way; the host's step takes the time
-    that the backward pass does not hide, which hides nothing without a step in backward. It is never counted as less
-    than a step on the device.
+    compute their share of the weights' gradients, a loss in chunks computes the logits once more. The step reads and
+    writes weights, errors and states and reads gradients; with offload gradients and weights go over the link, and
+    weights back. With ``weights_on_host`` both passes bring the weights, and the backward pass sends the gradients the
+    other way; with a step in backward it hides the host's step, which never counts as less than one on the device.
 
     tokens: of a sequence. attention: operations per token of the products of queries, keys, probabilities and values in
     a forward pass. saved: bytes that a micro-batch saves for the backward pass without any technique. brought: bytes of

@@ -12,18 +12,9 @@ import torch
 from ..options import not_allowed
 
 TASKS = (
-    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM",
-    "MODEL_FOR_SPEECH_SEQ_2_SEQ",
-    "MODEL_FOR_IMAGE_CLASSIFICATION",
-    "MODEL_FOR_CAUSAL_LM",
-    "MODEL_FOR_SEQUENCE_CLASSIFICATION",
-    "MODEL_FOR_MASKED_LM",
-    "MODEL_FOR_CTC",
-    "MODEL_FOR_AUDIO_CLASSIFICATION",
-    "MODEL_FOR_VIDEO_CLASSIFICATION",
-    "MODEL_FOR_IMAGE_TEXT_TO_TEXT",
-    "MODEL_FOR_SEMANTIC_SEGMENTATION",
-)
+    "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "IMAGE_CLASSIFICATION", "CAUSAL_LM", "SEQUENCE_CLASSIFICATION",
+    "MASKED_LM", "CTC", "AUDIO_CLASSIFICATION", "VIDEO_CLASSIFICATION", "IMAGE_TEXT_TO_TEXT", "SEMANTIC_SEGMENTATION",
+)  # fmt: skip
 """transformers' auto classes, by which the class for a model type is found where its configuration names none."""
 PER_SEQUENCE = ("Classification", "MultipleChoice", "NextSentencePrediction")
 """The ends of the names of classes with one label for each sequence."""
@@ -52,12 +43,8 @@ def architecture(config: Any) -> str:
     found = class_of_type(config.model_type)
     if found is not None:
         return found
-    known = "images, video, audio or semantic segmentation"
-    raise not_allowed(
-        "model",
-        config.model_type,
-        f"a type that transformers has for text or for the classification of {known}; others as a module with inputs=",
-    )
+    allowed = "a type that transformers has for text or for the classification of images, video, audio or semantic"
+    raise not_allowed("model", config.model_type, f"{allowed} segmentation; others as a module with inputs=")
 
 
 def class_of_type(kind: str) -> str | None:
@@ -66,8 +53,8 @@ def class_of_type(kind: str) -> str | None:
 
     masked = kind in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
     for task in TASKS:
-        found = getattr(auto, f"{task}_MAPPING_NAMES", {}).get(kind)
-        if found is not None and not (task == "MODEL_FOR_CAUSAL_LM" and masked):
+        found = getattr(auto, f"MODEL_FOR_{task}_MAPPING_NAMES", {}).get(kind)
+        if found is not None and not (task == "CAUSAL_LM" and masked):
             return found if isinstance(found, str) else found[0]
     return None
 

@@ -21,6 +21,7 @@ from ..optim.dtensor.shards import is_dtensor
 from ..options import not_allowed
 from .built_in import MODELS, built_in
 from .inputs import Inputs, is_language_model, text_config
+from .shards import output_layer
 
 SEQ_LEN = 2048  # tokens, where nothing is said and the model has as many positions
 Batch = dict[str, Any] | tuple[Any, ...]
@@ -110,12 +111,6 @@ class Configured:
         """The kind of each block, where there are several; else empty."""
         found = list(getattr(self.config, "layer_types", None) or ())[: _number(self.config, "num_hidden_layers")]
         return found if len(set(found)) > 1 else []
-
-    def with_kinds(self, kinds: list[str]) -> Configured:
-        """The same model with blocks of these kinds."""
-        found = self.with_depth(len(kinds))
-        found.config.layer_types = kinds
-        return found
 
     @property
     def tokens(self) -> int:
@@ -259,7 +254,8 @@ def resolve(
         batch = dict(inputs) if isinstance(inputs, Mapping) else inputs if isinstance(inputs, tuple) else (inputs,)
         if not any(isinstance(x, Tensor) and x.dim() for x in tree_leaves(batch)):
             raise not_allowed("inputs", inputs, "a batch (tensor, tuple or dict) that the module takes")
-        return Given(type(model).__name__, model, batch, loss or model_output_loss, _has_language_head(model))
+        has_head = hasattr(model, "base_model") and output_layer(model) is not None
+        return Given(type(model).__name__, model, batch, loss or model_output_loss, has_head)
     if isinstance(model, (str, Path)):
         name = str(model)
         if name in MODELS:
@@ -310,7 +306,3 @@ def _check_length(config: Any, seq_len: Any) -> None:
     allowed = "a whole number, 1 or more" if most is None else f"1 to {most}, the model's positions"
     if not isinstance(seq_len, int) or seq_len < 1 or (most is not None and seq_len > most):
         raise not_allowed("seq_len", seq_len, allowed)
-
-
-def _has_language_head(model: Any) -> bool:
-    return hasattr(model, "base_model") and getattr(model, "get_output_embeddings", lambda: None)() is not None

@@ -92,7 +92,8 @@ def rows(plan: Plan) -> Iterator[tuple[str, Prediction]]:
 
 def text(plan: Plan) -> str:
     above, below = plan.band
-    unit, name_of_unit, digits = (GIB, "GiB", 2) if _is_large(plan) else (MIB, "MiB", 1)
+    is_large = max(p.peak - p.categories["process and context"] for _, p in rows(plan)) >= GIB
+    unit, name_of_unit, digits = (GIB, "GiB", 2) if is_large else (MIB, "MiB", 1)
     plain = next(iter(plan.alone.values()))
     size = plain.techniques.micro_batch
     base = plain.seconds / size
@@ -120,11 +121,6 @@ def text(plan: Plan) -> str:
         lines.append("! may need more than the limit")
     lines += ["", *verdict(plan)]
     return "\n".join(lines)
-
-
-def _is_large(plan: Plan) -> bool:
-    """Whether the model's own bytes are worth printing in GiB."""
-    return max(p.peak - p.categories["process and context"] for _, p in rows(plan)) >= GIB
 
 
 def _sample(plan: Plan) -> str:
@@ -191,21 +187,17 @@ def training_loop(t: Techniques, loss: str, device: str, sample: str, devices: i
     forward = [f"loss = {'with_loss(batch)' if t.loss_chunk else loss}"]
     if t.autocast:
         dtype = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}[t.autocast]
-        forward = [f'with torch.autocast("{device}", {dtype}):', *_indented(forward)]
+        forward = [f'with torch.autocast("{device}", {dtype}):', *(f"    {line}" for line in forward)]
     value = f"(loss / {t.accumulation})" if t.accumulation > 1 else "loss"
     if scaled := t.precision == "fp16-mixed":
         set_up.append(f'scaler = torch.amp.GradScaler("{device}")')
         value = f"scaler.scale({value.strip('()')})"
     body += [*forward, f"{value}.backward()" + ("  # takes the steps" if t.step_in_backward else "")]
     if t.accumulation > 1:
-        body = [f"for _ in range({t.accumulation}):", *_indented(body)]
+        body = [f"for _ in range({t.accumulation}):", *(f"    {line}" for line in body)]
     body += ["scaler.step(optimizer)", "scaler.update()"] if scaled else ["optimizer.step()"]
     body.append("optimizer.zero_grad()")
-    return "\n".join([*set_up, "for step in range(steps):", *_indented(body)])
-
-
-def _indented(lines: list[str]) -> list[str]:
-    return [f"    {line}" for line in lines]
+    return "\n".join([*set_up, "for step in range(steps):", *(f"    {line}" for line in body)])
 
 
 def _chunked_lines(t: Techniques) -> list[str]:

@@ -13,21 +13,13 @@ from ..options import OptionError, Techniques, not_allowed, spelled
 from .hardware import Hardware, seconds
 
 CATEGORIES = (
-    "parameters",
-    "errors",
-    "gradients",
-    "optimizer",
-    "saved activations",
-    "temporaries",
-    "process and context",
-)
+    "parameters", "errors", "gradients", "optimizer", "saved activations", "temporaries", "process and context",
+)  # fmt: skip
 PHASES = ("begin", "forward", "backward", "step")
 UNIT = {"cpu": 64, "cuda": 512}
 """The multiple that the allocator rounds sizes up to."""
 HELD = {"cpu": 0, "cuda": 1}
 """Buffers of collectives (``Groups.held``): gloo's end before the next operator, and one is beside NCCL's streams."""
-SAVING_LESS = ("activation_bits", "saved_bits", "checkpointing", "checkpoint_bits", "loss_chunk")
-"""Techniques by which a forward pass leaves less."""
 ALLOCATED_BY_A_STEP = ("gradients", "saved activations", "temporaries")
 CHANGE_NO_TRACE = (
     "optimizer", "state_bits", "master_weights", "step_in_backward", "offload", "weights_on_host", "accumulation",
@@ -158,13 +150,6 @@ class Predictor:
     def has_blocks(self) -> bool:
         """Whether the model has a list of like blocks."""
         return self.fixed(Techniques()).block > 0
-
-    def may_fit(self, techniques: Techniques, memory: int) -> bool:
-        """False where few blocks need more than ``memory``, or fewer sequences where those of plain training do."""
-        least = techniques.replace(micro_batch=min(techniques.micro_batch, self.least_batch))
-        nothing: dict[str, Any] = dict.fromkeys(SAVING_LESS)
-        plain = least.replace(**nothing, checkpoint_every=1)
-        return self.predict(plain).peak <= memory or least == techniques or self.predict(least).peak <= memory
 
     def _streams(self, techniques: Techniques) -> bool:
         """Whether the weights are not on the device."""

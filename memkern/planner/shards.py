@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..blocks.block_lists import block_lists
@@ -65,8 +65,7 @@ def shard_shape(x: Tensor, devices: int) -> tuple[int, ...]:
 
 
 def shard_bytes(params: Iterable[Tensor], devices: int) -> int:
-    shapes = ((torch.Size(shard_shape(p, devices)), p.element_size()) for p in params)
-    return sum(shape.numel() * size for shape, size in shapes)
+    return sum(math.prod(shard_shape(p, devices)) * p.element_size() for p in params)
 
 
 @dataclasses.dataclass(frozen=True)

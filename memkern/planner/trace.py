@@ -48,15 +48,10 @@ def _adds_gradients(func: Any, args: Any, kwargs: Any) -> bool:
 def _called_by_autograd() -> bool:
     """Whether it is the engine that calls, and not a Python function's backward."""
     frame: Any = sys._getframe(4)  # what calls LiveBytes.around
-    while frame is not None and _is_of_the_mode(frame):
+    ours = ("memkern.planner.fake_mode", "torch._dynamo", "torch._compile")
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(ours):
         frame = frame.f_back
     return frame is None or frame.f_code.co_name == "_engine_run_backward"
-
-
-def _is_of_the_mode(frame: Any) -> bool:
-    return frame.f_globals.get("__name__", "").startswith(
-        ("memkern.planner.fake_mode", "torch._dynamo", "torch._compile")
-    )
 
 
 @dataclasses.dataclass(frozen=True)
