@@ -205,6 +205,7 @@ def _chunked_lines(t: Techniques) -> list[str]:
     if not t.loss_chunk:
         return []
     return [
+        "",
         "class WithLoss(torch.nn.Module):",
         "    def __init__(self, model):",
         "        super().__init__()",
