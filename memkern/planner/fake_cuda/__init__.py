@@ -8,7 +8,6 @@ from then on torch reports that CUDA is there. Needs a C++ compiler the first ti
 from __future__ import annotations
 
 import ctypes
-import gc
 import hashlib
 import importlib.util
 import os
@@ -91,38 +90,10 @@ def call(function: Callable[..., Any], **arguments: Any) -> Any:
         request = pickle.dumps((function, arguments))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise RuntimeError(f"the model cannot be sent to a process with fake CUDA tensors ({error})") from error
-    done = subprocess.run(
-        [sys.executable, "-c", f"import {__name__} as it; it.answer()"], input=request, capture_output=True
-    )
+    done = subprocess.run([sys.executable, "-m", __name__], input=request, capture_output=True)
     if done.returncode:
         raise RuntimeError(f"on fake CUDA tensors: {done.stderr.decode(errors='replace').strip()[-500:]}")
     found = pickle.loads(done.stdout)
     if isinstance(found, OptionError):
         raise found
     return found
-
-
-def answer() -> None:
-    """The process of :func:`call`: reads a function with its arguments, installs, calls it and writes the result."""
-    result = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what the call prints must not get into the result
-    install()
-    from .gpu import patch  # only now: it imports torch
-
-    patch()
-    function, arguments = pickle.load(sys.stdin.buffer)
-    from .. import fake_step  # noqa: F401 - what it imports is frozen, too
-
-    # Python looks at all objects whenever there are a quarter more, which takes a sixth of a plan's time (gpt2-xl).
-    gc.freeze()
-    gc.set_threshold(100_000, 20, 100)
-    try:
-        found = function(**arguments)
-    except OptionError as error:
-        found = error
-    pickle.dump(found, result)
-    result.close()
-    sys.stderr.flush()
-    # No destructors: those of libraries that made threads for the fake device have aborted ("terminate called without
-    # an active exception") with the result already written.
-    os._exit(0)
