@@ -2,7 +2,7 @@
 
 The same with the planner's choice, progress, validation and checkpoints:
 
-  python -m memkern train --model gpt2-xl --from-config --fit 9GiB --batch-size 1 --seq-len 1024 --steps 30 --device cpu
+  python -m memkern train --model gpt2-xl --from-config --bytes --fit 9GiB --batch-size 1 --seq-len 1024 --device cpu
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from .flags import flag
 from .options import OptionError
 from .planner import cli as plan_cli
 from .train import cli as train_cli
-from .train.interrupt import unfailing_output
+from .train.interrupt import say
 
 
 def lines(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, str]]:
@@ -88,15 +88,14 @@ def main(argv: Sequence[str] | None = None) -> None:
             sys.exit(plan_cli.main(args))
         except OptionError as error:
             plan_parser.refuse(error)
-    with unfailing_output():
-        try:
-            check_environment()
-            train_cli.main(args)
-        except OptionError as error:
-            train_parser.refuse(error)
-        except KeyboardInterrupt as interrupt:
-            print(*interrupt.args, file=sys.stderr)
-            sys.exit(getattr(interrupt, "status", 130))
+    try:
+        check_environment()
+        train_cli.main(args)
+    except OptionError as error:
+        train_parser.refuse(error)
+    except KeyboardInterrupt as interrupt:
+        say(" ".join(map(str, interrupt.args)), "stderr")
+        sys.exit(getattr(interrupt, "status", 130))
 
 
 if __name__ == "__main__":

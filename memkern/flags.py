@@ -46,14 +46,14 @@ def _number(kind: type, optional: bool) -> Callable[[str], Any]:
     return parse
 
 
-def _settings(field: dataclasses.Field, annotation: Any, more: tuple[Any, ...]) -> dict[str, Any]:
-    """argparse's settings for a field, by its choices and ``more``, or by its type."""
+def _settings(field: dataclasses.Field, annotation: Any) -> dict[str, Any]:
+    """argparse's settings for a field, by its choices or by its type."""
     allowed, metavar = field.metadata["allowed"], field.metadata["metavar"]
     [kind, *_] = (kind for kind in typing.get_args(annotation) or (annotation,) if kind is not type(None))
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction}
     if isinstance(allowed, tuple):
-        return {"type": _choice(allowed + more), "metavar": "{" + ",".join(map(spelled, allowed)) + "}"}
+        return {"type": _choice(allowed), "metavar": "{" + ",".join(map(spelled, allowed)) + "}"}
     if typing.get_origin(annotation) is tuple:
         return {"nargs": "+", "action": "extend", "metavar": metavar}
     return {"type": _number(kind, field.default is None), "metavar": metavar or {int: "N", float: "X"}[kind]}
@@ -64,16 +64,15 @@ def add_flags(
     options: type,
     fields: Iterable[dataclasses.Field],
     defaults: Any = None,
-    more: dict[str, tuple[Any, ...]] | None = None,
 ) -> None:
     """Adds a flag for each of the fields of a dataclass; without the flag the namespace has no such name.
 
-    defaults: an instance whose values ``--help`` shows. more: values of a flag beside its field's choices.
+    defaults: an instance whose values ``--help`` shows.
     """
     annotations = typing.get_type_hints(options)
     for field in fields:
         text = field.metadata["help"]
-        settings = _settings(field, annotations[field.name], (more or {}).get(field.name, ()))
+        settings = _settings(field, annotations[field.name])
         if defaults is not None and settings.get("action") is not argparse.BooleanOptionalAction:
             text += f" (default: {field.metadata['shown'] or spelled(getattr(defaults, field.name))})"
         group.add_argument(flag(field.name), default=argparse.SUPPRESS, help=text, **settings)

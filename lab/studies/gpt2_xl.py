@@ -24,7 +24,6 @@ from benchmarks import RESULTS, ROOT
 from lab.studies import study
 
 GIB = 2**30
-POINTS = 400  # of a curve in the results
 
 
 class Run(NamedTuple):
@@ -47,6 +46,7 @@ RUNS = {
 }  # fmt: skip
 ALWAYS = (
     "--from-config",
+    "--bytes",
     "--dropout",
     "0",
     "--device",
@@ -87,16 +87,8 @@ def measured(words: Sequence[str]) -> int:
     return usage.ru_maxrss * 1024
 
 
-def thinned(curve: Sequence[Sequence[float]]) -> list[list[float]]:
-    """At most POINTS of a curve: of neighbours the highest."""
-    size = -(-len(curve) // POINTS)
-    return [[curve[i][0], max(value for _, value in curve[i : i + size])] for i in range(0, len(curve), size)]
-
-
-def take(
-    name: str, model: str | None, seq_len: int | None, data: Sequence[str]
-) -> tuple[dict[str, str], dict[str, Any]]:
-    """A run: the row of the results, and its curve with the prediction."""
+def take(name: str, model: str | None, seq_len: int | None, data: Sequence[str]) -> dict[str, str]:
+    """A run: the row of the results."""
     run = RUNS[name]
     with tempfile.TemporaryDirectory() as folder:
         words = command(run, Path(folder), model, seq_len, data)
@@ -106,11 +98,10 @@ def take(
     config, plan = found["config"], found["plan"]
     techniques = config["techniques"]
     micro_batches = techniques["accumulation"] * config["batch_factor"]
-    batch = f"{techniques['accumulation']} x {techniques['micro_batch']}"
     median = result["median_step_seconds"]
     losses = result["history"]["train_loss"]
     predicted = plan["peak"] if plan else None
-    row = {
+    return {
         "run": name,
         "arguments": " ".join(words[2 : words.index("--out")]),
         "techniques": json.dumps(plan["techniques"]) if plan else "",
@@ -124,16 +115,6 @@ def take(
         "median_step_s": f"{median:.3f}",
         "median_micro_batch_s": f"{median / micro_batches:.3f}",
     }
-    curve = {
-        "title": f"{config['model']}, {batch} x {config['seq_len']} tokens",
-        "limit": float(row["limit_gib"]) if plan else None,
-        "categories": plan["categories"] if plan else {},
-        "peak": peak,
-        "phases": found["memory"]["phases"],
-        "losses": losses,
-        "curve": thinned(found["memory"]["curve"]),
-    }
-    return row, curve
 
 
 def by_hand(model: str, seq_len: int) -> None:
@@ -204,47 +185,6 @@ def compare(model: str, seq_len: int, rounds: int, data: Sequence[str]) -> dict[
     }
 
 
-def draw(curves: dict[str, Any], path: Path) -> None:
-    """Of each run the resident set over time, and beside it the prediction by category."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    from benchmarks.plot import FAINT, FLOOR, GRID, OURS
-
-    figure, axes = plt.subplots(
-        len(curves),
-        2,
-        figsize=(11, 2.9 * len(curves)),
-        squeeze=False,
-        layout="constrained",
-        width_ratios=(3, 2),
-    )
-    for (over_time, bar), (name, run) in zip(axes, curves.items(), strict=True):
-        seconds, values = zip(*run["curve"], strict=True)
-        over_time.plot(seconds, [value / GIB for value in values], color=OURS, linewidth=1)
-        over_time.set_title(f"{name}: {run['title']}, peak {run['peak'] / GIB:.2f} GiB", fontsize=10, loc="left")
-        over_time.set_xlabel("seconds", color=FAINT)
-        over_time.set_ylabel("resident set, GiB", color=FAINT)
-        left = 0.0
-        for category, size in run["categories"].items():
-            bar.barh("predicted", size / GIB, left=left, label=category)
-            left += size / GIB
-        bar.barh("measured", run["peak"] / GIB, color=OURS)
-        if run["limit"]:
-            over_time.axhline(run["limit"], color=FLOOR, linestyle="--", linewidth=1)
-            bar.axvline(run["limit"], color=FLOOR, linestyle="--", linewidth=1)
-        over_time.set_ylim(bottom=0)
-        bar.legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-        for axis in (over_time, bar):
-            axis.spines[:].set_visible(False)
-            axis.grid(color=GRID)
-            axis.set_axisbelow(True)
-    figure.savefig(path, dpi=140)
-    plt.close(figure)
-
-
 def main(argv: list[str] | None = None) -> None:
     parser = study.parser("gpt2_xl", __doc__, RESULTS)
     choices = [*RUNS, "hand"]
@@ -269,13 +209,8 @@ def main(argv: list[str] | None = None) -> None:
             report.append(args.out / "gpt2-xl-by-hand.csv", [provenance | row], (*provenance, *row))
             print(row)
             continue
-        row, curve = take(name, args.model, args.seq_len, args.data)
+        row = take(name, args.model, args.seq_len, args.data)
         report.append(args.out / "gpt2-xl.csv", [provenance | row], (*provenance, *COLUMNS))
-        path = args.out / "gpt2-xl-curves.json"
-        curves = json.loads(path.read_text()) if path.exists() else {}
-        curves[name] = curve | {"date": provenance["date"], "commit": provenance["commit"]}
-        path.write_text(json.dumps({key: curves[key] for key in RUNS if key in curves}) + "\n")
-        draw(json.loads(path.read_text()), args.out / "gpt2-xl.png")
         print({key: value for key, value in row.items() if key != "arguments"})
 
 

@@ -3,18 +3,15 @@
     config = TrainConfig(model="gpt2", from_config=True, steps=100).replace(optimizer="lion", state_bits=8)
     [result] = run([Trainer(config, load(config))])
 
-``config`` the options and their checks; ``data``, ``documents``, ``tokenizers`` and ``tokens`` text to batches;
-``model`` the byte-level GPT, ``huggingface`` transformers' models, ``objective`` a model with its loss; ``build`` all
-that from a config; ``loop`` the training, ``evaluation`` its validation, ``phases`` its memory; ``distributed`` and
-``sharding`` several processes; ``fit`` the planner's choice; ``checkpoint`` the files. ``progress``, ``report``,
-``plot`` and ``cli`` need the extra ``[train]``. docs/training.md says how the options work together.
+``config`` the options and their checks; ``data`` text to batches; ``model`` the byte-level GPT and models with their
+loss, ``huggingface`` transformers' models and tokenizers; ``loop`` the training; ``distributed`` several processes;
+``fit`` the planner's choice; ``checkpoint`` the files; ``interrupt`` signals. ``report`` and ``cli`` need the extra
+``[train]``. docs/training.md says how the options work together.
 """
 
-from .build import Source, load
-from .config import TrainConfig
+from .config import TrainConfig, scale_lr
 from .data import Corpus, load_corpus
-from .large_batch import scale_lr
-from .loop import Diverged, History, RunResult, Trainer, comparison, run
+from .loop import Diverged, History, RunResult, Source, Trainer, load, run
 from .model import GPT
 
 __all__ = [
@@ -26,7 +23,6 @@ __all__ = [
     "Source",
     "TrainConfig",
     "Trainer",
-    "comparison",
     "load",
     "load_corpus",
     "run",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 from ..options import (
@@ -19,7 +20,6 @@ from ..options import (
     check_fields,
     option,
 )
-from .large_batch import scale_lr
 
 # The byte-level presets: layers, heads, width. Every other name is a model of transformers.
 MODELS = {
@@ -51,25 +51,44 @@ FINE_TUNING = 0.05  # AdamW 5e-5
 TRANSFORMERS_ONLY = ("from_config", "bytes", "dropout")
 PRESETS_ONLY = ("layers", "heads", "width")
 
-# Options that may differ on resume: they do not change the losses (threads, device and parallel only in the last
-# bits). epochs and warmup_epochs have become steps.
+# Options that may differ on resume: they do not change the losses (device and parallel only in the last bits).
 FREE_ON_RESUME = frozenset(
     {
-        *("data", "device", "threads", "eval_every", "save_every", "checkpointing", "workers", "parallel"),
-        *("epochs", "warmup_epochs", "weights_on_host", "pin_memory"),
+        *("data", "device", "eval_every", "save_every", "checkpointing", "parallel", "weights_on_host", "pin_memory"),
     }
 )
-
-# Options whose None stands for a default, and the property that has the value in use.
-DEFAULTED = {"lr": "base_lr", "weight_decay": "decay", "clip": "max_norm", "warmup": "warmup_steps"}
 
 # The headings of --help.
 DATA, TRAINING, TECHNIQUES = "data and model", "training", "techniques that save memory"
 RATES_AND_BATCHES, FILES = "rates and large batches", "files and comparison"
 
-THREADS = 1024  # at most: a system that cannot start them ends the process
-
 _SIZES = "; ".join(f"{name}: {'x'.join(map(str, shape))}" for name, shape in MODELS.items())
+
+
+def scale_lr(base_lr: float, batch_factor: float, rule: str = "sqrt") -> float:
+    """The learning rate for a batch ``batch_factor`` times the one that ``base_lr`` was found for.
+
+    ::
+
+        linear:  base_lr * batch_factor          for SGD: Goyal et al., arXiv 1706.02677
+        sqrt:    base_lr * sqrt(batch_factor)    for LAMB: You et al., arXiv 1904.00962, section 4 (after Krizhevsky,
+                                                 arXiv 1404.5997); for Adam: Malladi et al., arXiv 2205.10287
+        none:    base_lr
+
+    Large batches want a gradual warm-up to the scaled rate: over the first 5 epochs (Goyal et al.), or over a share of
+    the epochs in proportion to the batch (You et al.). torch's schedulers do it: ``SequentialLR`` of ``LinearLR`` and
+    what follows (:func:`memkern.train.loop.warmup_cosine`).
+
+    Raises:
+        ValueError: an unknown rule, a rate below 0, a factor that is not above 0.
+    """
+    if rule not in LR_RULES:
+        raise ValueError(f"rule must be one of {', '.join(LR_RULES)}, got {rule!r}")
+    if not base_lr >= 0:
+        raise ValueError(f"base_lr must be 0 or more, got {base_lr}")
+    if not 0 < batch_factor < math.inf:
+        raise ValueError(f"batch_factor must be above 0, got {batch_factor}")
+    return base_lr * {"none": 1.0, "linear": batch_factor, "sqrt": math.sqrt(batch_factor)}[rule]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +97,7 @@ class TrainConfig:
 
     ``python -m memkern train --help`` describes each field under the name of its flag; beside that:
 
-    data: empty for the running Python's library (``build.load``).
+    data: empty for the running Python's library (``data.load_corpus``).
     model: a preset of ``MODELS``, whose sizes layers, heads and width override; or a folder that transformers saved, or
         a name on the Hugging Face Hub.
     techniques: those that save memory, and the optimizer, see :class:`memkern.Techniques`.
@@ -86,14 +105,14 @@ class TrainConfig:
     steps: optimizer steps, each over ``batch_factor * techniques.accumulation`` micro-batches of
         ``techniques.micro_batch`` windows, in whatever number of processes.
     batch_factor: how many times as large a step's batch is as the one that lr is for, which lr_rule then scales
-        (``large_batch.scale_lr``). The command line's default is the number of processes.
+        (``scale_lr``). The command line's default is the number of processes.
     warmup: default a tenth of the steps, at most 100; a cosine to lr / 10 follows.
     """
 
     techniques: Techniques = dataclasses.field(default=Techniques(state_bits=8, micro_batch=4))
     data: tuple[str, ...] = option(
         (),
-        "files, and folders of text files, to train on: text, .jsonl, .csv, .tsv, .parquet",
+        "text files, JSON lines (.jsonl) and folders of them to train on",
         group=DATA, metavar="PATH", shown="Python's standard library",
     )  # fmt: skip
     model: str = option(
@@ -106,15 +125,11 @@ class TrainConfig:
     )
     bytes: bool = option(
         False,
-        "UTF-8 bytes as tokens; by default the model's tokenizer, or one trained on the text",
+        "UTF-8 bytes as tokens, not the model's tokenizer",
         (False, True),
         group=DATA,
     )
-    text_field: str | None = option(
-        None,
-        "field of .jsonl, .csv, .tsv and .parquet files with the text",
-        group=DATA, metavar="NAME", shown="text",
-    )  # fmt: skip
+    text_field: str = option("text", "field of JSON lines with the text", group=DATA, metavar="NAME")
     dropout: float | None = option(None, "all dropout rates of the model", RATE, group=DATA, shown="the model's own")
     layers: int | None = option(
         None, "number of a byte-level GPT's blocks", at_least(1), group=DATA, shown="the model's"
@@ -123,15 +138,10 @@ class TrainConfig:
     width: int | None = option(None, "the size of its residual stream", at_least(1), group=DATA, shown="the model's")
     seq_len: int = option(128, "tokens in a window", at_least(1), group=DATA)
     steps: int = option(500, "optimizer steps", at_least(1), group=TRAINING)
-    epochs: float | None = option(
-        None, "passes over the text, in place of --steps", POSITIVE, group=TRAINING, shown="none"
-    )
     seed: int = option(0, "initial values and batches", at_least(0, 2**63 - 1), group=TRAINING)
     device: str | None = option(
         None, "cpu, cuda or cuda:N", group=TRAINING, metavar="NAME", shown="cuda if there is one"
     )
-    threads: int | None = option(None, "CPU threads", at_least(1, THREADS), group=TRAINING, shown="torch's choice")
-    workers: int = option(0, "threads that prepare batches ahead of time", at_least(0, THREADS), group=TRAINING)
     parallel: str = option("ddp", "of several processes: DDP, or FSDP2's shards", PARALLEL, group=TRAINING)
     eval_every: int = option(50, "steps between validations; the last step has one", at_least(1), group=TRAINING)
     eval_tokens: int = option(16384, "tokens of validation text", at_least(1), group=TRAINING)
@@ -159,9 +169,6 @@ class TrainConfig:
     lr_rule: str = option("sqrt", "what the learning rate is multiplied by for it", LR_RULES, group=RATES_AND_BATCHES)
     warmup: int | None = option(
         None, "steps of linear warm-up", at_least(0), group=RATES_AND_BATCHES, shown="a tenth, at most 100"
-    )
-    warmup_epochs: float | None = option(
-        None, "epochs of it, in place of --warmup", NOT_NEGATIVE, group=RATES_AND_BATCHES, shown="none"
     )
     warmup_from: str = option(
         "zero", "the rate it begins with: zero, or base, that before --lr-rule scaled it", WARMUP_FROM,
@@ -233,22 +240,6 @@ class TrainConfig:
         return min(100, self.steps // 10) if self.warmup is None else self.warmup
 
     @property
-    def activations(self) -> str:
-        """The tensors saved for the backward pass, in words."""
-        techniques = self.techniques
-        if techniques.activation_bits:
-            words = [f"{techniques.activation_bits}-bit {'GELU' if self.is_preset else 'activations'}"]
-        else:
-            words = ["GELU" if self.is_preset else "the model's"]
-        if techniques.linear_share is not None:
-            words.append(f"{100 * techniques.linear_share:g} % of tokens")
-        if techniques.saved_bits is not None:
-            words.append("saved once" if techniques.saved_bits == "exact" else "saved in 8 bits")
-        if techniques.compile:
-            words.append("compiled")
-        return ", ".join(words)
-
-    @property
     def micro_batches(self) -> int:
         """The number of micro-batches of a step."""
         return self.batch_factor * self.techniques.accumulation
@@ -290,17 +281,10 @@ class TrainConfig:
     def validate(self) -> None:
         """Raises OptionError for the first option that cannot be used. Looks at no file and no device."""
         check_fields(self)
-        check_warmup(self)
+        if self.warmup_steps >= self.steps and self.warmup_steps > 0:
+            raise OptionError("warmup", f"{self.warmup} given; allowed: fewer than the {self.steps} steps")
         check_model_options(self)
         check_techniques(self)
-
-
-def check_warmup(config: TrainConfig) -> None:
-    """Raises OptionError for a warm-up that is no shorter than the run."""
-    if config.warmup_steps >= config.steps and config.warmup_steps > 0:
-        name = "warmup" if config.warmup_epochs is None else "warmup_epochs"
-        given = getattr(config, name)
-        raise OptionError(name, f"{given:g} given; allowed: fewer than the {config.steps} steps")
 
 
 def check_model_options(config: TrainConfig) -> None:

@@ -1,24 +1,24 @@
-"""Several processes: who they are, which micro-batches each has, and sums over them."""
+"""Several processes: which micro-batches each has, DDP and FSDP2, and state dicts of whole tensors."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
-from collections import deque
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.utils._pytree import tree_map
 
+from ..blocks.block_lists import block_lists
+from ..optim.dtensor.shards import is_dtensor, local, sharded
+from ..optim.state import State
 from ..options import OptionError
 from .config import TrainConfig
-from .data import IGNORED, Batch, Corpus
-from .objective import Objective
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,22 +36,15 @@ class Processes:
 
     @classmethod
     def from_environment(cls) -> Processes:
-        """As torchrun says: RANK, WORLD_SIZE and LOCAL_RANK.
-
-        Raises OptionError for what no launcher sets, as a part of them that was left from another command.
-        """
-        given = {name: os.environ.get(name, default) for name, default in VARIABLES.items()}
+        """As torchrun says: RANK, WORLD_SIZE and LOCAL_RANK. Raises OptionError for what no launcher sets."""
+        given = {name: os.environ.get(name, str(int(name == "WORLD_SIZE"))) for name in VARIABLES}
         for name, value in given.items():
             if not (value.isascii() and value.isdigit()):
                 raise OptionError(name, f"{value!r} given in the environment; allowed: a whole number, 0 or more")
-        rank, world, local = map(int, given.values())
+        rank, world, local_rank = map(int, given.values())
         if rank >= world:
             raise OptionError("RANK", f"{rank} given in the environment; allowed: below WORLD_SIZE, {world}")
-        absent = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-        if world > 1 and absent:
-            text = f"{world} given in the environment without {', '.join(absent)}; allowed: as torchrun sets them"
-            raise OptionError("WORLD_SIZE", text)
-        return cls(rank, world, local)
+        return cls(rank, world, local_rank)
 
     def sum(self, value: Tensor) -> Tensor:
         """The sum over all processes, in place."""
@@ -61,18 +54,33 @@ class Processes:
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all processes, by rank."""
-        if self.world == 1:
-            return [value]
-        values: list[Any] = [None] * self.world
-        dist.all_gather_object(values, value)
+        values: list[Any] = [value] * self.world
+        if self.world > 1:
+            dist.all_gather_object(values, value)
         return values
 
     def barrier(self) -> None:
         if self.world > 1:
             dist.barrier()
 
+    @contextlib.contextmanager
+    def joined(self, device: str | None) -> Iterator[None]:
+        """torch.distributed's, where there are several processes: gloo on the CPU, nccl on CUDA devices.
 
-VARIABLES = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+        Ends that which one process has needed for its weights on the host, too.
+        """
+        had_one = dist.is_available() and dist.is_initialized()
+        if self.world > 1:
+            on_cuda = torch.cuda.is_available() if device is None else device.startswith("cuda")
+            dist.init_process_group("cpu:gloo,cuda:nccl" if on_cuda else "gloo")
+        try:
+            yield
+        finally:
+            if not had_one and dist.is_available() and dist.is_initialized():
+                dist.destroy_process_group()
+
+
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 
 def check_micro_batches(config: TrainConfig, world: int) -> None:
@@ -88,62 +96,26 @@ def check_micro_batches(config: TrainConfig, world: int) -> None:
         raise OptionError("batch_factor", f"{text} micro-batch of each: gradients are freed as soon as they are there")
 
 
-def own_batches(batches: Sequence[Batch], group: Processes) -> list[Batch]:
-    """This process's micro-batches: every world-th, from the rank-th on. All processes have the same number.
-
-    If the last step of an epoch has too few, a process takes the first micro-batch without its targets: the gradients
-    are zeros, and the process takes part in the reductions.
-    """
-    own = list(batches[group.rank :: group.world])
-    if len(own) < -(-len(batches) // group.world):
-        first = batches[0]
-        own.append(first._replace(targets=torch.full_like(first.targets, IGNORED)))
-    return own
-
-
-def prepared(corpus: Corpus, config: TrainConfig, group: Processes, first: int) -> Iterator[tuple[list[Batch], int]]:
-    """This process's micro-batches of each step from ``first`` on, with the number of targets of all processes.
-
-    config.workers threads prepare them ahead of time. They are no processes, which signals to the group would end.
-    """
-
-    def prepare(step: int) -> tuple[list[Batch], int]:
-        batches = corpus.step(config, step)
-        return own_batches(batches, group), sum(batch.predicted for batch in batches)
-
-    steps = iter(range(first, config.steps))
-    if not config.workers:
-        yield from map(prepare, steps)
-        return
-    with ThreadPoolExecutor(config.workers) as pool:
-        ready = deque(pool.submit(prepare, step) for step in islice(steps, 2 * config.workers))
-        while ready:
-            found = ready.popleft().result()
-            ready.extend(pool.submit(prepare, step) for step in islice(steps, 1))
-            yield found
-
-
-def data_parallel(objective: Objective, config: TrainConfig, group: Processes, device: torch.device) -> nn.Module:
+def data_parallel(objective: nn.Module, config: TrainConfig, world: int, device: torch.device) -> nn.Module:
     """DDP around the objective, or ``fully_shard`` of its blocks and of itself, in place; alone, the objective.
 
     With weights_on_host ``fully_shard`` is for one process, too, and leaves the weights on the host.
-
-    Raises OptionError for what cannot be sharded.
     """
     if config.techniques.weights_on_host:
         from ..stream.streaming import stream
 
         stream(objective, device, pin_memory=config.pin_memory)
-        return objective
-    if group.world == 1:
-        return objective
-    if config.parallel == "ddp":
-        return nn.parallel.DistributedDataParallel(
-            objective, device_ids=[device] if device.type == "cuda" else None, gradient_as_bucket_view=True
-        )
-    from .sharding import shard
+    elif world > 1 and config.parallel == "ddp":
+        devices = [device] if device.type == "cuda" else None
+        return nn.parallel.DistributedDataParallel(objective, device_ids=devices, gradient_as_bucket_view=True)
+    elif world > 1:
+        from torch.distributed.fsdp import fully_shard
 
-    shard(objective, group.world, device)
+        mesh = dist.init_device_mesh(device.type, (world,))
+        for blocks in block_lists(objective):
+            for block in blocks:
+                fully_shard(block, mesh=mesh)
+        fully_shard(objective, mesh=mesh)
     return objective
 
 
@@ -157,3 +129,42 @@ def synchronized(parallel: Any, last: bool, on_host: bool = False) -> AbstractCo
     if hasattr(parallel, "set_requires_gradient_sync"):  # fully_shard's
         parallel.set_requires_gradient_sync(last or on_host)
     return nullcontext()
+
+
+def full(state: Any) -> Any:
+    """A state dict whose shards are put together, on the CPU; all processes must call it."""
+
+    def gathered(x: Any) -> Any:
+        if not is_dtensor(x):
+            return x
+        # One process has all: a copy would take the memory of the model on the host once more.
+        return x.to_local().cpu() if x.device_mesh.size() == 1 else x.full_tensor().cpu()
+
+    return tree_map(gathered, state)
+
+
+@torch.no_grad()
+def load_full(model: nn.Module, state: dict[str, Any]) -> None:
+    """Loads a state dict of full tensors into a model, or into its shards."""
+    own = model.state_dict()
+    if not any(map(is_dtensor, own.values())):
+        model.load_state_dict(state)
+        return
+    for name, x in own.items():
+        if not is_dtensor(x):
+            x.copy_(state[name])
+        elif x.device_mesh.size() == 1:
+            local(x).copy_(state[name])
+        else:
+            local(x).copy_(local(sharded(state[name], x)))
+
+
+def load_full_states(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Loads an optimizer's state of full tensors, where its parameters may be shards."""
+    optimizer.load_state_dict(state)
+    for p, own in optimizer.state.items():
+        if isinstance(own, State):  # memkern's optimizers have placed theirs, and trust ratios stay whole
+            continue
+        for key, x in own.items():
+            if is_dtensor(p) and isinstance(x, Tensor) and not is_dtensor(x) and x.dim():
+                own[key] = sharded(x, p)

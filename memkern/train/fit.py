@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import dataclasses
+import gc
 import os
+import sys
 from collections.abc import Collection
 from typing import Any
 
 from ..options import OptionError, Techniques
 from ..planner.outcome import Plan, rounded_up, would_fit
 from ..planner.planning import parse_memory, plan
-from .build import Source
 from .config import TrainConfig
+from .interrupt import say
+from .loop import Source
 
 
 def planned_model(config: TrainConfig, source: Source) -> dict[str, Any]:
@@ -25,8 +29,7 @@ def planned_model(config: TrainConfig, source: Source) -> dict[str, Any]:
         return {"model": hf_config, "seq_len": config.seq_len, "dropout": config.dropout}
     import torch
 
-    from .model import GPT
-    from .objective import cross_entropies
+    from .model import GPT, cross_entropies
 
     layers, heads, width = config.shape
     with torch.device("meta"):
@@ -56,10 +59,23 @@ def physical_memory() -> int | None:
         return None
 
 
+def return_freed_memory() -> None:
+    """Makes glibc return what is free now, and each block of 64 KiB or more when it is freed, as predictions assume.
+
+    By default it raises this threshold up to 32 MiB as large blocks are freed, and keeps freed blocks below it: most
+    activations of a training step. No effect on other systems.
+    """
+    gc.collect()
+    library = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
+    if library is not None and hasattr(library, "mallopt") and hasattr(library, "malloc_trim"):
+        library.mallopt(-3, 65536)  # M_MMAP_THRESHOLD of malloc.h
+        library.malloc_trim(0)
+
+
 def fit(
     config: TrainConfig, source: Source, size: str, given: Collection[str], device: str
 ) -> tuple[TrainConfig, Plan]:
-    """The config with the techniques that the planner recommends, and its plan. given: the options that stay.
+    """The config with the techniques that the planner recommends, which are printed, and its plan. given: what stays.
 
     Raises OptionError where nothing fits, with the least that could, and for a size that is none.
     """
@@ -79,6 +95,8 @@ def fit(
             + " ".join([f"{made.together.techniques}.", *would_fit(made)]).removesuffix("."),
         )
     techniques = made.recommended.techniques
+    say(f"{size} fit {techniques}: {made.recommended.peak / 2**30:.2f} GiB predicted")
     fitted = config.replace(techniques=techniques.replace(accumulation=techniques.accumulation // config.batch_factor))
     fitted.validate()
+    return_freed_memory()
     return fitted, made

@@ -8,30 +8,26 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ..applying import weight_dtype
 from ..options import OptionError
 from ..planner.built_in import MODELS as BUILT_IN
 from ..planner.models import positions, resolve, set_dropout
 from .config import MODELS, TrainConfig
-from .tokenizers import Bytes, FromTransformers, Tokenizer, train_bpe
+from .data import Bytes
 
 SAFE = {"trust_remote_code": False}
-HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-CLASSIFIER = "ForSequenceClassification"
+ALLOWED = f"allowed: {', '.join(MODELS)}, a folder that save_pretrained wrote, or a name on the Hugging Face Hub"
 ADAPTERS = "adapters are trained by PEFT with an optimizer of memkern.optim"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt", "tokenizer.model")
-
-
-def first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+CHARACTERS = 2**20  # of text encoded at once: an encoding takes some 100 bytes per token
 
 
 @contextlib.contextmanager
@@ -45,127 +41,135 @@ def named(what: str, given: str, cure: str) -> Iterator[None]:
         raise OptionError("model", f"{given!r}: {what}: {first_line(error)}; {cure}") from error
 
 
-def quiet() -> None:
-    """transformers' warnings and bars off: what is wrong is said in one line, what was done in the report."""
+def first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def load_config(config: TrainConfig) -> Any:
+    """The configuration of a causal language model. Raises OptionError for what is none, and for quantized weights."""
+    from transformers import AutoConfig
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-
-
-def load_config(config: TrainConfig) -> Any:
-    """The model's configuration. Raises OptionError for a folder that is none, and for a name that nobody has."""
-    from transformers import AutoConfig
-
-    quiet()
     name, path = config.model, Path(config.model)
-    allowed = f"allowed: {', '.join(MODELS)}, a folder that save_pretrained wrote, or a name on the Hugging Face Hub"
     if (path / "adapter_config.json").is_file():
         text = f"{name!r} given, adapters of PEFT; allowed: a whole model, as merge_and_unload() makes it; {ADAPTERS}"
         raise OptionError("model", text)
     if path.is_file() or (path.is_dir() and not (path / "config.json").is_file()):
         kind = "a file" if path.is_file() else "a folder without config.json"
-        raise OptionError("model", f"{name!r} given, {kind}; {allowed}")
-    if path.is_dir():
-        with named("config.json cannot be used", name, "allowed: a folder that save_pretrained wrote"):
-            return trainable(AutoConfig.from_pretrained(path, **SAFE), config)
-    if config.from_config and name in BUILT_IN:
+        raise OptionError("model", f"{name!r} given, {kind}; {ALLOWED}")
+    if config.from_config and name in BUILT_IN and not path.is_dir():
         source: Any = resolve(name, 1, None, None, None)
-        return source.config
-    if not HUB_NAME.fullmatch(name):
-        raise OptionError("model", f"{name!r} given, which is no folder and no name; {allowed}")
-    with named("no such model could be had from the Hugging Face Hub", name, allowed):
-        return trainable(AutoConfig.from_pretrained(name, **SAFE), config)
-
-
-def trainable(hf_config: Any, config: TrainConfig) -> Any:
-    """The configuration for random weights without its quantization. Raises OptionError for quantized weights."""
-    given = getattr(hf_config, "quantization_config", None)
-    if given is None:
-        return hf_config
-    if config.from_config:
-        del hf_config.quantization_config
-        return hf_config
-    options = given if isinstance(given, dict) else given.to_dict()
-    method = str(options.get("quant_method", "unknown"))
-    bits = next((f" in {n} bits" for n in (4, 8) if options.get(f"load_in_{n}bit")), "")
-    raise OptionError(
-        "model",
-        f"{config.model!r} given, whose weights are quantized ({method}{bits}) and would stay as they are; "
-        f"allowed: unquantized weights, or --from-config; {ADAPTERS}",
-    )
-
-
-def check_seq_len(config: TrainConfig, hf_config: Any) -> None:
-    most = positions(hf_config)
+        found = source.config
+    else:
+        with named("its configuration cannot be used", name, ALLOWED):
+            found = AutoConfig.from_pretrained(name, **SAFE)
+    check_weights(found, config)
+    architecture(found)
+    most = positions(found)
     if most is not None and config.seq_len > most:
         raise OptionError("seq_len", f"{config.seq_len} given; allowed: 1 to {most}, the positions of {config.model}")
+    return found
 
 
-def has_tokenizer(name: str) -> bool:
-    path = Path(name)
-    return (
-        any((path / file).is_file() for file in TOKENIZER_FILES)
-        if path.is_dir()
-        else HUB_NAME.fullmatch(name) is not None
-    )
-
-
-def load_tokenizer(config: TrainConfig, hf_config: Any, texts: Sequence[str]) -> Tokenizer:
-    """The model's own; where it has none, or the weights are random and it is in no folder, a BPE of the text's."""
-    tokenizer: Tokenizer
-    size = hf_config.get_text_config().vocab_size
-    if config.bytes:
-        tokenizer = Bytes()
-    elif has_tokenizer(config.model) and (Path(config.model).is_dir() or not config.from_config):
-        from transformers import AutoTokenizer
-
-        with named("its tokenizer cannot be read", config.model, "allowed: --bytes, or a folder without a tokenizer"):
-            tokenizer = FromTransformers(AutoTokenizer.from_pretrained(config.model, **SAFE))
-    else:
-        return train_bpe(texts, size)
-    if tokenizer.size > size:
-        raise OptionError(
-            "bytes" if config.bytes else "model",
-            f"given with {config.model}, whose vocabulary of {size} is smaller than the tokenizer's {tokenizer.size}",
-        )
-    return tokenizer
-
-
-def auto_class(hf_config: Any) -> Any:
-    """transformers' auto class. Raises OptionError for a classifier, and where this type has no language model."""
-    from transformers import AutoModelForCausalLM
-
-    kind = f"a model of type {hf_config.model_type}, of which transformers has no causal language model"
-    if any(CLASSIFIER in name for name in getattr(hf_config, "architectures", None) or ()):
-        kind = "a sequence classifier"
-    elif type(hf_config) in AutoModelForCausalLM._model_mapping:
-        return AutoModelForCausalLM
-    raise OptionError("model", f"given with {kind}; allowed: a causal language model")
+def check_weights(hf_config: Any, config: TrainConfig) -> None:
+    """Takes the quantization out of a configuration for random weights. Raises OptionError for quantized weights."""
+    given = getattr(hf_config, "quantization_config", None)
+    if given is None:
+        return
+    if not config.from_config:
+        method = (given if isinstance(given, dict) else given.to_dict()).get("quant_method", "unknown")
+        text = f"{config.model!r} given, whose weights are quantized ({method}) and would stay as they are"
+        raise OptionError("model", f"{text}; allowed: unquantized weights, or --from-config; {ADAPTERS}")
+    del hf_config.quantization_config
 
 
 def architecture(hf_config: Any) -> str:
-    """The name of transformers' class."""
-    found = auto_class(hf_config)._model_mapping[type(hf_config)]
-    return (found[0] if isinstance(found, tuple) else found).__name__
+    """The name of transformers' class. Raises OptionError where this configuration has no causal language model."""
+    from transformers import AutoModelForCausalLM
+
+    kind = f"a model of type {hf_config.model_type}, of which transformers has no causal language model"
+    if any("ForSequenceClassification" in name for name in getattr(hf_config, "architectures", None) or ()):
+        kind = "a sequence classifier"
+    elif type(hf_config) in AutoModelForCausalLM._model_mapping:
+        found = AutoModelForCausalLM._model_mapping[type(hf_config)]
+        return (found[0] if isinstance(found, tuple) else found).__name__
+    raise OptionError("model", f"given with {kind}; allowed: a causal language model")
 
 
 def build(config: TrainConfig, hf_config: Any) -> nn.Module:
     """The model in the techniques' dtype, built in it: no copy in another one is made."""
-    auto = auto_class(hf_config)
+    from transformers import AutoModelForCausalLM
+
     hf_config = copy.deepcopy(hf_config)
     if config.dropout is not None:
         set_dropout(hf_config, config.dropout)
     hf_config.use_cache = False
-    dtype = weight_dtype(config.techniques)
+    options: dict[str, Any] = {"dtype": weight_dtype(config.techniques), **SAFE}
     with named("cannot be built", config.model, "allowed: a causal language model"):
         if config.from_config:
-            return auto.from_config(hf_config, dtype=dtype, **SAFE).train()
-        model = auto.from_pretrained(config.model, config=hf_config, dtype=dtype, weights_only=True, **SAFE)
+            return AutoModelForCausalLM.from_config(hf_config, **options).train()
+        model = AutoModelForCausalLM.from_pretrained(config.model, config=hf_config, weights_only=True, **options)
         return model.train()
 
 
-def export(model: Any, weights: dict[str, Any], tokenizer: Tokenizer, folder: Path) -> None:
+class Pretrained:
+    """A tokenizer of transformers; its end token ends a document."""
+
+    unit = "token"
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.size = len(tokenizer)
+        ends = (tokenizer.eos_token_id, tokenizer.sep_token_id)
+        self.end = [next(i for i in ends if i is not None)] if any(i is not None for i in ends) else []
+
+    def ids(self, documents: Sequence[str]) -> Tensor:
+        options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
+        cut = [(piece, end) for document in documents for piece, end in pieces(document, self.end)]
+        found: list[Tensor] = []
+        for begin in range(0, len(cut), 64):  # many at a time: by all cores
+            texts, ends = zip(*cut[begin : begin + 64], strict=True)
+            encoded = self.tokenizer(list(texts), **options)["input_ids"]
+            found += [torch.tensor(ids + end, dtype=torch.int32) for ids, end in zip(encoded, ends, strict=True)]
+        return torch.cat(found)
+
+    def save(self, folder: Path) -> None:
+        self.tokenizer.save_pretrained(folder)
+
+
+def pieces(text: str, end: list[int]) -> Iterator[tuple[str, list[int]]]:
+    """A text that is longer than CHARACTERS cut before lines, and what follows each piece: ``end`` the last one."""
+    begin = 0
+    while len(text) - begin > CHARACTERS:
+        cut = text.rfind("\n", begin + 1, begin + CHARACTERS)
+        cut = begin + CHARACTERS if cut < 0 else cut
+        yield text[begin:cut], []
+        begin = cut
+    yield text[begin:], end
+
+
+def load_tokenizer(config: TrainConfig, hf_config: Any) -> Any:
+    """The model's own, or bytes. Raises OptionError for a tokenizer that has more ids than the model."""
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = Bytes()
+    folder = Path(config.model)
+    if not config.bytes:
+        # Without its files transformers makes one that knows no text.
+        if folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZER_FILES):
+            raise OptionError("model", f"{config.model!r} given, a folder without a tokenizer; allowed: with --bytes")
+        with named("it has no tokenizer that can be read", config.model, "allowed: --bytes, or a model with one"):
+            tokenizer = Pretrained(AutoTokenizer.from_pretrained(config.model, **SAFE))
+    size = hf_config.get_text_config().vocab_size
+    if tokenizer.size > size:
+        text = f"given with {config.model}, whose vocabulary of {size} is smaller than the tokenizer's {tokenizer.size}"
+        raise OptionError("bytes" if config.bytes else "model", text)
+    return tokenizer
+
+
+def export(model: Any, weights: dict[str, Any], tokenizer: Any, folder: Path) -> None:
     """Writes files that ``from_pretrained`` reads: configuration, weights in safetensors, tokenizer.
 
     They are in the folder once all are written. Raises OSError where they cannot be.

@@ -1,15 +1,28 @@
-"""Ctrl-C and SIGTERM between steps, and output that cannot be written."""
+"""Ctrl-C and SIGTERM between steps, checkpoints at them, and output that cannot be written."""
 
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .loop import Trainer
+
+
+class Stopped(KeyboardInterrupt):
+    """Ctrl-C or SIGTERM, after a checkpoint was written; the message says where. ``status``: the process's own."""
+
+    def __init__(self, message: str, number: int) -> None:
+        super().__init__(message)
+        self.status = 128 + number
 
 
 @contextlib.contextmanager
@@ -42,42 +55,63 @@ def deferred() -> Iterator[Callable[[], int]]:
             signal.signal(number, handler)
 
 
-class _Unfailing:
-    """A text stream that drops what it cannot write."""
+class Saver:
+    """Called after each step: writes checkpoints. At Ctrl-C or SIGTERM in any process all write one and stop.
 
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream or open(os.devnull, "w")  # noqa: SIM115
+    A checkpoint that cannot be written, as on a full disk, does not end the run: the file of the step before stays, and
+    the next one that is due is tried. ``failure`` says why the last one was not written.
+    """
 
-    def write(self, text: str) -> int:
-        with contextlib.suppress(OSError, ValueError):
-            self._stream.write(text)
-        return len(text)
+    def __init__(self, path: Path, interrupted: Callable[[], int]) -> None:
+        self.path, self.interrupted = path, interrupted
+        for left in path.parent.glob(glob.escape(f".{path.name}.") + "?" * 8 + ".tmp"):
+            left.unlink(missing_ok=True)  # half written by a run that was killed
+        self.failure: str | None = None
+        self.written: int | None = None  # the step of the last checkpoint of this run
 
-    def flush(self) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            self._stream.flush()
+    def __call__(self, trainer: Trainer) -> None:
+        import torch
 
-    def finish(self) -> None:
-        """Lets go of what is still in the buffer: it would fail at exit, too, and change the exit status."""
-        with contextlib.suppress(OSError, ValueError):
-            try:
-                self._stream.flush()
-            except OSError:
-                os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+        done, config, group = trainer.steps_done, trainer.config, trainer.group
+        last = done == config.steps
+        number = self.interrupted()
+        stop = bool(group.sum(torch.tensor(float(number > 0), device=trainer.device)) > 0) and not last
+        if stop or last or done % config.save_every == 0:
+            state = trainer.state_dict()
+            if group.first:
+                self._write(state)
+            group.barrier()
+        if stop:
+            text = f"Saved after step {done} of {config.steps}: go on with --resume {self.path}"
+            if self.failure:
+                text = f"Stopped after step {done} of {config.steps} and not saved: {self.failure}"
+            raise Stopped(text, number or signal.SIGINT)
+        if self.failure and not last and done % config.save_every == 0:
+            text = "training goes on, and the next checkpoint is tried when it is due"
+            say(f"\nNo checkpoint after step {done}: {self.failure}; {text}", "stderr")
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+    def _write(self, state: dict[str, Any]) -> None:
+        from . import checkpoint
+
+        try:
+            checkpoint.save(self.path, state)
+            self.failure, self.written = None, state["step"]
+        except (OSError, RuntimeError) as error:  # torch.save wraps some OSErrors in RuntimeErrors
+            cause = next((e for e in (error, error.__context__) if isinstance(e, OSError)), error)
+            there = "is as it was before this run" if self.path.exists() else "is not there"
+            if self.written is not None:
+                there = f"has that of step {self.written}"
+            self.failure = f"{str(cause).splitlines()[0]}. {self.path} {there}"
 
 
-@contextlib.contextmanager
-def unfailing_output() -> Iterator[None]:
-    """Inside, what is printed raises nothing: it is lost where its reader has ended (tee), its disk is full or standard
-    output is closed. A run, and its checkpoints, are worth more than its log."""
-    out: Any = _Unfailing(sys.stdout)
-    err: Any = _Unfailing(sys.stderr)
+def say(text: str, stream: str = "stdout") -> None:
+    """Prints a line. One that cannot be written (a closed pipe, a full disk) is lost, and so are the following ones: a
+    run, and its checkpoints, are worth more than its log."""
+    file = getattr(sys, stream)
     try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            yield
-    finally:
-        out.finish()
-        err.finish()
+        if file is not None:  # closed: >&-
+            print(text, file=file, flush=True)
+    except (OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError):  # what is in its buffer would fail at exit, too
+            os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
+        setattr(sys, stream, open(os.devnull, "w"))  # noqa: SIM115

@@ -1,4 +1,4 @@
-"""The training loop: a run's model and optimizer, one step of it, its validation, and two runs in turn."""
+"""The training loop: a run's model, optimizer and schedule, one step of it, its validation, and two runs in turn."""
 
 from __future__ import annotations
 
@@ -6,30 +6,21 @@ import dataclasses
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
 
 from .. import memory
-from ..applying import autocast
-from ..options import OptionError, spelled
-from .build import Source, build_objective, build_optimizer, resolve_device, resolved, schedule
-from .config import DEFAULTED, FREE_ON_RESUME, TrainConfig
-from .data import Batch, Corpus
-from .distributed import (
-    Processes,
-    check_micro_batches,
-    data_parallel,
-    own_batches,
-    prepared,
-    synchronized,
-)
-from .evaluation import validate
-from .phases import Phases
+from ..applying import apply, autocast, make_optimizer, optimizer_groups, weight_dtype
+from ..options import OptionError, Techniques, spelled
+from .config import FREE_ON_RESUME, TrainConfig
+from .data import Batch, Bytes, Corpus, load_corpus
+from .distributed import Processes, check_micro_batches, data_parallel, full, load_full, load_full_states, synchronized
+from .model import GPT, ByteModel, LanguageModel, Objective
 
-FORMAT = 2
 KEYS = ("format", "config", "corpus", "step", "model", "optimizer", "scheduler", "scaler", "rng", "history")
 """Of a checkpoint: :meth:`Trainer.state_dict`."""
 
@@ -38,21 +29,124 @@ class Diverged(RuntimeError):
     """The training loss is no longer a finite number."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A run's data, and what its model is made of: for models of transformers their configuration and tokenizer."""
+
+    corpus: Corpus
+    hf_config: Any = None
+    tokenizer: Any = dataclasses.field(default_factory=Bytes)
+
+
+def load(config: TrainConfig) -> Source:
+    """Reads the text that ``config`` names, as its model needs it. Raises OptionError for what cannot be used."""
+    hf_config: Any = None
+    tokenizer: Any = Bytes()
+    if not config.is_preset:
+        from . import huggingface
+
+        hf_config = huggingface.load_config(config)
+        tokenizer = huggingface.load_tokenizer(config, hf_config)
+    corpus = load_corpus(config.data, seq_len=config.seq_len, text_field=config.text_field, tokenizer=tokenizer)
+    return Source(corpus, hf_config, tokenizer)
+
+
+def build_objective(config: TrainConfig, source: Source, device: torch.device) -> Objective:
+    """The model with its loss on the device, compressed, checkpointed and compiled as the techniques say.
+
+    With weights_on_host it is on the host: :func:`~.distributed.data_parallel` brings its blocks to the device.
+    """
+    objective: Objective
+    techniques = config.techniques
+    if techniques.weights_on_host:
+        device = torch.device("cpu")
+    if config.is_preset:
+        layers, heads, width = config.shape
+        gpt = GPT(layers=layers, heads=heads, width=width, seq_len=config.seq_len)
+        objective = ByteModel(gpt.to(device, weight_dtype(techniques)), techniques.loss_chunk)
+    else:
+        from . import huggingface
+
+        objective = LanguageModel(huggingface.build(config, source.hf_config).to(device), techniques.loss_chunk)
+    if techniques.weights_on_host:
+        from ..stream import streaming
+
+        streaming.check(objective)
+    apply(objective.model, techniques.replace(weights_on_host=None))
+    return objective
+
+
+def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of the techniques, with weight decay for matrices; torch's Adam and AdamW are its fused ones."""
+    groups = optimizer_groups(model, config.techniques, lr=config.peak_lr, weight_decay=config.decay)
+    options: dict[str, Any] = {}
+    if config.techniques.is_torch:
+        # torch 2.13's fused SGD writes garbage into bf16 weights on a CPU, and takes no DTensors.
+        options = {"foreach": False} if config.techniques.algorithm == "sgd" else {"fused": True}
+    if config.clips_in_step:
+        options["max_grad_norm"] = config.max_norm
+    return make_optimizer(groups, config.techniques, lr=config.peak_lr, **options)
+
+
+def warmup_cosine(
+    optimizer: torch.optim.Optimizer, *, warmup: int, steps: int, start: float | None = None
+) -> LRScheduler:
+    """A linear warm-up by iteration, then a cosine from lr to lr / 10 at the last step.
+
+    ::
+
+        lr * (t + 1) / (warmup + 1)                       for t < warmup, by default
+        lr * (start + (1 - start) * t / warmup)           with start: from start * lr to lr
+
+    The second, from the rate of the base batch to the scaled one, is that of Goyal et al., arXiv 1706.02677, section
+    2.2.
+    """
+    lr = optimizer.param_groups[0]["lr"]
+    factor = 1 / (warmup + 1) if start is None else start
+    linear = LinearLR(optimizer, start_factor=factor, total_iters=warmup)
+    cosine = CosineAnnealingLR(optimizer, T_max=steps - warmup, eta_min=lr / 10)
+    return SequentialLR(optimizer, [linear, cosine], milestones=[warmup])
+
+
+def resolve_device(config: TrainConfig, group: Processes | None = None) -> torch.device:
+    """The device to train on; of several processes each has the CUDA device of its local rank.
+
+    Raises OptionError where it is absent or cannot do what --precision asks.
+    """
+    name = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cuda" and group is not None and group.world > 1:
+        name = f"cuda:{group.local_rank}"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise OptionError("device", f"{name!r} given; allowed: cpu, cuda, cuda:N")
+    if device.type == "cuda":
+        if (device.index or 0) >= (count := torch.cuda.device_count()):
+            raise OptionError("device", f"{name!r} given, of {count} CUDA devices; allowed: cpu, cuda:N below {count}")
+        if (precision := config.techniques.precision).startswith("bf16") and not torch.cuda.is_bf16_supported():
+            text = f"{precision!r} given, which {name!r} does not support; allowed: fp32, fp16-mixed"
+            raise OptionError("precision", text)
+    return device
+
+
 @dataclasses.dataclass
 class History:
     """The measurements of a run so far; part of its checkpoints, so that a resumed run reports on all its steps.
 
     train_loss, seconds: one entry per step. validation: (step, loss) pairs. Losses are in nats per byte or token.
-    peak_bytes: tensor bytes of the last step, None where they are not counted; saved_bytes: what the forward pass
-        of its first micro-batch saves for the backward pass. Counting slows that step down, so it is left out of the
-        speed.
+    saved_bytes: what the forward pass of the last step's first micro-batch saves for the backward pass.
     """
 
     train_loss: list[float] = dataclasses.field(default_factory=list)
     seconds: list[float] = dataclasses.field(default_factory=list)
     validation: list[tuple[int, float]] = dataclasses.field(default_factory=list)
-    peak_bytes: int | None = None
     saved_bytes: int | None = None
+
+
+FORMAT = [[field.name for field in dataclasses.fields(cls)] for cls in (TrainConfig, Techniques, History)]
+"""Of checkpoints: those of a version with other options are refused."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,12 +154,10 @@ class RunResult:
     """A finished run in figures; losses are nats per unit, tokens_per_second is that of the median step."""
 
     optimizer: str
-    activations: str
     parameters: int
     optimizer_bytes: int
     bytes_per_parameter: float
     validation_loss: float
-    peak_bytes: int | None
     saved_bytes: int
     median_step_seconds: float
     tokens_per_second: float
@@ -82,34 +174,26 @@ class Trainer:
     CUDA with deterministic kernels (``torch.use_deterministic_algorithms``).
 
     group: several processes; each has the same ``config`` and ``corpus``, and calls the same methods.
-    counts_peak: whether the last step's tensor bytes are counted. Autograd then adds the two gradients of a tied weight
-    in a third buffer, which a run close to its limit (--fit) has no room for.
     """
 
     def __init__(self, config: TrainConfig, corpus: Corpus | Source, group: Processes | None = None) -> None:
         source = corpus if isinstance(corpus, Source) else Source(corpus)
         config.validate()
-        self.group = group or Processes()
+        self.config, self.corpus, self.group = config, source.corpus, group or Processes()
         self.device = resolve_device(config, self.group)
-        self.corpus = source.corpus
-        self.config = config = resolved(config, self.corpus)
         check_micro_batches(config, self.group.world)
-        if config.threads is not None:
-            torch.set_num_threads(config.threads)
         torch.manual_seed(config.seed)
         self.objective = build_objective(config, source, self.device)
         self.model = self.objective.model
-        self.parallel = data_parallel(self.objective, config, self.group, self.device)
+        self.parallel = data_parallel(self.objective, config, self.group.world, self.device)
         self.optimizer = build_optimizer(config, self.model)
-        self.scheduler = schedule(config, self.optimizer)
+        start = None if config.warmup_from == "zero" else config.base_lr / config.peak_lr
+        self.scheduler = warmup_cosine(self.optimizer, warmup=config.warmup_steps, steps=config.steps, start=start)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.techniques.autocast == "fp16")
         if self.group.rank:
             torch.manual_seed(config.seed + self.group.rank)  # dropout's
-        self.phases: Phases | None = None
-        self.counts_peak = True
         self.steps_done = 0
         self.history = History()
-        self._batches: Iterator[tuple[list[Batch], int]] | None = None
 
     def loss(self, *batch: Tensor) -> Tensor:
         """The sum of a batch's cross-entropies in nats, computed in fp32."""
@@ -119,22 +203,11 @@ class Trainer:
 
     def _counted_loss(self, *batch: Tensor) -> Tensor:
         losses: list[Tensor] = []
-        forward = lambda: losses.append(self.loss(*batch))  # noqa: E731
-        self.history.saved_bytes = memory.saved_bytes(forward, self.model)
+        self.history.saved_bytes = memory.saved_bytes(lambda: losses.append(self.loss(*batch)), self.model)
         return losses[0]
 
-    def _mark(self, phase: str) -> None:
-        if self.phases is not None:
-            self.phases.mark(phase)
-
-    def _next_batches(self) -> tuple[list[Batch], int]:
-        """This process's micro-batches of the step, and how many targets all processes' have."""
-        if self._batches is None:
-            self._batches = prepared(self.corpus, self.config, self.group, self.steps_done)
-        return next(self._batches)
-
-    def _backward(self, batches: Sequence[Batch], count: int, counted: bool) -> Tensor:
-        """Forward and backward over the micro-batches; the mean loss over the targets of all processes.
+    def _backward(self, batches: Sequence[Batch], counted: bool) -> Tensor:
+        """Forward and backward over this process's micro-batches; the mean loss over the targets of all processes.
 
         DDP averages gradients over the processes, so that each one's are weighted with their number.
         """
@@ -142,49 +215,28 @@ class Trainer:
         total = torch.zeros((), device=self.device)
         for i, batch in enumerate(batches):
             with synchronized(self.parallel, i + 1 == len(batches), on_host):
-                loss = (self._counted_loss if counted and i == 0 else self.loss)(*batch) / count
-                self._mark("forward")
+                loss = self._counted_loss(*batch) if counted and i == 0 else self.loss(*batch)
+                loss = loss / self.config.tokens_per_step
                 self.scaler.scale(loss * world if world > 1 else loss).backward()
-                self._mark("backward")
             total += loss.detach()
         return self.group.sum(total)
 
-    def _update(self, counted: bool = False) -> float:
-        """Forward and backward over the step's micro-batches, then the optimizer; the mean loss.
+    def step(self) -> float:
+        """One optimizer step; returns its training loss. The last one also counts what is saved for backward.
 
-        counted: the first forward pass also counts what it saves for backward.
+        Raises Diverged where the loss is not finite.
         """
-        batches, count = self._next_batches()
-        self._mark("begin")
-        total = self._backward(batches, count, counted)
+        began = time.perf_counter()
+        batches = self.corpus.step(self.config, self.steps_done)[self.group.rank :: self.group.world]
+        total = self._backward(batches, counted=self.steps_done + 1 == self.config.steps)
         if self.config.max_norm and not self.config.clips_in_step:
             self.scaler.unscale_(self.optimizer)
             nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        self._mark("step")
         self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self._mark("end")
-        return total.item()
-
-    def step(self) -> float:
-        """One optimizer step; returns its training loss. The last one also counts saved bytes and the peak.
-
-        Raises Diverged where the loss is not finite.
-        """
-        began = time.perf_counter()
-        last = self.steps_done + 1 == self.config.steps
-        # A dispatch mode, by which bytes are counted on a CPU, turns compiled functions off, from then on too.
-        counted = self.counts_peak and not (self.config.techniques.compile and self.device.type == "cpu")
-        if last and counted:
-            losses: list[float] = []
-            self.history.peak_bytes = memory.peak_bytes(
-                lambda: losses.append(self._update(counted=True)), self.model, self.optimizer
-            )
-            loss = losses[0]
-        else:
-            loss = self._update(counted=last)
+        loss = total.item()
         self.history.seconds.append(time.perf_counter() - began)
         self.history.train_loss.append(loss)
         self.steps_done += 1
@@ -192,103 +244,73 @@ class Trainer:
             raise Diverged(f"{self.config.techniques.label}: the loss is {loss} at step {self.steps_done}")
         return loss
 
+    @torch.no_grad()
     def evaluate(self) -> float:
         """Mean loss over the validation batches (always the same ones), also recorded in the history."""
-        batches = own_batches(self.corpus.validation_batches(self.config), self.group)
-        found = validate(self.objective, batches, self.loss, lambda sums: self.group.sum(sums.to(self.device)))
-        self.history.validation.append((self.steps_done, found))
-        return found
-
-    def _rng_states(self) -> list[Tensor]:
-        """The generators' states: the CPU's, and the CUDA device's if it trains there."""
-        states = [torch.get_rng_state()]
-        if self.device.type == "cuda":
-            states.append(torch.cuda.get_rng_state(self.device))
-        return states
-
-    @property
-    def has_dtensors(self) -> bool:
-        """Whether parameters are DTensors: under fully_shard, which streams weights from the host, too."""
-        on_host = self.config.techniques.weights_on_host is not None
-        return on_host or (self.group.world > 1 and self.config.parallel == "fsdp")
-
-    def _whole(self, state: dict[str, Any]) -> dict[str, Any]:
-        """A state dict without shards."""
-        if not self.has_dtensors:
-            return state
-        from .sharding import whole
-
-        return whole(state)
+        self.objective.eval()
+        sums = torch.zeros(2, dtype=torch.float64)  # losses, targets
+        batches, world = self.corpus.validation_batches(self.config), self.group.world
+        for i in range(self.group.rank, -(-len(batches) // world) * world, world):
+            batch = batches[i % len(batches)]
+            loss = self.loss(*batch).item()
+            if i < len(batches):  # else run for fully_shard, which needs all processes
+                sums += torch.tensor([loss, batch.targets.numel()], dtype=torch.float64)
+        self.objective.train()
+        losses, count = self.group.sum(sums.to(self.device)).tolist()
+        self.history.validation.append((self.steps_done, losses / count))
+        return losses / count
 
     def weights(self) -> dict[str, Any]:
         """The model's state dict, without shards; all processes must call it."""
-        return self._whole(self.model.state_dict())
+        return full(self.model.state_dict())
 
     def state_dict(self) -> dict[str, Any]:
         """Plain tensors, numbers and strings: what ``torch.load(weights_only=True)`` reads back.
 
         Of several processes all must call it, and each gets the same.
         """
+        rng = [torch.get_rng_state()]
+        if self.device.type == "cuda":
+            rng.append(torch.cuda.get_rng_state(self.device))
         return {
             "format": FORMAT,
             "config": dataclasses.asdict(self.config),
             "corpus": self.corpus.digest,
             "step": self.steps_done,
             "model": self.weights(),
-            "optimizer": self._whole(self.optimizer.state_dict()),
+            "optimizer": full(self.optimizer.state_dict()),
             "scheduler": self.scheduler.state_dict(),
             "scaler": self.scaler.state_dict(),
-            "rng": self.group.gather(self._rng_states()),
+            "rng": self.group.gather(rng),
             "history": dataclasses.asdict(self.history),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues the run of ``state``. Where options differ, raises OptionError and changes nothing."""
-        saved = TrainConfig.from_dict(state["config"])
-        options, options_before = self.config.options(), saved.options()
-        for name, given in options.items():
-            before = options_before[name]
-            if name in FREE_ON_RESUME or given == before:
-                continue
-            used = DEFAULTED.get(name)  # the default may be given explicitly
-            if used is None or getattr(self.config, used) != getattr(saved, used):
-                before = getattr(saved, used) if used else before
-                raise OptionError(
-                    name,
-                    f"{spelled(given)} given; allowed: {spelled(before)}, with which the resumed run began, or a new "
-                    "run without --resume",
-                )
+        before = TrainConfig.from_dict(state["config"]).options()
+        for name, given in self.config.options().items():
+            if name not in FREE_ON_RESUME and given != before[name]:
+                allowed = f"{spelled(before[name])}, with which the resumed run began, or a new run without --resume"
+                raise OptionError(name, f"{spelled(given)} given; allowed: {allowed}")
         if state["corpus"] != self.corpus.digest:
-            raise OptionError(
-                "data",
-                f"{self.corpus.name!r} given; allowed: the text with which the resumed run began, unchanged",
-            )
+            allowed = "the text with which the resumed run began, unchanged"
+            raise OptionError("data", f"{self.corpus.name!r} given; allowed: {allowed}")
         if state["step"] not in range(self.config.steps + 1):
-            raise OptionError(
-                "resume", f"given a checkpoint of step {state['step']!r}; allowed: 0 to {self.config.steps}"
-            )
-        models = (self.model.state_dict(), state["model"])
-        shapes = [{name: tensor.shape for name, tensor in model.items()} for model in models]
+            text = f"given a checkpoint of step {state['step']!r}; allowed: 0 to {self.config.steps}"
+            raise OptionError("resume", text)
+        shapes = [{name: x.shape for name, x in each.items()} for each in (self.model.state_dict(), state["model"])]
         if shapes[0] != shapes[1]:
             raise OptionError("resume", f"given a checkpoint of another model; allowed: one of {self.config.model}")
-        if self.has_dtensors:
-            from .sharding import load_whole, load_whole_states
-
-            load_whole(self.model, state["model"])
-            load_whole_states(self.optimizer, state["optimizer"])
-        else:
-            self.model.load_state_dict(state["model"])
-            self.optimizer.load_state_dict(state["optimizer"])
+        load_full(self.model, state["model"])
+        load_full_states(self.optimizer, state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
         self.scaler.load_state_dict(state["scaler"])
-        if len(state["rng"]) == self.group.world:
+        if len(state["rng"]) == self.group.world:  # else the generators go on from the seed
             states = state["rng"][self.group.rank]
             torch.set_rng_state(states[0])
             if self.device.type == "cuda" and len(states) > 1:
                 torch.cuda.set_rng_state(states[1], self.device)
-        # Else, with another number of processes, the generators go on from the seed.
         self.steps_done = state["step"]
-        self._batches = None
         self.history = History(**state["history"])
 
     def result(self) -> RunResult:
@@ -296,28 +318,21 @@ class Trainer:
         history = self.history
         if history.saved_bytes is None or not history.validation:
             raise RuntimeError(f"no result after {self.steps_done} of {self.config.steps} steps")
-        median = statistics.median(history.seconds[:-1] or history.seconds)
+        median = statistics.median(history.seconds[:-1] or history.seconds)  # the last one counted bytes
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
         state_bytes = memory.optimizer_bytes(self.optimizer)
         return RunResult(
             optimizer=self.config.techniques.label,
-            activations=self.config.activations,
             parameters=parameters,
             optimizer_bytes=state_bytes,
             bytes_per_parameter=state_bytes / parameters,
             validation_loss=history.validation[-1][1],
-            peak_bytes=history.peak_bytes,
             saved_bytes=history.saved_bytes,
             median_step_seconds=median,
             tokens_per_second=self.config.tokens_per_step / median,
             history=history,
             unit=self.corpus.unit,
         )
-
-
-def comparison(config: TrainConfig) -> list[TrainConfig]:
-    """The baseline (:meth:`TrainConfig.baseline`) and ``config``."""
-    return [config.baseline(), config]
 
 
 def run(trainers: Sequence[Trainer], on_step: Callable[[Trainer], None] = lambda trainer: None) -> list[RunResult]:

@@ -18,7 +18,7 @@ from memkern.options import OptionError, Range, Techniques
 from memkern.planner import cli as plan_cli
 from memkern.train import TrainConfig
 from memkern.train import cli as train_cli
-from memkern.train.arguments import given_options
+from memkern.train.cli import given_options
 
 PACKAGE = Path(memkern.__file__).parent
 NAMES = [field.name for field in dataclasses.fields(Techniques)]
@@ -69,7 +69,6 @@ def test_plan_and_train_have_the_same_flags_for_the_techniques() -> None:
         ("--batch-size 8 --micro-batch 2", {"micro_batch": 2, "accumulation": 4}),
         ("--micro-batch 2 --accumulation 3", {"micro_batch": 2, "accumulation": 3}),
         ("--optimizer torch-sgd", {"optimizer": "torch-sgd", "state_bits": 32}),
-        ("--steps 5", {"steps": 5, "epochs": None}),
     ],
 )
 def test_what_is_given_to_train(typed_flags: str, found: dict[str, Any]) -> None:

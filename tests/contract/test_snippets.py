@@ -5,8 +5,8 @@ A page's Python blocks are pasted one after another into an interpreter without 
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
+import json
 import re
 import shlex
 from collections.abc import Callable, Iterator
@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from tests.support import timm_factory
+from tests.support.train_helpers import tiny_tokenizer
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -187,19 +188,14 @@ def as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str
     """Runs a command with its own arguments, in a folder with the files that it names; a run ends after 2 steps."""
     pytest.importorskip("rich")
     from memkern.__main__ import main
-    from memkern.train import loop
+    from memkern.train import cli
 
     monkeypatch.chdir(tmp_path)
-    resolved = loop.resolved
-
-    def short(config: Any, corpus: Any) -> Any:
-        return dataclasses.replace(resolved(config, corpus), steps=2, warmup=0, eval_tokens=256)
-
-    monkeypatch.setattr(loop, "resolved", short)
+    given = cli.given_options
+    monkeypatch.setattr(cli, "given_options", lambda args: given(args) | {"steps": 2, "warmup": 0, "eval_tokens": 256})
     Path("my_texts").mkdir()
     Path("my_texts/text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 500)
-    rows = [f"{text} {i},{mood}" for i in range(300) for text, mood in (("fine", "good"), ("awful", "bad"))]
-    Path("rows.csv").write_text("\n".join(["text,mood", *rows]))
+    Path("rows.jsonl").write_text("".join(json.dumps({"text": f"row {i} of many"}) + "\n" for i in range(600)))
 
     def run(command: str) -> None:
         try:
@@ -215,6 +211,7 @@ def as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str
 @pytest.mark.filterwarnings("ignore")
 def test_commands_run_as_printed(as_printed: Callable[[str], None]) -> None:
     tiny_gpt2().save_pretrained("folder")
+    tiny_tokenizer().save_pretrained("folder")
     small = [command for command in MEMKERN if command not in LARGE]
     small.sort(key=lambda command: "--resume" in command)  # what is resumed is saved before
     assert len(small) > 6

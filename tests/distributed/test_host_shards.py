@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard
 
 from memkern import optim
 from memkern.optim.dtensor.shards import local, on_mesh
-from memkern.train.sharding import load_whole, load_whole_states, whole
+from memkern.train.distributed import full, load_full, load_full_states
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a mesh of CUDA's moves tensors where it is there")
 CLASSES: dict[str, tuple[type[Any], dict[str, Any]]] = {
@@ -93,7 +93,7 @@ def test_whole_tensors_load_into_them(name: str, mesh: DeviceMesh) -> None:
     one, two = model(), model()
     optimizers = [cls(m.parameters(), **{"lr": 0.1, **options}) for m in (one, two)]
     stepped(one, optimizers[0])
-    load_whole(two, whole(one.state_dict()))
-    load_whole_states(optimizers[1], copy.deepcopy(whole(optimizers[0].state_dict())))  # torch shares steps
+    load_full(two, full(one.state_dict()))
+    load_full_states(optimizers[1], copy.deepcopy(full(optimizers[0].state_dict())))  # torch shares steps
     ends = [stepped(m, optimizer) for m, optimizer in zip((one, two), optimizers, strict=True)]
     assert all(torch.equal(x, ends[1][name]) for name, x in ends[0].items())

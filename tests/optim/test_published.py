@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from memkern import optim
-from memkern.train.data import windows
-from memkern.train.model import GPT
+from memkern.train import GPT, Corpus, TrainConfig
 from tests.support import timm_optim
 from tests.support.helpers import make_params, on, over_cpu, train
 from tests.support.optimizers import FormulaOptimizer, cases
@@ -22,11 +21,11 @@ def small_gpt() -> tuple[torch.nn.Module, Callable[[int], Tensor]]:
     model = GPT(layers=2, heads=2, width=32, seq_len=16)
     with open(__file__, "rb") as file:
         text = torch.frombuffer(bytearray(file.read()), dtype=torch.uint8)
+    corpus = Corpus(text, text, __file__)
 
     def loss(step: int) -> Tensor:
-        starts = torch.randint(len(text) - 17, (4,), generator=torch.Generator().manual_seed(step))
-        inputs, targets = windows(text, starts, 16)
-        return torch.nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+        [batch] = corpus.step(TrainConfig(seq_len=16), step)
+        return torch.nn.functional.cross_entropy(model(batch.inputs).flatten(0, 1), batch.targets.flatten())
 
     return model, loss
 

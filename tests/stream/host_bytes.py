@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import memkern
 from memkern.applying import optimizer_groups
 from memkern.options import Techniques
-from memkern.train import heap
+from memkern.train.fit import return_freed_memory
 
 WIDTH, BLOCKS = 512, 16
 
@@ -63,15 +63,15 @@ def run(name: str, blocks: int, steps: int) -> tuple[int, int, int]:
         model(x).float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    heap.trim()
+    return_freed_memory()
     return sum(p.numel() for p in model.parameters()), resident(), most
 
 
 def main(name: str) -> None:
     torch.set_num_threads(1)
-    heap.map_large_blocks()
+    return_freed_memory()
     run(name, 2, 3)  # libraries, threads and buffers
-    heap.trim()
+    return_freed_memory()
     before = resident()
     params, after, most = run(name, BLOCKS, 3)
     of_block = 2 * 6 * WIDTH**2

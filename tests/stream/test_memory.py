@@ -108,7 +108,7 @@ def test_the_device_has_few_blocks(counted: Any, way: dict[str, Any]) -> None:
 
 COMMAND = [
     *("train", "--layers", "12", "--heads", "2", "--width", "64", "--seq-len", "32", "--batch-size", "4"),
-    *("--steps", "3", "--eval-every", "3", "--eval-tokens", "320", "--device", "cpu", "--threads", "1"),
+    *("--steps", "3", "--eval-every", "3", "--eval-tokens", "320", "--device", "cpu"),
     *("--precision", "bf16", "--master-weights", "bf16+8", "--clip", "0", "--checkpointing", "blocks"),
     *("--loss-chunk", "64", "--save"),
 ]

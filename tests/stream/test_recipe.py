@@ -11,9 +11,8 @@ import torch.distributed as dist
 
 from memkern import OptionError
 from memkern.__main__ import main
-from memkern.train import Corpus, TrainConfig, Trainer, run
+from memkern.train import Corpus, Source, TrainConfig, Trainer, load, run
 from memkern.train import checkpoint as checkpoints
-from memkern.train.build import Source, load
 from tests.support.train_helpers import SMALL, small_run, train_by_two
 
 PLAIN = SMALL.replace(device="cpu", precision="bf16", master_weights="bf16+8", clip=0.0)

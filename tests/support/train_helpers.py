@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from memkern import memory
 from memkern.train import Corpus, TrainConfig, Trainer, run
 
 TEXT = "".join(f"line {i}: the square of {i} is {i * i}, its cube {i**3}.\n" for i in range(1500))
@@ -22,12 +23,17 @@ TORCH_ADAM: dict[str, Any] = {"optimizer": "torch-adam", "state_bits": 32}
 def small_run(layers: int, batch_size: int, steps: int) -> list[str]:
     """The flags of a small run on the CPU."""
     sizes = {"layers": layers, "heads": 2, "width": 64, "seq-len": 32, "batch-size": batch_size, "steps": steps}
-    run = {"eval-every": 2, "eval-tokens": 320, "device": "cpu", "threads": 1}
+    run = {"eval-every": 2, "eval-tokens": 320, "device": "cpu"}
     return [word for name, value in (sizes | run).items() for word in (f"--{name}", str(value))]
 
 
 def weights(trainer: Trainer) -> list[torch.Tensor]:
     return [parameter.detach() for parameter in trainer.model.parameters()]
+
+
+def step_peak(trainer: Trainer) -> int:
+    """The largest number of tensor bytes during one more step."""
+    return memory.peak_bytes(trainer.step, trainer.model, trainer.optimizer)
 
 
 def trained(corpus: Corpus, **changes: Any) -> Trainer:
@@ -69,3 +75,15 @@ def train_by_two(*arguments: str) -> list[str]:
     printed = [process.communicate(timeout=240)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], printed
     return printed
+
+
+def tiny_tokenizer() -> Any:
+    """GPT-2's of bytes, without merges: 256 ids and one that ends a document."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {c: i for i, c in enumerate((*sorted(pre_tokenizers.ByteLevel.alphabet()), "<|endoftext|>"))}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")

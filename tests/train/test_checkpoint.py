@@ -55,7 +55,6 @@ def test_a_resumed_run_repeats_every_bit(
     straight, resumed = straight_and_resumed(config, corpus, tmp_path)
     assert_same_run(straight, resumed)
     assert straight.scaler.state_dict() == resumed.scaler.state_dict()
-    assert straight.history.peak_bytes == resumed.history.peak_bytes
 
 
 @pytest.mark.parametrize("every", [None, 1, 2])
@@ -99,44 +98,21 @@ def test_another_configuration_is_not_resumed(corpus: Corpus, changes: dict[str,
     other = Trainer(SMALL.replace(**changes), corpus)
     before = [weight.clone() for weight in weights(other)]
     [(name, value)] = changes.items()
-    used = {"warmup": SMALL.warmup_steps, "lr": SMALL.base_lr}.get(name, SMALL.options()[name])
+    used = SMALL.options()[name]
     used = "none" if used is None else used
     with pytest.raises(OptionError, match=f"{name}: {value} given; allowed: {used}"):
         other.load_state_dict(state)
     assert all(torch.equal(a, b) for a, b in zip(before, weights(other), strict=True))
 
 
-def without(state: dict[str, Any], *path: str) -> dict[str, Any]:
-    """A copy without one key, of it or of a part of it."""
-    name, *rest = path
-    if rest:
-        return state | {name: without(state[name], *rest)}
-    return {key: value for key, value in state.items() if key != name}
-
-
-def test_a_checkpoint_without_a_key_is_refused_by_its_name(corpus: Corpus, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_version_is_refused(corpus: Corpus, tmp_path: Path) -> None:
     state, path = Trainer(SMALL, corpus).state_dict(), tmp_path / "run.pt"
     assert tuple(state) == KEYS
-    parts: dict[tuple[str, ...], dict[str, Any]] = {
-        (): without(state, "format"),
-        ("config",): state["config"],
-        ("config", "techniques"): state["config"]["techniques"],
-        ("history",): state["history"],
-    }
-    for part, keys in parts.items():
-        for key in keys:
-            torch.save(without(state, *part, key), path)
-            with pytest.raises(OptionError, match=f"resume: .* is no checkpoint of this version .* has no '{key}'"):
-                checkpoints.load(path)
-    for bad, why in (
-        ([], "its format is not"),
-        (without(state, "format"), "its format is not"),
-        (state | {"new": 1}, "it has an unknown 'new'"),
-        (state | {"config": state["config"] | {"techniques": None}}, "config.techniques is no dict"),
-        (state | {"history": []}, "history is no dict"),
-    ):
+    other = [[*names, "new"] for names in state["format"]]
+    without = [{key: x for key, x in state.items() if key != absent} for absent in KEYS]
+    for bad in ([], state | {"new": 1}, state | {"format": other}, *without):
         torch.save(bad, path)
-        with pytest.raises(OptionError, match=f"is no checkpoint of this version .*: {why}"):
+        with pytest.raises(OptionError, match=r"resume: .* is no checkpoint of this version of memkern train"):
             checkpoints.load(path)
 
 
@@ -181,13 +157,14 @@ def test_a_failed_save_leaves_the_old_file(
 @pytest.mark.full
 def test_a_killed_run_resumes_bit_for_bit(corpus: Corpus, text: Path, tmp_path: Path) -> None:
     steps, path = 200, tmp_path / "run.pt"
-    config = SMALL.replace(steps=steps, warmup=None, eval_every=25, save_every=5, threads=1)
+    config = SMALL.replace(steps=steps, warmup=None, eval_every=25, save_every=5)
     command = [sys.executable, "-m", "memkern", "train", "--data", str(text), "--save", str(path)]
     defaults = TrainConfig().options()
     for name, value in config.options().items():
         if value != defaults[name]:
             command += typed(name, value).split()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    same = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=same)
     deadline = time.monotonic() + 60
     while not path.exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -198,7 +175,7 @@ def test_a_killed_run_resumes_bit_for_bit(corpus: Corpus, text: Path, tmp_path: 
     assert 5 <= killed_at < steps
 
     resume = [sys.executable, "-m", "memkern", "train", "--resume", str(path)]
-    subprocess.run(resume, check=True, stdout=subprocess.DEVNULL, timeout=120)
+    subprocess.run(resume, check=True, stdout=subprocess.DEVNULL, timeout=120, env=same)
     straight = Trainer(config, corpus)
     run([straight])
     resumed = checkpoints.load(path)

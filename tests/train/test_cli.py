@@ -64,7 +64,7 @@ def test_train_prints_lines_and_a_table(text: str, capsys: pytest.CaptureFixture
     for row in (
         "validation loss",
         "optimizer state",
-        "peak tensor bytes",
+        "Peak: ",
         "median step",
         "tokens per second",
     ):
@@ -99,9 +99,9 @@ def test_compare_writes_json_and_a_picture(text: str, tmp_path: Path, capsys: py
         assert len(result["history"]["train_loss"]) == 4
         assert f"{result['validation_loss']:.4f}" in shown
     assert f"{ours['optimizer_bytes'] / baseline['optimizer_bytes']:.3f}" in shown  # the ratio column
-    assert written["summary"] in shown.replace("\n", " ")
+    assert written["summary"] in " ".join(shown.split())
     assert written["config"]["lr"] == 1e-3
-    assert written["data"]["train_bytes"] == 8100
+    assert "8,100 bytes for training" in written["data"]["description"]
     assert written["environment"]["backends"] == json.loads(json.dumps(backend.report()))["backends"]
     picture = (out / "losses.png").read_bytes()
     assert picture.startswith(b"\x89PNG\r\n")
@@ -125,24 +125,9 @@ def test_resume_takes_the_options_it_is_not_given(
     assert "argument --lr: 0.002 given; allowed: 0.0005, with which the resumed run began, or a new run" in shown
 
 
-def test_a_default_may_be_given_on_resume_and_another_value_may_not(
-    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = str(tmp_path / "run.pt")
-    main(["train", "--data", text, *SMALL, "--save", path])
-    main(["train", "--resume", path, "--lr", "1e-3", "--weight-decay", "0.1", "--clip", "1"])
-    capsys.readouterr()
-    for option, value, used in (("--lr", "2e-3", "0.001"), ("--clip", "0.0", "1.0"), ("--warmup", "2", "0")):
-        with pytest.raises(SystemExit):
-            main(["train", "--resume", path, option, value])
-        assert f"allowed: {used}, with which" in capsys.readouterr().err
-
-
 BAD = [
     (["--steps", "0"], "--steps", "0 given", "1 or more"),
     (["--seed", str(2**63)], "--seed", "9223372036854775808 given", "0 to 9223372036854775807"),
-    (["--threads", "99999999999"], "--threads", "99999999999 given", "1 to 1024"),
-    (["--workers", "99999999999"], "--workers", "99999999999 given", "0 to 1024"),
     (["--steps", "many"], "--steps", "invalid int value: 'many'"),
     (["--batch-size", "-3"], "--batch-size", "-3 given", "1 or more"),
     (["--lr", "nan"], "--lr", "nan given", "finite"),
@@ -157,8 +142,6 @@ BAD = [
     (["--width", "63"], "--heads", "2 given", "divisors of the width, 63"),
     (["--bytes"], "--bytes", "given with --model byte-tiny", "models of transformers"),
     (["--model", "gpt2"], "--layers", "given with --model gpt2", "byte-tiny"),
-    (["--epochs", "2"], "--epochs", "given with --steps", "one of the two"),
-    (["--warmup-epochs", "9"], "--warmup-epochs", "9 given", "fewer than the 4 steps"),
     (["--dropout", "1"], "--dropout", "1.0 given", "below 1"),
     (["--checkpointing", "some"], "--checkpointing", "'some'", "blocks"),
     (["--master-weights", "bf16+8"], "--master-weights", "'bf16+8' given", "precision is 'bf16'"),
@@ -193,7 +176,7 @@ BAD = [
         "--resume",
         "'text.txt' is no checkpoint: python -m memkern train --save writes them",
     ),
-    (["--resume", "torn.pt"], "--resume", "'torn.pt' is cut off: 300 bytes", "use another one"),
+    (["--resume", "torn.pt"], "--resume", "'torn.pt' is cut off: 300 bytes"),
     (["--resume", "objects.pt"], "--resume", "'objects.pt' is damaged, or holds other objects"),
     (["--resume", "other.pt"], "--resume", "'other.pt' is no checkpoint of this version"),
     (["--save", "absent/run.pt"], "--save", "'absent/run.pt' given", "existing folder"),
@@ -268,7 +251,6 @@ def test_a_checkpoint_of_other_values_is_refused_in_a_line(
         ({"LOCAL_RANK": "-1"}, "LOCAL_RANK", "'-1' given"),
         ({"WORLD_SIZE": "two"}, "WORLD_SIZE", "'two' given"),
         ({"WORLD_SIZE": "0"}, "RANK", "below WORLD_SIZE, 0"),
-        ({"WORLD_SIZE": "2"}, "WORLD_SIZE", "2 given in the environment without RANK, MASTER_ADDR, MASTER_PORT"),
         ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK", "below WORLD_SIZE, 2"),
         ({"MEMKERN_BACKEND": "xx"}, "MEMKERN_BACKEND", "must be one of cpu, cuda"),
     ],
@@ -309,18 +291,6 @@ def test_a_plan_is_no_picture_of_another_kind(
         main(["plan", *model, "--png", path])
     assert ended.value.code == 2
     assert f"argument --png: {path!r} given; allowed: a file " in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("content", "pieces"), [(b"", ["--data", "no text"]), (b"ten bytes.", ["--seq-len", "32 given"])]
-)
-def test_too_little_text(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes, pieces: list[str]) -> None:
-    (tmp_path / "short").write_bytes(content)
-    with pytest.raises(SystemExit) as ended:
-        main(["train", "--data", str(tmp_path), *SMALL])
-    assert ended.value.code == 2
-    error = capsys.readouterr().err
-    assert all(piece in error for piece in pieces), error
 
 
 def test_what_may_not_be_read_or_written(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

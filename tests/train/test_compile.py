@@ -21,8 +21,6 @@ from memkern.compiled.blocks import is_compiled
 from memkern.planner.models import resolve
 from memkern.train import Corpus, Trainer, run
 from memkern.train import checkpoint as checkpoints
-from memkern.train.build import Source
-from memkern.train.evaluation import evaluate
 from tests.support.train_helpers import SMALL, assert_same_run, small_run, train_by_two, trained
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
@@ -66,7 +64,6 @@ def test_losses_are_those_of_uncompiled_blocks(corpus: Corpus, name: str) -> Non
     validation = [[loss for _, loss in each.history.validation] for each in (compiled, plain)]
     assert validation[0] == pytest.approx(validation[1], rel=tolerance)
     assert compiled.weights().keys() == plain.weights().keys()
-    assert compiled.history.peak_bytes is None  # a dispatch mode would turn the compiled functions off
     assert all(map(is_compiled, compiled.model.blocks))
 
 
@@ -116,7 +113,7 @@ def test_a_model_of_transformers_by_the_command_line(text: Path, tmp_path: Path)
     transformers = pytest.importorskip("transformers")
     folder, saved = tmp_path / "model", tmp_path / "run.pt"
     transformers.GPT2Config(n_layer=3, n_head=2, n_embd=32, n_positions=64, vocab_size=300).save_pretrained(folder)
-    flags = [*("--seq-len", "32", "--batch-size", "2", "--device", "cpu", "--threads", "1", "--eval-tokens", "320")]
+    flags = [*("--seq-len", "32", "--batch-size", "2", "--device", "cpu", "--eval-tokens", "320")]
     begin = ["--data", str(text), "--model", str(folder), "--from-config", "--bytes", "--compile", "--saved-bits", "8"]
 
     def train(*arguments: str) -> str:
@@ -148,12 +145,6 @@ def test_two_processes(text: Path, tmp_path: Path, parallel: str) -> None:
     assert found["compiled"]["history"]["train_loss"] == pytest.approx(
         found["plain"]["history"]["train_loss"], rel=1e-5
     )
-
-
-def test_an_evaluation_compiles_nothing(corpus: Corpus) -> None:
-    config = SMALL.replace(device="cpu", compile=True, saved_bits=8)
-    assert evaluate(config, Source(corpus)) == evaluate(config.replace(compile=False, saved_bits=None), Source(corpus))
-    assert not counters["stats"]
 
 
 @pytest.mark.parametrize(

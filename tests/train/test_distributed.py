@@ -11,9 +11,8 @@ from memkern import OptionError
 from memkern.__main__ import main
 from memkern.train import Corpus, Trainer
 from memkern.train import checkpoint as checkpoints
-from memkern.train.build import resolved, warmup_cosine
-from memkern.train.data import IGNORED
-from memkern.train.distributed import Processes, own_batches
+from memkern.train.distributed import Processes
+from memkern.train.loop import warmup_cosine
 from tests.support.helpers import first_full
 from tests.support.ranks import TORCHRUN_TWO
 from tests.support.train_helpers import SMALL, small_run, train_by_two
@@ -42,7 +41,7 @@ def test_one_and_two_processes_agree_at_equal_global_batch(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], parallel: str
 ) -> None:
     arguments = ["--data", str(text), *OPTIONS, "--optimizer", "lamb", "--lr-rule", "linear"]
-    arguments += ["--warmup-from", "base", "--warmup-epochs", "0.003"]
+    arguments += ["--warmup-from", "base", "--warmup", "2"]
     main(["train", *arguments, "--batch-factor", "4", "--save", str(tmp_path / "1.pt")])
     more = ["--batch-factor", "4", "--save", str(tmp_path / "2.pt"), "--out", str(tmp_path / "out")]
     first, second = train_by_two(*arguments, *more, "--parallel", parallel)
@@ -50,7 +49,7 @@ def test_one_and_two_processes_agree_at_equal_global_batch(
     assert "validation loss" in first
     assert "validation loss" in capsys.readouterr().out
     assert not second  # it prints nothing
-    assert (tmp_path / "out" / "memory.png").is_file()
+    assert (tmp_path / "out" / "losses.png").is_file()
     if parallel == "fsdp":  # whole tensors, which load into shards and into one process
         assert (
             checkpoints.load(tmp_path / "2.pt")["model"].keys() == checkpoints.load(tmp_path / "1.pt")["model"].keys()
@@ -62,54 +61,12 @@ def test_one_and_two_processes_agree_at_equal_global_batch(
         assert sentence.split(";")[0] in capsys.readouterr().out
 
 
-@pytest.mark.full
-def test_a_partial_group_agrees(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    folder, text = tmp_path / "model", tmp_path / "text.txt"
-    transformers.GPT2Config(n_layer=2, n_head=2, n_embd=32, n_positions=64, vocab_size=300).save_pretrained(folder)
-    text.write_text("The quick brown fox. " * 45)  # 850 bytes to train on
-    arguments = [
-        *("--data", str(text), "--model", str(folder), "--from-config", "--bytes"),
-        *(
-            "--dropout",
-            "0",
-            "--micro-batch",
-            "2",
-            "--accumulation",
-            "4",
-            "--batch-factor",
-            "1",
-            "--seq-len",
-            "32",
-        ),
-        *("--steps", "5", "--eval-every", "2", "--state-bits", "32", "--device", "cpu", "--threads", "1"),
-        *("--workers", "1", "--lr", "1e-3"),
-    ]
-    # 27 windows: 4 steps an epoch, the last of them with two micro-batches, the second of one window.
-    main(["train", *arguments, "--save", str(tmp_path / "1.pt")])
-    train_by_two(*arguments, "--save", str(tmp_path / "2.pt"))
-    state = assert_runs_agree(tmp_path / "1.pt", tmp_path / "2.pt")
-    assert len(state["rng"]) == 2
-    main(["train", "--resume", str(tmp_path / "2.pt")])  # in another number of processes
-
-
 @pytest.mark.feature("torch", "`torchrun -m memkern train`")
 @pytest.mark.full
 def test_torchrun(text: Path, tmp_path: Path) -> None:
     arguments = ["train", "--data", str(text), *OPTIONS, "--save", str(tmp_path / "run.pt")]
     subprocess.run([*TORCHRUN_TWO, "-m", "memkern", *arguments], check=True, capture_output=True, timeout=240)
     assert checkpoints.load(tmp_path / "run.pt")["config"]["batch_factor"] == 2  # constant batch per process
-
-
-def test_processes_share_the_micro_batches(corpus: Corpus) -> None:
-    config = SMALL.replace(micro_batch=2, accumulation=5)
-    batches = corpus.step(config, 0)
-    own = [own_batches(batches, Processes(rank, 3)) for rank in range(3)]
-    assert [len(each) for each in own] == [2, 2, 2]
-    real = [batch for each in own for batch in each if batch.predicted]
-    assert {id(batch.inputs) for batch in real} == {id(batch.inputs) for batch in batches}
-    [filled] = [batch for each in own for batch in each if not batch.predicted]
-    assert filled.targets.unique().tolist() == [IGNORED]
 
 
 def test_micro_batches_must_be_divisible(corpus: Corpus) -> None:
@@ -120,18 +77,7 @@ def test_micro_batches_must_be_divisible(corpus: Corpus) -> None:
 @pytest.mark.parametrize("rule", ["linear", "sqrt"])
 def test_warm_up_from_the_base_rate(corpus: Corpus, rule: str) -> None:
     """From eta to k eta, a little at each iteration."""
-    config = SMALL.replace(
-        batch_factor=16,
-        lr_rule=rule,
-        lr=1e-3,
-        warmup=None,
-        warmup_epochs=2,
-        warmup_from="base",
-        epochs=10,
-    )
-    steps = resolved(config, corpus)
-    per_epoch = corpus.steps_per_epoch(config)
-    assert (steps.warmup, steps.steps) == (2 * per_epoch, 10 * per_epoch)
+    steps = SMALL.replace(batch_factor=16, lr_rule=rule, lr=1e-3, warmup=20, warmup_from="base", steps=100)
     peak = {"linear": 16e-3, "sqrt": 4e-3}[rule]
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=steps.peak_lr)
     start = steps.base_lr / steps.peak_lr

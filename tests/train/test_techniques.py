@@ -11,8 +11,7 @@ from torch import Tensor
 
 from memkern import OptionError, memory, optim
 from memkern.options import OPTIMIZERS
-from memkern.train import Corpus, TrainConfig, Trainer, run
-from memkern.train.build import Source
+from memkern.train import Corpus, Source, TrainConfig, Trainer, run
 from memkern.train.fit import fit, given_techniques
 from tests.support.train_helpers import (
     ADAMW8,
@@ -21,6 +20,7 @@ from tests.support.train_helpers import (
     TORCH_ADAM,
     TORCH_ADAMW,
     assert_same_run,
+    step_peak,
     trained,
     weights,
 )
@@ -41,7 +41,7 @@ def test_a_step_in_backward_has_the_same_bits_and_fewer_bytes(
     freed = trained(corpus, **options, step_in_backward=True)
     assert isinstance(freed.optimizer, optim.StepInBackward)
     assert_same_run(whole, freed)
-    assert freed.result().peak_bytes < whole.result().peak_bytes
+    assert step_peak(freed) < step_peak(whole)
 
 
 def test_a_step_in_backward_is_without_clipping_by_default(corpus: Corpus) -> None:
@@ -213,11 +213,5 @@ def test_fit_on_the_command_line(text: Path, tmp_path: Path, capsys: pytest.Capt
     printed = capsys.readouterr().out
     assert "2GiB fit " in printed
     assert "saved for the backward pass" in printed
-    assert "peak tensor bytes" not in printed  # counting takes memory, of which --fit leaves little
     written = json.loads((out / "results.json").read_text())
     assert written["plan"]["peak"] < 2 * 2**30
-    phases = written["memory"]["phases"]
-    assert list(phases) == ["begin", "forward", "backward", "step", "end"]
-    assert all(0 < row["first"] <= row["peak"] <= written["memory"]["peak"] for row in phases.values())
-    assert written["memory"]["curve"]
-    assert (out / "memory.png").read_bytes().startswith(b"\x89PNG")

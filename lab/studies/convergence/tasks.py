@@ -86,7 +86,7 @@ class Task:
 @functools.cache
 def corpus(files: tuple[str, ...] = ()) -> Any:
     from memkern.train import load_corpus
-    from memkern.train.files import standard_library_files
+    from memkern.train.data import standard_library_files
 
     library = [str(file) for file in standard_library_files() if str(file) != TEXT]
     return load_corpus(files or library, seq_len=64)
@@ -105,19 +105,19 @@ class ByteGPT(Task):
         return GPT(layers=2, heads=2, width=64, seq_len=64)
 
     def batch(self, seed: int, step: int) -> Batch:
-        from memkern.train.data import step_batches
+        from memkern.train import TrainConfig
 
-        text = corpus(self.files).train
-        (batch,) = step_batches(text, seed=seed, step=step, accumulation=1, micro_batch=4, seq_len=64)
-        return batch[0], batch[1]
+        [batch] = corpus(self.files).step(TrainConfig(seed=seed, seq_len=64), step)
+        return batch.inputs, batch.targets
 
     @functools.cache  # noqa: B019  (there is one object of each task)
     def validation(self) -> Batch:
-        from memkern.train.data import validation_batches
+        from memkern.train import TrainConfig
 
-        text = corpus(self.files).validation
-        found = [*validation_batches(text, tokens=16384, micro_batch=256, seq_len=64)]
-        return torch.cat([x for x, _ in found]), torch.cat([y for _, y in found])
+        [batch] = corpus(self.files).validation_batches(
+            TrainConfig(seq_len=64, eval_tokens=16384).replace(micro_batch=256)
+        )
+        return batch.inputs, batch.targets
 
 
 class FineTune(ByteGPT):
