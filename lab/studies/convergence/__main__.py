@@ -2,7 +2,8 @@
 
 Without arguments all runs that lab/results/convergence.csv lacks, which takes hours on one core; a run that is
 there is not repeated. --task and --contender take a part of them, --lr and --seed one run, into out/convergence.
-`table` writes docs/evidence.md and the picture. One thread: the same seed gives the same bits.
+`table` writes docs/evidence.md and the picture; with --task it prints all figures of that task. One thread: the same
+seed gives the same bits.
 """
 
 from __future__ import annotations
@@ -118,7 +119,10 @@ def main(argv: list[str] | None = None) -> None:
     if args.action == "table":
         from . import page
 
-        page.write()
+        if args.task:
+            print(page.task_table(args.task))
+        else:
+            page.write()
         return
     tasks = [TASKS[args.task]] if args.task else [*TASKS.values()]
     if args.steps:

@@ -72,16 +72,23 @@ def summary_table() -> str:
     return "\n".join(lines)
 
 
+def _best_first(task: str) -> list[Compared]:
+    """The contenders that ran in a task."""
+    return sorted((one for (name, _), one in compared().items() if name == task and one.losses), key=lambda o: o.loss)
+
+
+def tasks_table() -> str:
+    """Each task, with the commit and the day of its best contender's run."""
+    lines = ["| task | what is learned | steps | seeds | commit |", "|---|---|---:|---:|---|"]
+    for name, task in TASKS.items():
+        row = next((one.row for one in _best_first(name)), {"commit": "", "date": ""})
+        lines.append(f"| {name} | {task.what} | {task.steps} | {task.seeds} | {row['commit']}, {row['date'][:10]} |")
+    return "\n".join(lines)
+
+
 def task_table(task: str) -> str:
     """One task: every contender that has runs, the best loss first, and below why others have none."""
     found = [one for (name, _), one in compared().items() if name == task]
-    ran = sorted((one for one in found if one.losses), key=lambda one: one.loss)
-    first = next((one.row for one in ran), {})
-    lines = [
-        f"{TASKS[task].what[0].upper()}{TASKS[task].what[1:]}; {TASKS[task].steps} steps, {TASKS[task].seeds} seeds."
-    ]
-    if first:
-        lines[0] += f" {first['hardware']}, commit {first['commit']}, {first['date'][:10]}."
     heads = (
         "",
         "rate",
@@ -96,8 +103,8 @@ def task_table(task: str) -> str:
         "step ns/param",
         "whole step ms",
     )
-    lines += ["", "| " + " | ".join(heads) + " |", "|---|---:|---:|---:|---|" + "---:|" * (len(heads) - 5)]
-    lines += [_task_row(one) for one in ran]
+    lines = ["| " + " | ".join(heads) + " |", "|---|---:|---:|---:|---|" + "---:|" * (len(heads) - 5)]
+    lines += [_task_row(one) for one in _best_first(task)]
     reasons: dict[str, list[str]] = {}
     for one in found:
         if not one.losses:
@@ -156,12 +163,14 @@ def cost() -> str:
 
 
 def worse_table() -> str:
-    """What diverged, or is beyond two standard errors above its original at the same rate or at the original's best."""
+    """Of memkern and torch, what is beyond two standard errors above its original, at the same rate or at the best."""
     lines = [
         "| task | contender | − original | in parts of the loss | − original at its best |",
         "|---|---|---:|---:|---:|",
     ]
     for (task, name), one in compared().items():
+        if one.contender.package not in ("torch", "memkern"):
+            continue
         if one.verdict == "diverged":
             lines.append(f"| {task} | {name} | diverged | | |")
         elif any(d is not None and d.beyond and d.mean > 0 for d in (one.difference, one.tuned)):
@@ -215,17 +224,13 @@ def papers_table() -> str:
     )  # fmt: skip
 
 
-def table_name(task: str) -> str:
-    return "evidence_" + task.replace("-", "_")
-
-
 TABLES: dict[str, Callable[[], str]] = {
     "evidence_summary": summary_table,
     "evidence_chance": chance,
     "evidence_cost": cost,
     "evidence_worse": worse_table,
     "evidence_papers": papers_table,
-    **{table_name(task): functools.partial(task_table, task) for task in TASKS},
+    "evidence_tasks": tasks_table,
 }
 
 
