@@ -15,25 +15,25 @@ from .harness import Result
 PROVENANCE = ("date", "commit", "dirty", "hardware", "python", "torch", "memkern")
 COLUMNS = (*PROVENANCE, *(field.name for field in fields(Result)))
 # heading, column of the CSV, format
-SHOWN = (
+TIMES = (
     ("ms", "ms_median", ".2f"),
-    ("ns/{unit}", "ns_per_param", ".3f"),
-    ("B/{unit} moved", "bytes_per_param", ".2f"),
     ("share of copy bandwidth", "copy_share", ".0%"),
-    ("{state} B/{unit}", "state_bytes_per_param", ".3f"),
-    ("temporary B/{unit}", "temp_bytes_per_param", ".2f"),
     ("memkern's time / its", "ratio_to_memkern", ".3f"),
 )
-ALIGN = "|---|" + "---:|" * len(SHOWN)
+BYTES = (
+    ("B/{unit} moved", "bytes_per_param", ".2f"),
+    ("{state} B/{unit}", "state_bytes_per_param", ".3f"),
+    ("temporary B/{unit}", "temp_bytes_per_param", ".2f"),
+)
 OPTIMIZER_TOPICS = ("optim", "host", "lamb", "muon")
 
 Row = dict[str, str]
 
 
-def headings(topic: str) -> list[str]:
+def headings(topic: str, shown: Sequence[tuple[str, str, str]]) -> list[str]:
     """The tables' headings. An optimizer's figures are per parameter, all others per element of the input."""
     unit, state = ("param", "state") if topic in OPTIMIZER_TOPICS else ("element", "saved")
-    return [heading.format(unit=unit, state=state) for heading, *_ in SHOWN]
+    return [heading.format(unit=unit, state=state) for heading, *_ in shown]
 
 
 def topic_of(path: Path) -> str:
@@ -72,19 +72,20 @@ def latest(path: Path) -> dict[str, list[Row]]:
     }
 
 
-def figures(row: Row) -> list[str]:
+def figures(row: Row, shown: Sequence[tuple[str, str, str]]) -> list[str]:
     def figure(column: str) -> float:
         value = float(row[column])
         return 1 / value if column == "ratio_to_memkern" else value  # in the documents memkern's time is above the line
 
-    return [format(figure(column), form) if row[column] else "" for _, column, form in SHOWN]
+    return [format(figure(column), form) if row.get(column) else "" for _, column, form in shown]
 
 
-def title(case_rows: Sequence[Row], topic: str) -> str:
-    row = case_rows[0]
-    rate = f", copy bandwidth {float(row['copy_rate_gbps']):.0f} GB/s" if row["copy_rate_gbps"] else ""
+def title(rows: Sequence[Row], topic: str) -> str:
+    """The case, its size, and the copy bandwidth of each run that it was measured in."""
+    rates = [f"{float(rate):.0f}" for rate in dict.fromkeys(row["copy_rate_gbps"] for row in rows) if rate]
+    bandwidth = f", copy bandwidth {' and '.join(rates)} GB/s" if rates else ""
     unit = "parameters" if topic in OPTIMIZER_TOPICS else "elements"
-    return f"{row['case']}: {int(row['numel']) / 1e6:.3g} M {unit}{rate}"
+    return f"{rows[0]['case']}: {int(rows[0]['numel']) / 1e6:.3g} M {unit}{bandwidth}"
 
 
 def case_table(case_rows: Sequence[Row], topic: str) -> Table:
@@ -97,49 +98,60 @@ def case_table(case_rows: Sequence[Row], topic: str) -> Table:
         caption_justify="left",
     )
     table.add_column("", no_wrap=True)
-    for heading in headings(topic):
+    for heading in headings(topic, TIMES + BYTES):
         table.add_column(heading, justify="right")
     table.add_column("p20 to p80, ms", justify="right", no_wrap=True)
     for row in case_rows:
         spread = f"{float(row['ms_p20']):.2f} to {float(row['ms_p80']):.2f}" if row["ms_p20"] else "absent"
         style = "bold cyan" if row["contender"].startswith("memkern") else ""
-        table.add_row(row["contender"], *figures(row), spread, style=style)
+        table.add_row(row["contender"], *figures(row, TIMES + BYTES), spread, style=style)
     return table
 
 
-def markdown(paths: Iterable[Path], only: Sequence[str] = (), root: str = "") -> str:
-    """The tables of docs/benchmarks.md: per results file the conditions and one table, a line per case and contender.
+def conditions(rows: Sequence[Row]) -> str:
+    """What a run's figures depend on."""
+    commits = {row["commit"] + (" with changes" if row["dirty"] == "yes" else "") for row in rows}
+    return "; ".join(
+        (
+            rows[0]["hardware"],
+            ", ".join(sorted({row["peer"] for row in rows if row["peer"]})),
+            "commit " + ", ".join(sorted(commits)),
+            ", ".join(sorted({row["date"][:10] for row in rows})),
+        )
+    )
 
-    ``only``: the cases to show, by the beginning of their names; default all. ``root``: what links begin with.
+
+def markdown(paths: Iterable[Path], only: Sequence[str] = (), root: str = "") -> str:
+    """The table of docs/benchmarks.md: the conditions of each results file, and a line per case and contender.
+
+    A file's times are columns beside the bytes, which are the same in all. ``only``: the cases to show, by the
+    beginning of their names; default all. ``root``: what links begin with.
     """
-    tables = []
+    found: dict[str, dict[str, dict[str, Row]]] = {}  # case -> contender -> hardware
+    lines, machines = [], []
     for path in sorted(paths):
         topic = topic_of(path)
         cases = {n: rows for n, rows in latest(path).items() if not only or n.startswith(tuple(only))}
         if not cases:
             raise KeyError(f"no case of {path} begins with {' or '.join(map(repr, only))}")
-        everything = [row for case_rows in cases.values() for row in case_rows]
-        commits = {row["commit"] + (" with changes" if row["dirty"] == "yes" else "") for row in everything}
-        conditions = (
-            everything[0]["hardware"],
-            ", ".join(sorted({row["peer"] for row in everything if row["peer"]})),
-            "commit " + ", ".join(sorted(commits)),
-            ", ".join(sorted({row["date"][:10] for row in everything})),
-            f"medians of interleaved rounds ([all figures]({root}benchmarks/results/{path.name}))",
-        )
-        lines = [
-            "; ".join(conditions) + ".",
-            "",
-            "| | " + " | ".join(headings(topic)) + " |",
-            ALIGN,
-        ]
-        for case_rows in cases.values():
-            lines.append(f"| **{title(case_rows, topic)}** |" + " |" * len(SHOWN))
-            for row in case_rows:
-                cells = figures(row) if row["ms_median"] else ["absent", *[""] * (len(SHOWN) - 1)]
-                lines.append("| " + " | ".join([row["contender"], *cells]) + " |")
-        tables.append("\n".join(lines))
-    return "\n\n".join(tables)
+        every = [row for rows in cases.values() for row in rows]
+        lines.append(f"- {conditions(every)} ([all figures]({root}benchmarks/results/{path.name}))")
+        machines.append(every[0]["hardware"])
+        for row in every:
+            found.setdefault(row["case"], {}).setdefault(row["contender"], {})[row["hardware"]] = row
+    names = [f"{name.split(',')[0].split('(')[0]}: " if len(machines) > 1 else "" for name in machines]
+    heads = headings(topic, BYTES) + [name + head for name in names for head in headings(topic, TIMES)]
+    lines += ["", "| | " + " | ".join(heads) + " |", "|---|" + "---:|" * len(heads)]
+    for contenders in found.values():
+        rows = [row for of in contenders.values() for row in of.values()]
+        lines.append(f"| **{title(rows, topic)}** |" + " |" * len(heads))
+        for contender, of in contenders.items():
+            cells = figures(next((row for row in of.values() if row["ms_median"]), {}), BYTES)
+            for name in machines:
+                absent = ["absent" if name in of else "", "", ""]
+                cells += figures(of[name], TIMES) if name in of and of[name]["ms_median"] else absent
+            lines.append("| " + " | ".join([contender, *cells]) + " |")
+    return "\n".join(lines)
 
 
 def fill_markers(page: str, results: dict[str, list[Path]], root: str = "") -> str:

@@ -94,8 +94,8 @@ def test_readme_tables_come_from_the_results_and_are_stable(results, tmp_path):
     assert once.startswith("before\n<!-- bench:optim -->\n")
     assert once.endswith("\n<!-- /bench -->\nafter\n")
     assert "old" not in once
-    figure = next(row for row in rows["optim"] if row["contender"] == "torch AdamW fused")["ns_per_param"]
-    assert f"| {float(figure):.3f} |" in once
+    figure = next(row for row in rows["optim"] if row["contender"] == "torch AdamW fused")["ms_median"]
+    assert f"| {float(figure):.2f} |" in once
 
 
 @pytest.mark.full
@@ -114,6 +114,27 @@ def test_a_marker_may_name_cases(results, tmp_path):
 def test_a_marker_without_results_is_an_error():
     with pytest.raises(KeyError, match="--only nothing"):
         report.fill_markers("<!-- bench:nothing --><!-- /bench -->", {})
+
+
+def test_times_of_two_machines_stand_beside_each_other(tmp_path):
+    figures = {"case": "c", "numel": "1000000", "bytes_per_param": "16", "copy_rate_gbps": ""}
+    for hardware, contenders in (
+        ("One, 2 threads", {"ours": "1", "theirs": "2"}),
+        ("Two", {"ours": "3", "absent": ""}),
+    ):
+        rows = [
+            dict.fromkeys(report.COLUMNS, "") | figures | {"hardware": hardware, "contender": name, "ms_median": ms}
+            for name, ms in contenders.items()
+        ]
+        report.append(tmp_path / f"optim_{hardware}.csv", rows)
+    table = [line.split(" | ") for line in report.markdown(tmp_path.glob("*.csv")).splitlines()[3:]]
+    assert [table[0][i] for i in (1, 4, 7)] == ["B/param moved", "One: ms", "Two: ms"]
+    lines = {line[0]: [line[i] for i in (1, 4, 7)] for line in table[3:]}
+    assert lines == {
+        "| ours": ["16.00", "1.00", "3.00"],
+        "| theirs": ["16.00", "2.00", ""],
+        "| absent": ["", "", "absent"],
+    }
 
 
 def test_only_the_last_run_of_a_case_is_shown(tmp_path):
