@@ -165,7 +165,7 @@ def cost() -> str:
 def worse_table() -> str:
     """Of memkern and torch, what is beyond two standard errors above its original, at the same rate or at the best."""
     lines = [
-        "| task | contender | − original | in parts of the loss | − original at its best |",
+        "| task | contender | − original | relative to the loss | − original at its best |",
         "|---|---|---:|---:|---:|",
     ]
     for (task, name), one in compared().items():
