@@ -121,11 +121,11 @@ def conditions(rows: Sequence[Row]) -> str:
     )
 
 
-def markdown(paths: Iterable[Path], only: Sequence[str] = (), root: str = "") -> str:
+def markdown(paths: Iterable[Path], only: Sequence[str] = (), root: str = "", without: Sequence[str] = ()) -> str:
     """The table of docs/benchmarks.md: the conditions of each results file, and a line per case and contender.
 
     A file's times are columns beside the bytes, which are the same in all. ``only``: the cases to show, by the
-    beginning of their names; default all. ``root``: what links begin with.
+    beginning of their names; default all. ``root``: what links begin with. ``without``: contenders not to show.
     """
     found: dict[str, dict[str, dict[str, Row]]] = {}  # case -> contender -> hardware
     lines, machines = [], []
@@ -134,7 +134,7 @@ def markdown(paths: Iterable[Path], only: Sequence[str] = (), root: str = "") ->
         cases = {n: rows for n, rows in latest(path).items() if not only or n.startswith(tuple(only))}
         if not cases:
             raise KeyError(f"no case of {path} begins with {' or '.join(map(repr, only))}")
-        every = [row for rows in cases.values() for row in rows]
+        every = [row for rows in cases.values() for row in rows if row["contender"] not in without]
         lines.append(f"- {conditions(every)} ([all figures]({root}benchmarks/results/{path.name}))")
         machines.append(every[0]["hardware"])
         for row in every:
@@ -157,14 +157,16 @@ def markdown(paths: Iterable[Path], only: Sequence[str] = (), root: str = "") ->
 def fill_markers(page: str, results: dict[str, list[Path]], root: str = "") -> str:
     """The text with each `<!-- bench:TOPIC: CASE; CASE -->` ... `<!-- /bench -->` holding its topic's table.
 
-    Without cases (`<!-- bench:TOPIC -->`) all of the topic's are shown.
+    Without cases (`<!-- bench:TOPIC -->`) all of the topic's are shown. `not CONTENDER` among them leaves one out.
     """
 
     def replaced(match: re.Match[str]) -> str:
-        topic, only = match[1], [case.strip() for case in (match[2] or "").split(";") if case.strip()]
+        topic, named = match[1], [name.strip() for name in (match[2] or "").split(";") if name.strip()]
+        without = [name.removeprefix("not ") for name in named if name.startswith("not ")]
+        only = [name for name in named if not name.startswith("not ")]
         if not results.get(topic):
             raise KeyError(f"no results for bench:{topic}; run python -m benchmarks --only {topic}")
         head = match[0].split("-->")[0]
-        return f"{head}-->\n{markdown(results[topic], only, root)}\n<!-- /bench -->"
+        return f"{head}-->\n{markdown(results[topic], only, root, without)}\n<!-- /bench -->"
 
     return re.sub(r"<!-- bench:(\w+)(?::([^>]*?))? -->.*?<!-- /bench -->", replaced, page, flags=re.DOTALL)

@@ -135,6 +135,11 @@ def test_times_of_two_machines_stand_beside_each_other(tmp_path):
         "| theirs": ["16.00", "2.00", ""],
         "| absent": ["", "", "absent"],
     }
+    page = report.fill_markers(
+        "<!-- bench:optim: c; not theirs --><!-- /bench -->", {"optim": [*tmp_path.glob("*.csv")]}
+    )
+    assert "| ours |" in page
+    assert "| theirs |" not in page
 
 
 def test_only_the_last_run_of_a_case_is_shown(tmp_path):
