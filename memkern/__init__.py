@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .backend import report, use_backend
     from .blocks.checkpointing import checkpoint_blocks
     from .compiled.compiling import compile
+    from .integrations.transformers import trainer_arguments
     from .options import OptionError, Techniques
     from .planner.planning import plan
     from .quant.affine import dequantize_affine, quantize_affine
@@ -45,6 +46,7 @@ __all__ = [
     "report",
     "restore",
     "train",
+    "trainer_arguments",
     "use_backend",
 ]
 
@@ -63,6 +65,7 @@ _LAZY = {
     "quantize_blockwise": "quant.blockwise",
     "report": "backend",
     "restore": "swap.compress",
+    "trainer_arguments": "integrations.transformers",
     "use_backend": "backend",
 }
 

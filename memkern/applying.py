@@ -111,6 +111,11 @@ def optimizer_groups(
     return optim.param_groups(model, weight_decay=weight_decay)
 
 
+def optimizer_type(techniques: Techniques) -> type[torch.optim.Optimizer]:
+    """The class of the techniques' optimizer, of memkern.optim or of torch.optim."""
+    return getattr(torch.optim if techniques.is_torch else optim, techniques.optimizer_class)
+
+
 def make_optimizer(params: Iterable[Any], techniques: Techniques, **options: Any) -> torch.optim.Optimizer:
     """The optimizer of the techniques, wrapped in ``StepInBackward`` or ``HostOffload`` if they ask for it.
 
@@ -123,7 +128,7 @@ def make_optimizer(params: Iterable[Any], techniques: Techniques, **options: Any
         ValueError: with ``weights_on_host``, params of a model before :func:`memkern.apply`.
     """
     _check(techniques)
-    cls = getattr(torch.optim if techniques.is_torch else optim, techniques.optimizer_class)
+    cls = optimizer_type(techniques)
     options = techniques.optimizer_options | options
     if not techniques.is_torch:
         options["state_bits"] = techniques.state_bits

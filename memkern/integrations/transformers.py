@@ -18,6 +18,7 @@ Needs ``pip install transformers accelerate``. The Trainer itself is not changed
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -25,9 +26,11 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from ..applying import apply, make_optimizer, optimizer_groups, optimizer_type, weight_dtype
 from ..memory import optimizer_bytes
 from ..optim.base import BlockwiseOptimizer
 from ..optim.foreign import unclipped
+from ..options import Techniques, not_allowed
 from ..swap.compress import compress
 from ..swap.report import Report
 from . import names
@@ -58,16 +61,7 @@ def optimizer_cls_and_kwargs(
         TypeError: an option that it does not have.
     """
     cls = names.optimizer(optimizer)
-    own = inspect.signature(cls).parameters
-    kwargs: dict[str, Any] = {"lr": args.learning_rate}
-    if "betas" in own:
-        # The arguments' defaults are Adam's betas; Lion has others.
-        defaults = {field.name: field.default for field in args.__dataclass_fields__.values()}
-        given = any(getattr(args, name) != defaults[name] for name in ("adam_beta1", "adam_beta2"))
-        if given or own["betas"].default == (defaults["adam_beta1"], defaults["adam_beta2"]):
-            kwargs["betas"] = (args.adam_beta1, args.adam_beta2)
-        if "eps" in own and "ns_steps" not in own and args.adam_epsilon != defaults["adam_epsilon"]:
-            kwargs["eps"] = args.adam_epsilon
+    kwargs = _rates(args, cls)
     from ..optim import Muon, muon_groups, param_groups
 
     rates = {"adamw_lr": options.pop("adamw_lr")} if issubclass(cls, Muon) and "adamw_lr" in options else {}
@@ -84,6 +78,92 @@ def optimizer_cls_and_kwargs(
     elif model is not None:
         kwargs["params"] = param_groups(model, weight_decay=args.weight_decay)
     return cls, kwargs
+
+
+def _rates(args: TrainingArguments, cls: type) -> dict[str, Any]:
+    """The options of an optimizer that the Trainer's arguments have."""
+    own = inspect.signature(cls).parameters
+    kwargs: dict[str, Any] = {"lr": args.learning_rate}
+    if "betas" in own:
+        # The arguments' defaults are Adam's betas; Lion has others.
+        defaults = {field.name: field.default for field in args.__dataclass_fields__.values()}
+        given = any(getattr(args, name) != defaults[name] for name in ("adam_beta1", "adam_beta2"))
+        if given or own["betas"].default == (defaults["adam_beta1"], defaults["adam_beta2"]):
+            kwargs["betas"] = (args.adam_beta1, args.adam_beta2)
+        if "eps" in own and "ns_steps" not in own and args.adam_epsilon != defaults["adam_epsilon"]:
+            kwargs["eps"] = args.adam_epsilon
+    return kwargs
+
+
+def trainer_arguments(
+    model: nn.Module,
+    techniques: Techniques,
+    *,
+    output_dir: str = "out",
+    clip: float = 1.0,
+    **options: Any,
+) -> dict[str, Any]:
+    """What the Trainer takes to train a model with techniques, such as those that :func:`memkern.plan` recommends.
+
+    ::
+
+        plan = memkern.plan(model_name, memory="12GiB", techniques={"loss_chunk": None, "weights_on_host": None})
+        arguments = memkern.trainer_arguments(model, plan.recommended.techniques, learning_rate=1e-4, max_steps=1000)
+        Trainer(**arguments, train_dataset=rows).train()
+
+    The model is changed in place: its weights' dtype, and what :func:`memkern.apply` does (activations, linear layers,
+    checkpoints, compiled blocks).
+
+    Args:
+        model: of transformers, before the Trainer has it.
+        techniques: ``micro_batch`` is per device. ``accumulation``, precision and the optimizer become arguments, too.
+        clip: the global norm that gradients are clipped to, 0 for none: by the Trainer, or with ``offload`` by the
+            optimizer's step, as the Trainer does not see its gradients.
+        output_dir, options: of ``TrainingArguments``, beside those that the techniques say. Rates, decay, betas and
+            epsilon go to the optimizer.
+
+    Returns:
+        ``model``, ``args`` and ``optimizer_cls_and_kwargs``. Matrices have ``weight_decay``, biases and norms none.
+
+    Raises:
+        OptionError: loss_chunk and weights_on_host, as the Trainer computes the loss and shards the model itself; what
+            :func:`memkern.apply` refuses; clip with step_in_backward. Nothing is changed then.
+        TypeError: an option that the techniques say.
+    """
+    for name in ("loss_chunk", "weights_on_host"):
+        if (given := getattr(techniques, name)) is not None:
+            raise not_allowed(
+                name, given, f"None with transformers' Trainer, as by plan(techniques={{{name!r}: None}})"
+            )
+    if techniques.step_in_backward and clip:
+        raise not_allowed(
+            "clip", clip, "0 with step_in_backward: the norm of all gradients is not known before the last"
+        )
+    in_step = techniques.offload and clip > 0
+    said = {
+        "per_device_train_batch_size": techniques.micro_batch,
+        "gradient_accumulation_steps": techniques.accumulation,
+        "bf16": techniques.autocast == "bf16",
+        "fp16": techniques.autocast == "fp16",
+        "max_grad_norm": 0.0 if in_step and not techniques.is_torch else clip,
+    }
+    if twice := sorted({*said} & {*options}):
+        raise TypeError(f"trainer_arguments() got {twice[0]}, which the techniques and clip say")
+    args = TrainingArguments(output_dir, **said, **options)
+    apply(model, techniques)
+    model.to(weight_dtype(techniques))
+
+    class OfTechniques(torch.optim.Optimizer):
+        """A class, as the Trainer calls functions otherwise; its instances are what make_optimizer makes."""
+
+        def __new__(cls, params: Iterable[Any], **given: Any) -> Any:
+            return make_optimizer(params, techniques, **given)
+
+    groups = optimizer_groups(model, techniques, lr=args.learning_rate, weight_decay=args.weight_decay)
+    kwargs = _rates(args, optimizer_type(techniques)) | {"params": groups}
+    if in_step and not techniques.is_torch:
+        kwargs["max_grad_norm"] = clip
+    return {"model": model, "args": args, "optimizer_cls_and_kwargs": (OfTechniques, kwargs)}
 
 
 def _inside(optimizer: Any) -> Any:
