@@ -10,7 +10,8 @@ MEMKERN_BUILD          auto (default): C++ where there is a compiler, and CUDA w
                        CUDA and nvcc is found; cpu; cuda (beside a CPU-only torch too); none. cpu and cuda fail
                        where they cannot be.
 MEMKERN_CUDA_ARCHS     auto (default): the architectures of the GPUs that torch sees here, and PTX for later ones;
-                       where it sees none, all. all: every architecture that is tested, for wheels.
+                       where it sees none, 8.0 and its PTX, which later ones compile at a kernel's first call. all:
+                       every architecture that is tested, for wheels (10 minutes on two cores).
 TORCH_CUDA_ARCH_LIST   architectures, such as "8.0;9.0+PTX"; goes before MEMKERN_CUDA_ARCHS. Those before 8.0 and those
                        that nvcc does not know are left out, with a message.
 MEMKERN_WHEEL          python (default): a wheel for the Python that builds it; any: one for every Python, without
@@ -130,8 +131,21 @@ def cuda_archs() -> list[str]:
         )
     if listed := re.findall(r"[^;,\s]+", os.environ.get("TORCH_CUDA_ARCH_LIST", "")):
         return possible_archs(listed)
-    archs = archs_here() if asked_for == "auto" else []
-    return possible_archs([*archs[:-1], f"{archs[-1]}+PTX"] if archs else CUDA_ARCHS.split(";"))
+    if asked_for == "all":
+        return possible_archs(CUDA_ARCHS.split(";"))
+    archs = archs_here() or ["{}.{}".format(*LEAST_ARCH)]
+    found = possible_archs([*archs[:-1], f"{archs[-1]}+PTX"])
+    seen = (
+        "the GPUs here"
+        if archs_here()
+        else "newer GPUs compile its PTX at a kernel's first call, as torch sees none here"
+    )
+    print(
+        f"memkern: compiles CUDA kernels for {' '.join(found)} ({seen}); MEMKERN_CUDA_ARCHS=all, or "
+        'TORCH_CUDA_ARCH_LIST="9.0;10.0+PTX", compiles for others',
+        flush=True,
+    )
+    return found
 
 
 def possible_archs(listed: list[str]) -> list[str]:

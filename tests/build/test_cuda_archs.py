@@ -68,6 +68,21 @@ def test_a_list_of_a_container(
     assert bool(said) == bool(left_out)
 
 
+@pytest.mark.parametrize(
+    ("seen", "expected"), [([], "8.0+PTX"), ([(9, 0)], "9.0+PTX"), ([(8, 0), (7, 5), (8, 9), (8, 0)], "8.0 8.9+PTX")]
+)
+def test_the_gpus_that_are_seen(
+    setup_py: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], seen: list[Any], expected: str
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: len(seen))
+    monkeypatch.setattr("torch.cuda.get_device_capability", seen.__getitem__)
+    assert setup_py("13.0")["cuda_archs"]() == expected.split()
+    said = capsys.readouterr().out
+    assert f"compiles CUDA kernels for {expected} (" in said
+    assert "MEMKERN_CUDA_ARCHS=all" in said
+    assert ("first call" in said) == (not seen)
+
+
 @pytest.mark.parametrize("version", ["12.4", "12.8", "13.0"])
 def test_the_list_of_wheels_is_what_nvcc_knows(setup_py: Any, version: str) -> None:
     expected = {
