@@ -6,6 +6,7 @@ import inspect
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -14,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from ..schemas import StepOp
-from . import foreign, loading, replaced, step_errors
+from . import foreign, loading, replaced, step_errors, threads
 from .checks import (
     READ_AT_EACH_STEP,
     check_gradient,
@@ -279,8 +280,10 @@ class BlockwiseOptimizer(Optimizer):
             group_of_each += [number] * (len(params) - len(group_of_each))
         if params:
             plan = self._plan(params, group_of_each)
+            on_host = params[0].is_cpu and not torch.compiler.is_compiling()
             try:
-                plan.run(self._values(grads), self.param_groups, self._buffers)
+                with threads.for_a_step() if on_host else nullcontext():
+                    plan.run(self._values(grads), self.param_groups, self._buffers)
             except step_errors.OP_ERRORS as error:
                 if torch.compiler.is_compiling():
                     raise

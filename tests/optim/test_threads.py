@@ -1,0 +1,106 @@
+"""Threads of a CPU step under torchrun, which gives each of several processes one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from memkern import optim
+from memkern.optim import threads
+from memkern.optim.plan import StepPlan
+from tests.support.ranks import TORCHRUN_TWO
+
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("MEMKERN_STEP_THREADS", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    before = torch.get_num_threads()
+    threads.of_a_step.cache_clear()
+    yield
+    threads.of_a_step.cache_clear()
+    torch.set_num_threads(before)
+
+
+UNDER_TORCHRUN = {"LOCAL_WORLD_SIZE": "4", "OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "own", "launchers", "current", "expected"),
+    [
+        (UNDER_TORCHRUN, 64, 64, 1, 16),
+        (UNDER_TORCHRUN, 8, 64, 1, 8),  # bound to cores of its own
+        (UNDER_TORCHRUN, 32, 64, 1, 16),  # bound to a node of the memory, with another rank
+        (UNDER_TORCHRUN, 2, 2, 1, 1),
+        (UNDER_TORCHRUN, 64, 64, 6, 6),  # torch.set_num_threads
+        (UNDER_TORCHRUN | {"OMP_NUM_THREADS": "2"}, 64, 64, 1, 1),
+        ({"OMP_NUM_THREADS": "1"}, 64, 64, 1, 1),
+        ({"LOCAL_WORLD_SIZE": "4"}, 64, 64, 1, 1),
+        (UNDER_TORCHRUN | {"MEMKERN_STEP_THREADS": "3"}, 64, 64, 1, 3),
+        ({"MEMKERN_STEP_THREADS": "3"}, 64, 64, 8, 3),
+    ],
+)
+def test_threads_of_a_step(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], own: int, launchers: int, current: int, expected: int
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {*range(launchers if pid else own)}, raising=False)
+    assert threads.of_a_step(current) == expected
+
+
+@pytest.mark.parametrize("given", ["0", "-1", "many", "\u0663"])
+def test_another_value_is_refused(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+    monkeypatch.setenv("MEMKERN_STEP_THREADS", given)
+    with pytest.raises(ValueError, match="MEMKERN_STEP_THREADS must be a whole number above 0, got"):
+        threads.of_a_step(1)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_step_has_them_and_what_follows_has_not(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    seen = []
+    run = StepPlan.run
+
+    def noted(*args: Any) -> None:
+        seen.append(torch.get_num_threads())
+        if fails:
+            raise InterruptedError
+        run(*args)
+
+    monkeypatch.setattr(StepPlan, "run", noted)
+    monkeypatch.setenv("MEMKERN_STEP_THREADS", "2")
+    torch.set_num_threads(1)
+    p = torch.nn.Parameter(torch.ones(8))
+    p.grad = torch.ones(8)
+    optimizer = optim.AdamW8bit([p])
+    if fails:
+        with pytest.raises(InterruptedError):
+            optimizer.step()
+    else:
+        optimizer.step()
+    assert seen == [2]
+    assert torch.get_num_threads() == 1
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_under_torchrun(tmp_path: Path, ranks: int) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, sys, torch\nfrom memkern.optim import threads\n"
+        "print('threads', torch.get_num_threads(), threads.of_a_step(torch.get_num_threads()))\n"
+    )
+    command = [*TORCHRUN_TWO[:-1], str(ranks), str(program)]
+    assert command[0] == sys.executable
+    environment = os.environ | ({"OMP_NUM_THREADS": "1"} if ranks == 1 else {})  # torchrun sets it for several
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=240, env=environment)
+    assert done.stdout.splitlines() == [f"threads 1 {max(1, CORES // ranks)}"] * ranks
