@@ -175,7 +175,8 @@ def main(args: argparse.Namespace) -> None:
     config.validate()
     check_installed(*([] if config.is_preset else ["transformers"]))  # also for a resumed run
     check_modes(args, config, group.world)
-    checkpoint.check_paths(args, config)
+    if save := args.save or args.resume:
+        checkpoint.check_save("save" if args.save else "resume", save)
     with group.joined(config.device):
         source, plan = load(config), None
         configs = [config.baseline(), config] if args.compare else [config]
@@ -186,9 +187,12 @@ def main(args: argparse.Namespace) -> None:
         if state:
             load_state(trainers[0], state, args.resume)
             state = None  # now a copy of what the model and the optimizer have
+        for name in ("out", "export") if group.first else ():
+            if folder := getattr(args, name):
+                checkpoint.check_folder(name, folder, empty=name == "export")
         if group.first:
             say(source.corpus.description())
-        failures = [train(trainers, args.save or args.resume)]
+        failures = [train(trainers, save)]
         weights = trainers[-1].weights() if args.export else {}
         if group.first:
             failures += write_results(args, source, trainers, plan, weights)

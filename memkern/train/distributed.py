@@ -37,13 +37,14 @@ class Processes:
     @classmethod
     def from_environment(cls) -> Processes:
         """As torchrun says: RANK, WORLD_SIZE and LOCAL_RANK. Raises OptionError for what no launcher sets."""
-        given = {name: os.environ.get(name, str(int(name == "WORLD_SIZE"))) for name in VARIABLES}
-        for name, value in given.items():
-            if not (value.isascii() and value.isdigit()):
-                raise OptionError(name, f"{value!r} given in the environment; allowed: a whole number, 0 or more")
-        rank, world, local_rank = map(int, given.values())
-        if rank >= world:
-            raise OptionError("RANK", f"{rank} given in the environment; allowed: below WORLD_SIZE, {world}")
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+        given = {name: os.environ.get(name, str(int(name == "WORLD_SIZE"))) for name in names}
+        try:
+            rank, world, local_rank = map(int, given.values())
+        except ValueError:
+            raise OptionError("RANK", f"{given} given in the environment; allowed: whole numbers") from None
+        if not 0 <= rank < world:
+            raise OptionError("RANK", f"{rank} given in the environment; allowed: 0 to below WORLD_SIZE, {world}")
         return cls(rank, world, local_rank)
 
     def sum(self, value: Tensor) -> Tensor:
@@ -78,9 +79,6 @@ class Processes:
         finally:
             if not had_one and dist.is_available() and dist.is_initialized():
                 dist.destroy_process_group()
-
-
-VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 
 def check_micro_batches(config: TrainConfig, world: int) -> None:

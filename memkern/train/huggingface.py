@@ -56,9 +56,6 @@ def load_config(config: TrainConfig) -> Any:
     if (path / "adapter_config.json").is_file():
         text = f"{name!r} given, adapters of PEFT; allowed: a whole model, as merge_and_unload() makes it; {ADAPTERS}"
         raise OptionError("model", text)
-    if path.is_file() or (path.is_dir() and not (path / "config.json").is_file()):
-        kind = "a file" if path.is_file() else "a folder without config.json"
-        raise OptionError("model", f"{name!r} given, {kind}; {ALLOWED}")
     if config.from_config and name in BUILT_IN and not path.is_dir():
         source: Any = resolve(name, 1, None, None, None)
         found = source.config
@@ -174,7 +171,6 @@ def export(model: Any, weights: dict[str, Any], tokenizer: Any, folder: Path) ->
 
     They are in the folder once all are written. Raises OSError where they cannot be.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     try:
         with tempfile.TemporaryDirectory(prefix=".", dir=folder) as temporary:
             model.save_pretrained(temporary, state_dict=weights)

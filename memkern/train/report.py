@@ -22,7 +22,7 @@ from rich.table import Table
 
 from .. import backend
 from ..planner.outcome import Plan
-from .checkpoint import RESULTS, replacing
+from .checkpoint import replacing
 from .interrupt import say
 from .loop import RunResult, Trainer
 
@@ -145,11 +145,10 @@ def to_json(trainers: Sequence[Trainer], results: Sequence[RunResult], plan: Pla
 
 def write(folder: Path, trainers: Sequence[Trainer], results: Sequence[RunResult], plan: Plan | None = None) -> None:
     """Writes results.json and losses.png, each atomically."""
-    folder.mkdir(parents=True, exist_ok=True)
     content = json.dumps(to_json(trainers, results, plan), indent=1, allow_nan=False) + "\n"
-    with replacing(folder / RESULTS[0]) as temporary:
+    with replacing(folder / "results.json") as temporary:
         temporary.write_text(content)
-    with replacing(folder / RESULTS[1]) as temporary:
+    with replacing(folder / "losses.png") as temporary:
         losses(results).savefig(temporary, format="png")
 
 

@@ -48,8 +48,8 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 COMMON = ["--device", "cpu", "--seq-len", "16", "--batch-size", "2", "--steps", "2"]
 MODEL = ["--model", "model", "--from-config", "--bytes"]
 BAD = [
-    (["--model", "folder"], "--model", "'folder' given, a folder without config.json", "save_pretrained"),
-    (["--model", "text.txt"], "--model", "'text.txt' given, a file", "save_pretrained"),
+    (["--model", "folder"], "--model", "'folder': its configuration cannot be used", "save_pretrained"),
+    (["--model", "text.txt"], "--model", "'text.txt': its configuration cannot be used", "save_pretrained"),
     (["--model", "no such/model/name"], "--model", "cannot be used", "byte-tiny"),
     (["--model", "nobody/has-this"], "--model", "cannot be used", "a folder that save_pretrained wrote"),
     (["--model", "nobody/has-this", "--from-config"], "--model", "cannot be used", "byte-tiny"),
@@ -69,8 +69,8 @@ BAD = [
     ([*MODEL, "--seq-len", "65"], "--seq-len", "65 given", "1 to 64"),
     ([*MODEL, "--width", "32"], "--width", "given with --model model", "byte-tiny"),
     ([*MODEL, "--export", "full"], "--export", "not empty", "a new or an empty folder"),
-    ([*MODEL, "--export", "text.txt"], "--export", "'text.txt' given, which is a file", "an empty folder"),
-    ([*MODEL, "--out", "text.txt"], "--out", "'text.txt' given", "a folder"),
+    ([*MODEL, "--export", "text.txt"], "--export", "nothing can be written in 'text.txt'"),
+    ([*MODEL, "--out", "text.txt"], "--out", "nothing can be written in 'text.txt'"),
     ([*MODEL, "--fit", "3MiB"], "--fit", "3MiB given", "the least that could do"),
     ([*MODEL, "--fit", "2GiB", "--compare"], "--fit", "given with --compare", "without"),
     ([*MODEL, "--weights-on-host", "layers", "--offload"], "--offload", "True given", "on the host already"),
