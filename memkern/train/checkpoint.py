@@ -47,14 +47,23 @@ def is_checkpoint(path: Path) -> bool:
         return file.read(4) == ZIP
 
 
-def check_save(name: str, path: Path) -> None:
+RESULTS = ("results.json", "losses.png")
+
+
+def real(path: Path) -> Path:
+    return Path(os.path.realpath(path))  # in contrast to Path.resolve no error for a loop of links
+
+
+def check_save(name: str, path: Path, out: Path | None) -> None:
     """Raises OptionError for what is no place for a checkpoint: one replaces its own kind, no text and no device."""
-    path = Path(os.path.realpath(path))
-    new = not path.exists() or (path.is_file() and path.stat().st_size == 0)
-    if not (new or (path.is_file() and is_checkpoint(path))) or not path.parent.is_dir():
+    target = real(path)
+    new = not target.exists() or (target.is_file() and target.stat().st_size == 0)
+    if not (new or (target.is_file() and is_checkpoint(target))) or not target.parent.is_dir():
         allowed = "a new file, or a checkpoint, in an existing folder"
         raise OptionError(name, f"{str(path)!r} given; allowed: {allowed}")
-    check_folder(name, path.parent)
+    if out is not None and target in (real(out), *(real(out / result) for result in RESULTS)):
+        raise OptionError(name, f"{str(path)!r} given, where --out writes; allowed: a path of its own")
+    check_folder(name, target.parent)
 
 
 def check_folder(name: str, folder: Path, empty: bool = False) -> None:
@@ -76,7 +85,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
     Synced and renamed to ``path``, or to what a link there points to, at the end; removed on an error.
     """
-    path = Path(os.path.realpath(path))
+    path = real(path)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         yield temporary

@@ -176,7 +176,7 @@ def main(args: argparse.Namespace) -> None:
     check_installed(*([] if config.is_preset else ["transformers"]))  # also for a resumed run
     check_modes(args, config, group.world)
     if save := args.save or args.resume:
-        checkpoint.check_save("save" if args.save else "resume", save)
+        checkpoint.check_save("save" if args.save else "resume", save, args.out)
     with group.joined(config.device):
         source, plan = load(config), None
         configs = [config.baseline(), config] if args.compare else [config]

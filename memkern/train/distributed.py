@@ -73,7 +73,10 @@ class Processes:
         had_one = dist.is_available() and dist.is_initialized()
         if self.world > 1:
             on_cuda = torch.cuda.is_available() if device is None else device.startswith("cuda")
-            dist.init_process_group("cpu:gloo,cuda:nccl" if on_cuda else "gloo")
+            try:
+                dist.init_process_group("cpu:gloo,cuda:nccl" if on_cuda else "gloo")
+            except ValueError as error:  # a variable that torchrun sets is absent
+                raise OptionError("WORLD_SIZE", f"{self.world} given in the environment: {error}") from None
         try:
             yield
         finally:

@@ -22,7 +22,7 @@ from rich.table import Table
 
 from .. import backend
 from ..planner.outcome import Plan
-from .checkpoint import replacing
+from .checkpoint import RESULTS, replacing
 from .interrupt import say
 from .loop import RunResult, Trainer
 
@@ -146,9 +146,9 @@ def to_json(trainers: Sequence[Trainer], results: Sequence[RunResult], plan: Pla
 def write(folder: Path, trainers: Sequence[Trainer], results: Sequence[RunResult], plan: Plan | None = None) -> None:
     """Writes results.json and losses.png, each atomically."""
     content = json.dumps(to_json(trainers, results, plan), indent=1, allow_nan=False) + "\n"
-    with replacing(folder / "results.json") as temporary:
+    with replacing(folder / RESULTS[0]) as temporary:
         temporary.write_text(content)
-    with replacing(folder / "losses.png") as temporary:
+    with replacing(folder / RESULTS[1]) as temporary:
         losses(results).savefig(temporary, format="png")
 
 

@@ -250,6 +250,11 @@ def test_a_checkpoint_of_other_values_is_refused_in_a_line(
         ({"RANK": ""}, "RANK", "allowed: whole numbers"),
         ({"WORLD_SIZE": "two"}, "RANK", "allowed: whole numbers"),
         ({"WORLD_SIZE": "0"}, "RANK", "to below WORLD_SIZE, 0"),
+        (
+            {"WORLD_SIZE": "2", "RANK": "1"},
+            "WORLD_SIZE",
+            "2 given in the environment: Error initializing torch.distributed",
+        ),
         ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK", "to below WORLD_SIZE, 2"),
         ({"MEMKERN_BACKEND": "xx"}, "MEMKERN_BACKEND", "must be one of cpu, cuda"),
     ],
