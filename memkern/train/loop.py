@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, S
 
 from .. import memory
 from ..applying import apply, autocast, make_optimizer, optimizer_groups, weight_dtype
+from ..optim.dtensor.shards import local
 from ..options import OptionError, Techniques, spelled
 from .config import FREE_ON_RESUME, TrainConfig
 from .data import Batch, Bytes, Corpus, load_corpus
@@ -151,7 +152,10 @@ FORMAT = [[field.name for field in dataclasses.fields(cls)] for cls in (TrainCon
 
 @dataclasses.dataclass(frozen=True)
 class RunResult:
-    """A finished run in figures; losses are nats per unit, tokens_per_second is that of the median step."""
+    """A finished run in figures; losses are nats per unit, tokens_per_second is that of the median step.
+
+    optimizer_bytes: of this process, which with FSDP2 has the states of its shards.
+    """
 
     optimizer: str
     parameters: int
@@ -325,7 +329,7 @@ class Trainer:
             optimizer=self.config.techniques.label,
             parameters=parameters,
             optimizer_bytes=state_bytes,
-            bytes_per_parameter=state_bytes / parameters,
+            bytes_per_parameter=state_bytes / sum(local(parameter).numel() for parameter in self.model.parameters()),
             validation_loss=history.validation[-1][1],
             saved_bytes=history.saved_bytes,
             median_step_seconds=median,

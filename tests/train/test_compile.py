@@ -218,20 +218,6 @@ def test_an_applied_model_is_compiled_for_all_who_ask() -> None:
 
 
 @pytest.mark.full
-def test_a_copy_computes_with_its_own_weights() -> None:
-    """As an average of weights does, which begins as a copy."""
-    of, x = model(), torch.randn(2, 8)
-    memkern.apply(of, Techniques(compile=True))
-    of(x).sum().backward()
-    copied = copy.deepcopy(of)
-    with torch.no_grad():
-        for p in copied[0].parameters():
-            p.zero_()
-    assert torch.equal(copied(x), of[1].bias.expand(2, 8))
-    assert not torch.equal(of(x), copied(x))
-
-
-@pytest.mark.full
 def test_blocks_with_a_cache_of_keys_and_values() -> None:
     """transformers' models make one by default: in a training step it is left out, in generation it is filled."""
     transformers = pytest.importorskip("transformers")
