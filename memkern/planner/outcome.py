@@ -127,6 +127,9 @@ def _sample(plan: Plan) -> str:
     return "sequence" if plan.seq_len > 1 else "example"
 
 
+LESS = "Fewer or shorter sequences need less, and so may techniques that are not given"
+
+
 def rounded_up(size: int) -> str:
     """GiB, rounded up to two decimals."""
     return f"{math.ceil(100 * size / GIB) / 100:.2f}"
@@ -136,7 +139,7 @@ def verdict(plan: Plan) -> Iterator[str]:
     p = plan.recommended
     if p is None:
         yield f"Does not fit: the least that could is {rounded_up(plan.least)} GiB, with {plan.together.techniques}."
-        yield from would_fit(plan)
+        yield f"{LESS}."
         return
     if plan.fits_as_it_is:
         yield "Fits as it is: plain training needs no more than the limit."
@@ -152,11 +155,6 @@ def verdict(plan: Plan) -> Iterator[str]:
     yield "In a loop of your own:"
     yield ""
     yield plan.code()
-
-
-def would_fit(plan: Plan) -> Iterator[str]:
-    """Where nothing fits: what needs less."""
-    yield "Fewer or shorter sequences need less, and so may techniques that are not given."
 
 
 def training_loop(t: Techniques, loss: str, device: str, sample: str, devices: int = 1) -> str:

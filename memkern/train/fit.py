@@ -12,7 +12,7 @@ from collections.abc import Collection
 from typing import Any
 
 from ..options import OptionError, Techniques
-from ..planner.outcome import Plan, rounded_up, would_fit
+from ..planner.outcome import LESS, Plan, rounded_up
 from ..planner.planning import parse_memory, plan
 from .config import TrainConfig
 from .interrupt import say
@@ -92,7 +92,7 @@ def fit(
         raise OptionError(
             "fit",
             f"{size} given; allowed: {rounded_up(made.least)} GiB or more, the least that could do, with "
-            + " ".join([f"{made.together.techniques}.", *would_fit(made)]).removesuffix("."),
+            f"{made.together.techniques}. {LESS}",
         )
     techniques = made.recommended.techniques
     say(f"{size} fit {techniques}: {made.recommended.peak / 2**30:.2f} GiB predicted")

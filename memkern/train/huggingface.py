@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from ..applying import weight_dtype
 from ..options import OptionError
 from ..planner.built_in import MODELS as BUILT_IN
-from ..planner.models import positions, resolve, set_dropout
+from ..planner.built_in import built_in
+from ..planner.models import positions, set_dropout
 from .config import MODELS, TrainConfig
 from .data import Bytes
 
@@ -57,8 +58,7 @@ def load_config(config: TrainConfig) -> Any:
         text = f"{name!r} given, adapters of PEFT; allowed: a whole model, as merge_and_unload() makes it; {ADAPTERS}"
         raise OptionError("model", text)
     if config.from_config and name in BUILT_IN and not path.is_dir():
-        source: Any = resolve(name, 1, None, None, None)
-        found = source.config
+        found = built_in(name)
     else:
         with named("its configuration cannot be used", name, ALLOWED):
             found = AutoConfig.from_pretrained(name, **SAFE)

@@ -83,13 +83,10 @@ BAD = [
 def test_a_line_says_what_and_what_to_do(
     files: Path,
     capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
     arguments: list[str],
     name: str,
     pieces: list[str],
 ) -> None:
-    # The line that the planner prints where it takes long, as on a slow machine, is another test's.
-    monkeypatch.setattr("memkern.planner.waiting.SECONDS", 600.0)
     before = {path: path.read_bytes() for path in files.rglob("*") if path.is_file()}
     data = [] if "--data" in arguments else ["--data", "text.txt"]
     output = [] if {"--out", "--export"} & {*arguments} else ["--out", "new"]

@@ -285,18 +285,6 @@ def test_a_bad_environment_is_named(
     assert piece in line
 
 
-@pytest.mark.parametrize("path", ["x.txt", "x", "absent/x.png", "/proc/x.png"])
-def test_a_plan_is_no_picture_of_another_kind(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, path: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    model = ["--model", "gpt2", "--memory", "1TiB", "--seq-len", "16", "--device", "cpu"]
-    with pytest.raises(SystemExit) as ended:
-        main(["plan", *model, "--png", path])
-    assert ended.value.code == 2
-    assert f"argument --png: {path!r} given; allowed: a file " in capsys.readouterr().err
-
-
 def test_what_may_not_be_read_or_written(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     locked = tmp_path / "locked"
     locked.mkdir()
