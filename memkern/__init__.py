@@ -12,16 +12,16 @@ from ._version import __version__
 
 if TYPE_CHECKING:
     from . import backend, functional, memory, nn, optim, planner, train
-    from .applying import apply, make_optimizer
     from .backend import report, use_backend
     from .blocks.checkpointing import checkpoint_blocks
     from .compiled.compiling import compile
     from .integrations.transformers import trainer_arguments
-    from .options import OptionError, Techniques
     from .planner.planning import plan
     from .quant.affine import dequantize_affine, quantize_affine
     from .quant.blockwise import dequantize_blockwise, quantize_blockwise
     from .swap.compress import compress, restore
+    from .techniques.applying import apply, make_optimizer
+    from .techniques.options import OptionError, Techniques
 
 __all__ = [
     "OptionError",
@@ -51,15 +51,15 @@ __all__ = [
 ]
 
 _LAZY = {
-    "OptionError": "options",
-    "Techniques": "options",
-    "apply": "applying",
+    "OptionError": "techniques.options",
+    "Techniques": "techniques.options",
+    "apply": "techniques.applying",
     "checkpoint_blocks": "blocks.checkpointing",
     "compile": "compiled.compiling",
     "compress": "swap.compress",
     "dequantize_affine": "quant.affine",
     "dequantize_blockwise": "quant.blockwise",
-    "make_optimizer": "applying",
+    "make_optimizer": "techniques.applying",
     "plan": "planner.planning",
     "quantize_affine": "quant.affine",
     "quantize_blockwise": "quant.blockwise",

@@ -9,9 +9,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
-from .flags import flag
-from .options import OptionError
 from .planner import cli as plan_cli
+from .techniques.flags import flag
+from .techniques.options import OptionError
 from .train import cli as train_cli
 from .train.interrupt import say
 

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__
 from .library import FILE as LIBRARY
 from .library import NAMESPACE
-from .options import MASTER_WEIGHTS
+from .techniques.options import MASTER_WEIGHTS
 
 if TYPE_CHECKING:
     import torch

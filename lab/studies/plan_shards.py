@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from benchmarks import report
 from lab.studies import study
-from memkern.options import Techniques
+from memkern.techniques.options import Techniques
 
 MIB = 2**20
 
@@ -87,8 +87,9 @@ def step(rank: int, case: Case, folder: str) -> None:
     from torch.distributed.fsdp import fully_shard
 
     from benchmarks.harness import largest_temporary
-    from memkern import applying, memory
+    from memkern import memory
     from memkern.blocks.block_lists import block_lists
+    from memkern.techniques import applying
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=case.processes)

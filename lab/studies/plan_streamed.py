@@ -17,8 +17,8 @@ from typing import Any
 
 from benchmarks import report
 from lab.studies import study
-from memkern.options import Techniques
 from memkern.planner import fake_cuda
+from memkern.techniques.options import Techniques
 
 GIB = 2**30
 LLAMA3: dict[str, Any] = {"num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072}

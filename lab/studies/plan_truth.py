@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lab.studies import study
-from memkern.options import Techniques
+from memkern.techniques.options import Techniques
 
 MIB = 2**20
 
@@ -103,8 +103,8 @@ def trainer(source: Any, techniques: Techniques) -> tuple[Any, Any, Callable[[],
     """The model, its optimizer and a function that takes a step."""
     import torch
 
-    from memkern import applying
     from memkern.planner import fake_step
+    from memkern.techniques import applying
 
     torch.manual_seed(0)
     model = source.build(applying.weight_dtype(techniques))

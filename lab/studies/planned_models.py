@@ -20,9 +20,9 @@ import torch
 import memkern
 from benchmarks import report
 from lab.studies import study
-from memkern.options import OptionError
 from memkern.planner.inputs import class_of_type
 from memkern.planner.models import resolve
+from memkern.techniques.options import OptionError
 
 DEPTHS = (
     "num_hidden_layers", "encoder_layers", "decoder_layers", "num_layers", "num_decoder_layers", "n_layer", "n_layers",

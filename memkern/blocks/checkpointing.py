@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from .. import _ops
-from ..options import CHECKPOINT_BITS, OptionError, at_least, not_allowed
 from ..quant.layout import FLOATS, dense
+from ..techniques.options import CHECKPOINT_BITS, OptionError, at_least, not_allowed
 from .block_lists import block_lists
 
 BLOCK_SIZE = 128

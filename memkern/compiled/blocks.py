@@ -13,7 +13,7 @@ from torch.torch_version import TorchVersion
 
 from ..blocks.block_lists import block_lists
 from ..blocks.checkpointing import caches_of, is_filled, without_cache
-from ..options import OptionError, Techniques, not_allowed
+from ..techniques.options import OptionError, Techniques, not_allowed
 from .inductor import FIRST_VERSION, options_of_inductor
 
 MARK = "_memkern_compiled"

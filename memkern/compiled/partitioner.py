@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from .._version import __version__
-from ..options import SAVED_BITS
+from ..techniques.options import SAVED_BITS
 from . import budget as budgets
 from . import codecs, few_bit, norms, written
 from .attention import FORWARD

@@ -26,13 +26,13 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ..applying import apply, make_optimizer, optimizer_groups, optimizer_type, weight_dtype
 from ..memory import optimizer_bytes
 from ..optim.base import BlockwiseOptimizer
 from ..optim.foreign import unclipped
-from ..options import Techniques, not_allowed
 from ..swap.compress import compress
 from ..swap.report import Report
+from ..techniques.applying import apply, make_optimizer, optimizer_groups, optimizer_type, weight_dtype
+from ..techniques.options import Techniques, not_allowed
 from . import names
 
 

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..options import STATE_BITS
 from ..quant.codec import CODECS
+from ..techniques.options import STATE_BITS
 
 Group = dict[str, Any]
 

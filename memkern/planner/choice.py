@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ..options import STATE_BITS, OptionError, Techniques, not_allowed
+from ..techniques.options import STATE_BITS, OptionError, Techniques, not_allowed
 from .prediction import Prediction, Predictor
 
 PRECISIONS: tuple[dict[str, Any], ...] = (

@@ -7,8 +7,8 @@ import dataclasses
 import importlib.util
 import json
 
-from ..flags import add_flags
-from ..options import Techniques, not_allowed
+from ..techniques.flags import add_flags
+from ..techniques.options import Techniques, not_allowed
 from .planning import plan
 
 DESCRIPTION = """\

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..applying import apply, autocast, make_optimizer, optimizer_groups, weight_dtype
 from ..blocks.block_lists import block_lists
 from ..memory import LiveBytes
-from ..options import Techniques, not_allowed
+from ..techniques.applying import apply, autocast, make_optimizer, optimizer_groups, weight_dtype
+from ..techniques.options import Techniques, not_allowed
 from .blocks import without_block
 from .fake_mode import FakeMode
 from .graphs import without_kernels

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from ..options import Techniques
+from ..techniques.options import Techniques
 
 if TYPE_CHECKING:
     from .fake_step import Fixed

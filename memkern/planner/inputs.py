@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..options import not_allowed
+from ..techniques.options import not_allowed
 
 TASKS = (
     "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "IMAGE_CLASSIFICATION", "CAUSAL_LM", "SEQUENCE_CLASSIFICATION",

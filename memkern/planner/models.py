@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..compiled.blocks import is_compiled
 from ..optim.dtensor.shards import is_dtensor
-from ..options import not_allowed
+from ..techniques.options import not_allowed
 from .built_in import MODELS, built_in
 from .inputs import Inputs, is_language_model, text_config
 from .shards import output_layer

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from ..options import Techniques
+from ..techniques.options import Techniques
 from .prediction import BAND, CATEGORIES, Prediction
 
 MIB, GIB = 2**20, 2**30

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..options import NOT_NEGATIVE, OptionError, Techniques, at_least, not_allowed
+from ..techniques.options import NOT_NEGATIVE, OptionError, Techniques, at_least, not_allowed
 from . import fake_cuda
 from .choice import Chooser
 from .hardware import DEFAULTS, Hardware, default

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..options import OptionError, Techniques, not_allowed, spelled
+from ..techniques.options import OptionError, Techniques, not_allowed, spelled
 from .hardware import Hardware, seconds
 
 CATEGORIES = (

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..options import ROUNDINGS
 from ..reference.blockwise import dither, from_blocks, pack_pairs, to_blocks, unpack_pairs
+from ..techniques.options import ROUNDINGS
 from .layout import FLOATS, BlockLayout, check_block_size, layout_of, memory_order
 
 GRANULARITIES = ("block", "channel", "tensor")

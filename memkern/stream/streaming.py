@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from ..blocks.block_lists import block_lists
 from ..compiled.blocks import is_compiled
 from ..optim.arrivals import Arrivals
-from ..options import OptionError, not_allowed
+from ..techniques.options import OptionError, not_allowed
 from . import pinned
 from .prefetch import Group, Prefetch, owners
 

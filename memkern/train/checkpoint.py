@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..options import OptionError
+from ..techniques.options import OptionError
 from .loop import FORMAT, KEYS
 
 ZIP = b"PK\x03\x04"  # torch.save writes a zip archive

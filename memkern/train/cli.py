@@ -10,8 +10,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..flags import add_flags, flag
-from ..options import OptionError, Techniques, at_least, not_allowed
+from ..techniques.flags import add_flags, flag
+from ..techniques.options import OptionError, Techniques, at_least, not_allowed
 from .config import DATA, FILES, RATES_AND_BATCHES, TECHNIQUES, TRAINING, TrainConfig
 from .interrupt import Saver, deferred, say
 

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
-from ..options import (
+from ..techniques.options import (
     LR_RULES,
     NOT_NEGATIVE,
     OPTIMIZERS,

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..options import OptionError
+from ..techniques.options import OptionError
 from .config import TrainConfig
 
 VALIDATION_SHARE = 10

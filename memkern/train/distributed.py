@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 from ..blocks.block_lists import block_lists
 from ..optim.dtensor.shards import is_dtensor, local, sharded
 from ..optim.state import State
-from ..options import OptionError
+from ..techniques.options import OptionError
 from .config import TrainConfig
 
 

@@ -11,9 +11,9 @@ import sys
 from collections.abc import Collection
 from typing import Any
 
-from ..options import OptionError, Techniques
 from ..planner.outcome import LESS, Plan, rounded_up
 from ..planner.planning import parse_memory, plan
+from ..techniques.options import OptionError, Techniques
 from .config import TrainConfig
 from .interrupt import say
 from .loop import Source

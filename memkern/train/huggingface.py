@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..applying import weight_dtype
-from ..options import OptionError
 from ..planner.built_in import MODELS as BUILT_IN
 from ..planner.built_in import built_in
 from ..planner.models import positions, set_dropout
+from ..techniques.applying import weight_dtype
+from ..techniques.options import OptionError
 from .config import MODELS, TrainConfig
 from .data import Bytes
 

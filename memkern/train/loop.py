@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
 
 from .. import memory
-from ..applying import apply, autocast, make_optimizer, optimizer_groups, weight_dtype
 from ..optim.dtensor.shards import local
-from ..options import OptionError, Techniques, spelled
+from ..techniques.applying import apply, autocast, make_optimizer, optimizer_groups, weight_dtype
+from ..techniques.options import OptionError, Techniques, spelled
 from .config import FREE_ON_RESUME, TrainConfig
 from .data import Batch, Bytes, Corpus, load_corpus
 from .distributed import Processes, check_micro_batches, data_parallel, full, load_full, load_full_states, synchronized

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from .. import functional
 from ..nn.loss import with_weights
-from ..options import OptionError
+from ..techniques.options import OptionError
 
 VOCABULARY = 256
 

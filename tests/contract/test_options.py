@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 import memkern
-from memkern import options
 from memkern.__main__ import Parser
-from memkern.flags import add_flags, flag, typed
-from memkern.options import OptionError, Range, Techniques
 from memkern.planner import cli as plan_cli
+from memkern.techniques import options
+from memkern.techniques.flags import add_flags, flag, typed
+from memkern.techniques.options import OptionError, Range, Techniques
 from memkern.train import TrainConfig
 from memkern.train import cli as train_cli
 from memkern.train.cli import given_options
@@ -142,7 +142,7 @@ def test_no_list_of_choices_stands_twice() -> None:
             name = wanted.get(values - empty)
             if name:
                 found.setdefault(name, []).append(path.relative_to(PACKAGE).as_posix())
-    assert {name: places for name, places in found.items() if places != ["options.py"]} == {}
+    assert {name: places for name, places in found.items() if places != ["techniques/options.py"]} == {}
 
 
 def test_the_error_has_its_parts_and_can_be_pickled() -> None:

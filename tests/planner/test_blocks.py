@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from memkern.options import Techniques
 from memkern.planner import fake_step
 from memkern.planner.blocks import without_block
 from memkern.planner.fake_mode import FakeMode
 from memkern.planner.models import resolve
 from memkern.planner.trace import peaks
+from memkern.techniques.options import Techniques
 
 
 @pytest.fixture(scope="module", params=["GPT2", "Llama"])

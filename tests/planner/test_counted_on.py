@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import memkern
-from memkern.options import OptionError, Techniques
 from memkern.planner import fake_cuda, fake_step, models
 from memkern.planner.models import resolve
 from memkern.planner.prediction import ON_CPU_TENSORS
+from memkern.techniques.options import OptionError, Techniques
 
 COUNTED: dict[str, Any] = {"memory": "1GiB", "inputs": torch.zeros(2, 4)}
 

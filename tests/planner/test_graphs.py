@@ -58,7 +58,7 @@ def test_a_trace_has_the_bytes_of_a_compiled_model_and_leaves_nothing(techniques
     losses = []
 
     def forward(of: nn.Module) -> None:
-        with memkern.applying.autocast(Techniques(compile=True, **techniques), "cpu"):
+        with memkern.techniques.applying.autocast(Techniques(compile=True, **techniques), "cpu"):
             losses.append(of(BATCH).square().mean())
 
     saved = memory.saved_bytes(lambda: forward(real), real, BATCH)

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 import memkern
-from memkern.options import OptionError, Techniques
 from memkern.planner.fake_step import trace
 from memkern.planner.inputs import Inputs, architecture
 from memkern.planner.models import resolve
+from memkern.techniques.options import OptionError, Techniques
 
 transformers = pytest.importorskip("transformers")
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}

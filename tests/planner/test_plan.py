@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 import memkern
-from memkern.options import Techniques
 from memkern.planner import fake_cuda, fake_step
 from memkern.planner.hardware import DEFAULTS
 from memkern.planner.models import resolve
 from memkern.planner.prediction import Predictor
+from memkern.techniques.options import Techniques
 from tests.support.helpers import first_full
 from tests.support.planned_models import WIDTH, Block, Stack, predictor_of
 

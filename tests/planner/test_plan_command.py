@@ -9,8 +9,8 @@ import torch
 
 import memkern
 from memkern.__main__ import main
-from memkern.options import OptionError, Techniques
 from memkern.planner.planning import ALONE, parse_memory
+from memkern.techniques.options import OptionError, Techniques
 from tests.support.planned_models import WIDTH, Stack
 
 MIB = 2**20

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import memkern
-from memkern.options import Techniques
 from memkern.planner.hardware import DEFAULTS
 from memkern.planner.models import resolve
 from memkern.planner.prediction import CATEGORIES, MARGIN, Predictor
+from memkern.techniques.options import Techniques
 from tests.support.planned_models import DEPTH, WIDTH, Stack, predictor_of
 
 

@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 import memkern
-from memkern.options import OptionError, Techniques
 from memkern.planner.hardware import DEFAULTS
 from memkern.planner.models import resolve
 from memkern.planner.prediction import Predictor
 from memkern.planner.shards import Groups
 from memkern.planner.trace import Trace
+from memkern.techniques.options import OptionError, Techniques
 
 WIDTH, DEPTH = 30, 3
 INPUTS = torch.zeros(2, WIDTH)

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import nn
 
 import memkern
-from memkern.options import OptionError, Techniques
 from memkern.planner import fake_cuda
 from memkern.planner.choice import Chooser
 from memkern.planner.fake_step import Fixed
@@ -19,6 +18,7 @@ from memkern.planner.models import resolve
 from memkern.planner.prediction import ON_CPU_TENSORS, Predictor
 from memkern.planner.shards import Streamed
 from memkern.planner.trace import Trace
+from memkern.techniques.options import OptionError, Techniques
 from tests.support.helpers import first_full
 
 WIDTH, DEPTH = 64, 4

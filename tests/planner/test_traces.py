@@ -9,13 +9,14 @@ import torch
 from torch import nn
 
 import memkern
-from memkern import applying, memory
-from memkern.options import Techniques
+from memkern import memory
 from memkern.planner import fake_step
 from memkern.planner.hardware import DEFAULTS
 from memkern.planner.models import resolve
 from memkern.planner.prediction import Predictor
 from memkern.planner.trace import Trace, aligned, peaks
+from memkern.techniques import applying
+from memkern.techniques.options import Techniques
 from tests.support.planned_models import WIDTH, Block, Stack, predictor_of
 
 

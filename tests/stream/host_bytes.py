@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 import memkern
-from memkern.applying import optimizer_groups
-from memkern.options import Techniques
+from memkern.techniques.applying import optimizer_groups
+from memkern.techniques.options import Techniques
 from memkern.train.fit import return_freed_memory
 
 WIDTH, BLOCKS = 512, 16

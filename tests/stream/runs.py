@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import memkern
-from memkern.applying import optimizer_groups
-from memkern.options import Techniques
+from memkern.techniques.applying import optimizer_groups
+from memkern.techniques.options import Techniques
 
 WIDTH, CLASSES = 64, 97
 PLAIN = Techniques(precision="bf16", state_bits=8, master_weights="bf16+8")

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import memkern
 from memkern.optim.arrivals import Arrivals
 from memkern.optim.offload.worker import Worker
-from memkern.options import Techniques
+from memkern.techniques.options import Techniques
 from tests.stream import runs
 from tests.stream.runs import PLAIN, STREAMED, Model, assert_equal, batches, model_for, optimizer_for, train, weights
 

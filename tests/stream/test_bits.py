@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from memkern import optim
-from memkern.options import Techniques
+from memkern.techniques.options import Techniques
 from tests.stream.runs import (
     Model,
     assert_equal,

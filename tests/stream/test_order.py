@@ -17,8 +17,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from memkern.optim.arrivals import Arrivals
-from memkern.options import Techniques
 from memkern.stream.prefetch import Prefetch
+from memkern.techniques.options import Techniques
 from tests.stream.runs import STREAMED as TECHNIQUES
 from tests.stream.runs import Model, model_for, optimizer_for, train
 from tests.support import streams

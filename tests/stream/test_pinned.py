@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from memkern.options import Techniques
 from memkern.stream import pinned, streaming
 from memkern.stream.pinned import Slabs
+from memkern.techniques.options import Techniques
 from tests.stream.runs import assert_equal, model_for, optimizer_for, train, weights
 
 

@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import memkern
-from memkern.options import OptionError
 from memkern.stream.streaming import check, process_group
+from memkern.techniques.options import OptionError
 from tests.stream.runs import STREAMED, Model, optimizer_for
 
 # ---- what is refused, before anything is changed

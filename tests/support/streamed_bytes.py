@@ -17,10 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 
-from memkern import applying
 from memkern.memory import LiveBytes, _storages
 from memkern.nn import LinearCrossEntropy
-from memkern.options import Techniques
 from memkern.planner import fake_step
 from memkern.planner.fake_mode import FakeMode
 from memkern.planner.hardware import DEFAULTS
@@ -28,6 +26,8 @@ from memkern.planner.models import resolve
 from memkern.planner.prediction import Predictor
 from memkern.planner.values import Values
 from memkern.stream import streaming
+from memkern.techniques import applying
+from memkern.techniques.options import Techniques
 
 
 class DeviceBytes(LiveBytes):

@@ -105,7 +105,7 @@ def test_the_optimizer_is_what_the_techniques_say(
     changes: dict[str, Any], wrapper: type | None, cls: type, options: dict[str, Any]
 ) -> None:
     techniques = Techniques(**changes)
-    parameters = [nn.Parameter(torch.zeros(4, 4, dtype=memkern.applying.weight_dtype(techniques)))]
+    parameters = [nn.Parameter(torch.zeros(4, 4, dtype=memkern.techniques.applying.weight_dtype(techniques)))]
     made = memkern.make_optimizer(parameters, techniques, lr=0.5)
     assert isinstance(made, wrapper or cls)
     assert isinstance(made, cls) or made._class is cls

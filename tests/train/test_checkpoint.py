@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from memkern import OptionError
-from memkern.flags import typed
+from memkern.techniques.flags import typed
 from memkern.train import Corpus, TrainConfig, Trainer, load_corpus, run
 from memkern.train import checkpoint as checkpoints
 from memkern.train.loop import KEYS

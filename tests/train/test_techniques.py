@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from memkern import OptionError, memory, optim
-from memkern.options import OPTIMIZERS
+from memkern.techniques.options import OPTIMIZERS
 from memkern.train import Corpus, Source, TrainConfig, Trainer, run
 from memkern.train.fit import fit, given_techniques
 from tests.support.train_helpers import (

@@ -8,7 +8,7 @@ import torch
 
 import memkern
 from memkern import memory, optim
-from memkern.options import OPTIMIZERS
+from memkern.techniques.options import OPTIMIZERS
 from memkern.train import Corpus, Diverged, Trainer, loop, run, scale_lr
 from memkern.train.loop import warmup_cosine
 from tests.support.train_helpers import ADAMW8, SMALL, TORCH_ADAMW, assert_same_run, step_peak, trained, weights

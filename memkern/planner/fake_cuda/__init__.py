@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ...options import OptionError
+from ...techniques.options import OptionError
 
 HERE = Path(__file__).parent
 

@@ -5,7 +5,7 @@ import os
 import pickle
 import sys
 
-from ...options import OptionError
+from ...techniques.options import OptionError
 from . import install
 
 if __name__ == "__main__":

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import optim
-from .blocks.checkpointing import check_blocks, checkpoint_blocks
-from .compiled.blocks import check_compilable, compile_blocks
-from .optim.dtensor.shards import is_dtensor
+from .. import optim
+from ..blocks.checkpointing import check_blocks, checkpoint_blocks
+from ..compiled.blocks import check_compilable, compile_blocks
+from ..optim.dtensor.shards import is_dtensor
+from ..swap.compress import compress
 from .options import Techniques, not_allowed
-from .swap.compress import compress
 
 
 def weight_dtype(techniques: Techniques) -> torch.dtype:
@@ -66,7 +66,7 @@ def apply(
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     _check(techniques)
     if techniques.weights_on_host:  # raises before anything is changed, as the next does
-        from .stream import streaming
+        from ..stream import streaming
 
         to = streaming_device(device)
         streaming.check(model)

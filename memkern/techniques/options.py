@@ -1,7 +1,7 @@
 """The options of training: the techniques that save memory, what each option may be, and one error. Imports no torch.
 
 ``memkern.plan``, ``memkern.apply``, ``memkern.make_optimizer`` and ``memkern.train`` take the same ``Techniques``;
-memkern/flags.py makes the flags of ``python -m memkern plan`` and ``train`` from its fields.
+memkern/techniques/flags.py makes the flags of ``python -m memkern plan`` and ``train`` from its fields.
 """
 
 from __future__ import annotations
