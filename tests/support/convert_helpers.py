@@ -68,22 +68,6 @@ def value(state: dict[str, Tensor], name: str, group: State) -> Tensor:
     return x * x if name == "exp_avg_sq" and group["codec"] == "power" else x
 
 
-def assert_same_tree(a: Any, b: Any) -> None:
-    if isinstance(a, Tensor):
-        assert a.dtype == b.dtype
-        assert torch.equal(a, b)
-    elif isinstance(a, dict):
-        assert {*a} == {*b}
-        for key in a:
-            assert_same_tree(a[key], b[key])
-    elif isinstance(a, list | tuple):
-        assert len(a) == len(b)
-        for x, y in zip(a, b, strict=True):
-            assert_same_tree(x, y)
-    else:
-        assert a == b
-
-
 def assert_steps_agree(
     a: torch.optim.Optimizer,
     params_a: list[nn.Parameter],

@@ -16,7 +16,6 @@ from tests.support.convert_helpers import (
     SAME_BLOCKS,
     SHAPES,
     State,
-    assert_same_tree,
     assert_steps_agree,
     changed,
     copies_of,
@@ -25,6 +24,7 @@ from tests.support.convert_helpers import (
     train,
     value,
 )
+from tests.support.helpers import assert_same
 
 
 def by_hand(params: list[nn.Parameter], names: tuple[str, ...], wrapped: bool, block: int = 256) -> State:
@@ -102,7 +102,7 @@ def test_from_bitsandbytes_moves_codes_where_the_blocks_are_the_same(kind: str, 
     if kind != "Lion8bit":
         assert group["eps"] == HYPER["eps"]
         assert group["decoupled_weight_decay"] is True
-    assert_same_tree(given, before)
+    assert_same(given, before)
 
 
 @over_options

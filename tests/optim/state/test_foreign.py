@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import gc
-import inspect
-import pickle
 from typing import Any
 
 import pytest
@@ -14,11 +11,9 @@ import torch
 from memkern import optim
 from tests.support.helpers import (
     OPTIMIZERS,
-    assert_same,
     make_params,
     name_of,
     over_optimizers,
-    snapshot,
     train,
 )
 
@@ -58,17 +53,6 @@ def test_bias_correction_is_lambs(build: type) -> None:
     with pytest.raises(TypeError, match="always have it"):
         build(make_params(), bias_correction=True)
     optim.LAMB(make_params(), bias_correction=False)
-
-
-@over_optimizers
-def test_all_else_is_pythons_own(build: type) -> None:
-    with pytest.raises(TypeError, match="unexpected keyword argument 'momentums'"):
-        build(make_params(), momentums=0.9)
-    assert "state_bits" in inspect.signature(build).parameters
-    optimizer = build(make_params())
-    train(optimizer, 1)
-    for again in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
-        assert_same(snapshot(again), snapshot(optimizer))
 
 
 def test_global_optim_manager_of_ours() -> None:
