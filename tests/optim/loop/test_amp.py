@@ -6,10 +6,8 @@ import pytest
 import torch
 from torch.amp import GradScaler
 
-from memkern import optim
 from tests.support.helpers import (
     FLOATS,
-    LAYERWISE,
     assert_same,
     first_moment,
     hard,
@@ -83,17 +81,6 @@ def test_a_step_is_skipped_whole(backend: str, build: type, bad: float) -> None:
     assert steps == [2.0] * len(steps)
 
 
-def test_the_very_first_step_may_be_skipped() -> None:
-    model, x, y = model_and_data()
-    optimizer, scaler = optim.AdamW8bit(model.parameters()), GradScaler("cpu", init_scale=SCALE)
-    scaler.scale(loss_of(model, x, y)).backward()
-    next(model.parameters()).grad[0, 0] = torch.inf
-    before = [p.detach().clone() for p in model.parameters()]
-    scaler.step(optimizer)
-    assert_same([*model.parameters()], before)
-    assert all(not (value != 0).any() for state in optimizer.state.values() for value in state.values())
-
-
 @over_optimizers
 def test_unscale_and_clip(build: type) -> None:
     runs = []
@@ -138,31 +125,6 @@ def test_any_scale_unscales_by_its_fp32_reciprocal(build: type, dtype: torch.dty
     assert_same(runs[1], runs[0])
 
 
-@over_8bit
-def test_fp16_parameters_under_a_scaler(build: type) -> None:
-    model, x, y = model_and_data(torch.float16)
-    lr = 3e-2 if build in (*LAYERWISE, optim.SGD8bit) else 3e-3  # a share of a layer's norm
-    optimizer, scaler = build(model.parameters(), lr=lr), GradScaler("cpu", init_scale=128.0)
-    found = []
-    for _ in range(20):
-        optimizer.zero_grad()
-        loss = loss_of(model, x, y)
-        found.append(loss.item())
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    assert found[-1] < 0.8 * found[0]
-
-
-def test_after_the_scaler_the_optimizer_steps_plainly() -> None:
-    model, x, y = model_and_data()
-    optimizer, scaler = optim.AdamW8bit(model.parameters()), GradScaler("cpu", init_scale=SCALE)
-    scaler.scale(loss_of(model, x, y)).backward()
-    scaler.step(optimizer)
-    assert not hasattr(optimizer, "grad_scale")  # GradScaler sets them for its call and takes them away
-    assert not hasattr(optimizer, "found_inf")
-
-
 # ---- without a scaler
 
 
@@ -176,7 +138,7 @@ def test_a_bad_gradient_reaches_its_element_only(backend: str, build: type, code
     with on(backend):
         for spoilt in (False, True):
             p = torch.nn.Parameter(hard((4, 300), 0))
-            # Without decay: a trust ratio ties the elements of a layer together (test_optim_layerwise.py).
+            # Without decay: a trust ratio ties the elements of a layer together (test_layerwise.py).
             optimizer = build([p], codec=codec, min_8bit_size=0, weight_decay=0.0)
             for step in range(4):
                 p.grad = hard((4, 300), 10 + step)

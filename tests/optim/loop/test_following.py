@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 import sys
 import types
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from memkern import optim
 from tests.support.convert_helpers import copies_of
@@ -115,19 +114,6 @@ def test_a_parameter_with_gaps_in_place_of_one_without() -> None:
     assert_same(ours, theirs)
 
 
-def test_a_model_from_meta() -> None:
-    model = nn.Linear(64, 128, device="meta")
-    optimizer = optim.AdamW8bit(model.parameters(), lr=1e-2, capturable=True)
-    model.to_empty(device="cpu")
-    with torch.no_grad():
-        for p in model.parameters():
-            p.fill_(0.5)
-    optimizer.param_groups[0]["params"] = [*model.parameters()]
-    train(optimizer, 0, 2)
-    assert optimizer.param_groups[0]["lr"].device.type == "cpu"
-    assert not torch.equal(model.weight, torch.full_like(model.weight, 0.5))
-
-
 def test_names_of_a_list_that_was_extended_without_them() -> None:
     named = [(name, p) for name, p in zip("abc", parameters(), strict=True)]
     optimizer = optim.LAMB8bit(named[:2])
@@ -139,60 +125,7 @@ def test_names_of_a_list_that_was_extended_without_them() -> None:
         train(optimizer, 1, 2)
 
 
-def test_a_parameter_between_groups_of_other_storage() -> None:
-    a, b, c = parameters()
-    groups = [{"params": [a, c]}, {"params": [b], "codec": "dynamic", "block_size": 64}]
-    optimizer = optim.AdamW8bit(groups, lr=1e-3)
-    train(optimizer, 0, 2)
-    before = _moments(optimizer, a)
-    optimizer.param_groups[0]["params"] = [c]
-    optimizer.param_groups[1]["params"] = [b, a]
-    optimizer.state_dict()  # converts
-    for x, y in zip(_moments(optimizer, a), before, strict=True):
-        assert float((x - y).abs().max()) <= 0.05 * float(y.abs().max())
-
-
 # ---- options
-
-
-def _moments(optimizer: Any, p: Tensor) -> list[Tensor]:
-    from memkern.optim.state import load_moment
-
-    return [load_moment(name, optimizer.state[p]) for name in ("exp_avg", "exp_avg_sq")]
-
-
-def by_load(optimizer: Any) -> Any:
-    found = type(optimizer)(copies_of(optimizer.param_groups[0]["params"]))
-    found.load_state_dict(optimizer.state_dict())
-    return found
-
-
-WAYS = {
-    "load_state_dict": by_load,
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda optimizer: pickle.loads(pickle.dumps(optimizer)),
-}
-CHANGES: list[dict[str, Any]] = [
-    {"codec": "dynamic"},
-    {"state_bits": 32},
-    {"state_bits": 32, "amsgrad": True},
-    {"block_size": 136},
-]
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("change", CHANGES, ids=lambda c: ",".join(map(str, c.values())))
-def test_options_changed_right_after_a_load_convert_the_state(way: str, change: dict[str, Any]) -> None:
-    straight = optim.AdamW8bit(parameters(), lr=1e-2)
-    train(straight, 0, 3)
-    other = WAYS[way](straight)
-    for optimizer in (straight, other):
-        optimizer.param_groups[0].update(change)
-    saved = copy.deepcopy(other).state_dict()  # as the options say, before a step too
-    assert_same(saved, copy.deepcopy(straight).state_dict())
-    for optimizer in (straight, other):
-        train(optimizer, 3, 5)
-    assert_same(snapshot(other), snapshot(straight))
 
 
 def test_max_grad_norm_may_change_between_steps() -> None:

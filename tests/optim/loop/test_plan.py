@@ -57,6 +57,12 @@ def reset_by_entry(o: optim.AdamW8bit) -> None:
     state.update({key: torch.zeros_like(x) for key, x in state.items()})
 
 
+def moved(o: optim.AdamW8bit) -> None:
+    for state in o.state.values():
+        for key, x in state.items():
+            state[key] = x.clone()
+
+
 def cleared(o: optim.AdamW8bit) -> None:
     o.state.clear()
 
@@ -190,20 +196,6 @@ def test_who_has_a_gradient_may_change() -> None:
     assert_same(snapshot(one), snapshot(other))
 
 
-def test_a_state_that_another_parameter_gets() -> None:
-    """Of two parameters of one shape each has had a gradient when the other has none."""
-    one, other = (optim.AdamW8bit(make_params([(64, 128)] * 3), min_8bit_size=0) for _ in range(2))
-    for i in range(4):
-        for optimizer in (one, other):
-            a, b, _ = params_of(optimizer)
-            if i == 2:
-                optimizer.state[a], optimizer.state[b] = optimizer.state[b], optimizer.state[a]
-            for state in other.state.values():
-                state.plan = state._checked = None
-            step(optimizer, i, without={0: None, 1: 1, 2: 0, 3: 1}[i])
-    assert_same(snapshot(one), snapshot(other))
-
-
 def test_a_cut_parameter_is_refused_before_anything_is_changed() -> None:
     """Of several calls, the one of the parameter that was cut comes last."""
     dense, gaps = torch.randn(64, 128), torch.zeros(64, 256)[:, ::2].copy_(torch.randn(64, 128))
@@ -218,7 +210,7 @@ def test_a_cut_parameter_is_refused_before_anything_is_changed() -> None:
     assert_same(snapshot(optimizer), before)
 
 
-@pytest.mark.parametrize("edit", [cleared, plain_dicts, loaded], ids=named)
+@pytest.mark.parametrize("edit", [moved, cleared, plain_dicts, loaded], ids=named)
 def test_tensors_that_were_replaced_are_freed_at_once(edit: Callable[[optim.AdamW8bit], None]) -> None:
     optimizer = new()
     step(optimizer, 0)
@@ -227,22 +219,6 @@ def test_tensors_that_were_replaced_are_freed_at_once(edit: Callable[[optim.Adam
     gc.disable()
     try:
         edit(optimizer)
-        assert not any(ref() is not None for ref in old)
-    finally:
-        gc.enable()
-
-
-def test_states_that_are_moved_are_freed_at_once() -> None:
-    optimizer = new()
-    step(optimizer, 0)
-    old = []
-    gc.disable()
-    try:
-        for state in optimizer.state.values():
-            for key, x in state.items():
-                old.append(weakref.ref(x))
-                state[key] = x.clone()
-        del x
         assert not any(ref() is not None for ref in old)
     finally:
         gc.enable()
@@ -258,18 +234,6 @@ def test_an_optimizer_is_freed_with_its_plan() -> None:
         assert state() is None
     finally:
         gc.enable()
-
-
-def test_copies_have_plans_of_their_own() -> None:
-    optimizer = new()
-    step(optimizer, 0)
-    other = copy.deepcopy(optimizer)
-    assert plan_of(other) is None
-    assert optimizer.state[params_of(optimizer)[0]].format == other.state[params_of(other)[0]].format
-    for i in range(2):
-        step(optimizer, i)
-        step(other, i)
-    assert_same(snapshot(optimizer), snapshot(other))
 
 
 METHODS = {
@@ -295,18 +259,6 @@ def test_each_way_to_change_entries_ends_the_plan(method: str) -> None:
     # Nothing else that dict has changes entries.
     changing = {name for name in dir(dict) if name in METHODS}
     assert changing == {name for name in METHODS if getattr(State, name) is not getattr(dict, name)}
-
-
-def test_an_op_that_refuses_leaves_everything_as_it_was() -> None:
-    optimizer = new()
-    step(optimizer, 0)
-    before = copy.deepcopy(snapshot(optimizer))
-    give_gradients(params_of(optimizer), 1)
-    params_of(optimizer)[2].grad = torch.zeros(300).to_sparse()
-    with pytest.raises(RuntimeError, match="dense gradients"):
-        optimizer.step()
-    assert_same(snapshot(optimizer), before)
-    step(optimizer, 1)
 
 
 @pytest.mark.parametrize("change", ["resize_", "transpose", "dtype"])

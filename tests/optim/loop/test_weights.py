@@ -208,21 +208,6 @@ def test_small_updates_add_up(build: type, option: str) -> None:
     assert 0.9 * 200 * 1e-4 < moved[option] < 1.1 * 200 * 1e-4
 
 
-@pytest.mark.parametrize("skip", [True, False])
-@over_options
-def test_grad_scaler(option: str, skip: bool) -> None:
-    params = bf16_params()
-    optimizer = optim.AdamW8bit(params, **OPTIONS[option])
-    train(optimizer, 1)
-    before = snapshot(optimizer)
-    optimizer.grad_scale, optimizer.found_inf = torch.tensor(4.0), torch.tensor(float(skip))
-    optimizer.step()
-    if skip:
-        assert_same(snapshot(optimizer), before)
-    else:
-        assert not torch.equal(snapshot(optimizer)["params"][0], before["params"][0])
-
-
 # ---- options
 
 
@@ -299,8 +284,6 @@ GENERIC: list[tuple[str, dict[str, Any]]] = [
         "state_dicts_repeat_a_run", "state_dicts_load_with_weights_only", "loading_leaves_the_state_dict_alone",
         "state_dict_hooks", "load_state_dict_hooks", "step_hooks_fire_in_order", "can_be_printed",
     )),
-    *(("goes_in_the_right_direction_on_a_schedule", {"schedule": s, "strided": strided})
-      for s in ("no schedule", "OneCycleLR") for strided in (False, True)),
     ("a_tensor_lr_is_its_number", {"shape": ()}),
     ("copies_have_everything", {"way": copy.deepcopy}),
     *(("state_dicts_repeat_a_run_whoever_has_names", {"names": names}) for names in generic_tests.NAMES),
