@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import sys
 import types
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from tests.support.convert_helpers import copies_of
 from tests.support.helpers import EIGHT_BIT, assert_same, snapshot
 
 SHAPES = ((40, 128), (96, 64), (64,))
-Change = Callable[[torch.optim.Optimizer, Any], Any]
 
 
 def parameters(seed: int = 0) -> list[nn.Parameter]:

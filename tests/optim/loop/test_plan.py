@@ -196,6 +196,20 @@ def test_who_has_a_gradient_may_change() -> None:
     assert_same(snapshot(one), snapshot(other))
 
 
+def test_a_state_that_another_parameter_gets() -> None:
+    """Of two parameters of one shape each has had a gradient when the other has none."""
+    one, other = (optim.AdamW8bit(make_params([(64, 128)] * 3), min_8bit_size=0) for _ in range(2))
+    for i in range(4):
+        for optimizer in (one, other):
+            a, b, _ = params_of(optimizer)
+            if i == 2:
+                optimizer.state[a], optimizer.state[b] = optimizer.state[b], optimizer.state[a]
+            for state in other.state.values():
+                state.plan = state._checked = None
+            step(optimizer, i, without={0: None, 1: 1, 2: 0, 3: 1}[i])
+    assert_same(snapshot(one), snapshot(other))
+
+
 def test_a_cut_parameter_is_refused_before_anything_is_changed() -> None:
     """Of several calls, the one of the parameter that was cut comes last."""
     dense, gaps = torch.randn(64, 128), torch.zeros(64, 256)[:, ::2].copy_(torch.randn(64, 128))

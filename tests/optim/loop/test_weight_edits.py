@@ -197,8 +197,6 @@ def test_a_resumed_run_equals_one_that_went_on(build: type, kept: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert_same(train(resumed, 3, first=3), train(optimizer, 3, first=3))
-    twin = copy.deepcopy(optimizer)
-    assert_same(train(twin, 2, first=6), train(optimizer, 2, first=6))
 
 
 def test_the_optimizers_own_option_wins_over_a_states() -> None:
