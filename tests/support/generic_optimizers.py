@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from tests.support.optimizers import EIGHT, SPECS, Options
 
@@ -57,15 +56,12 @@ def closure_of(optimizer: torch.optim.Optimizer, w: Tensor, b: Tensor, x: Tensor
 def assert_right_direction(
     optimizer: torch.optim.Optimizer,
     closure: Callable[[], Tensor],
-    schedulers: list[Any] = (),
     up: bool = False,
 ) -> None:
     loss_of = getattr(closure, "loss_of", closure)
     first = loss_of().item()
     for _ in range(20):
-        loss = optimizer.step(closure)
-        for scheduler in schedulers:
-            scheduler.step(loss.detach()) if isinstance(scheduler, ReduceLROnPlateau) else scheduler.step()
+        optimizer.step(closure)
     assert loss_of().item() > first if up else loss_of().item() < first
 
 

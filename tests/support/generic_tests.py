@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.profiler import ProfilerActivity, profile
 
@@ -31,30 +30,12 @@ from tests.support.optimizers import Options
 
 # ---- steps
 
-SCHEDULERS: dict[str, list[Callable[[torch.optim.Optimizer], LRScheduler]]] = {
-    "no schedule": [],
-    "StepLR and ReduceLROnPlateau": [
-        lambda o: StepLR(o, gamma=0.9, step_size=10),
-        lambda o: ReduceLROnPlateau(o),
-    ],
-    "OneCycleLR": [lambda o: OneCycleLR(o, max_lr=1e-2, total_steps=21)],
-}
-
 
 def test_goes_in_the_right_direction(new: Any) -> None:
     weight, bias, x = linear()
     optimizer = new([weight, bias])
     closure = closure_of(optimizer, weight, bias, x)
     assert_right_direction(optimizer, closure, up=optimizer.param_groups[0]["maximize"])
-
-
-@pytest.mark.parametrize("strided", [False, True], ids=["dense", "strided"])
-@pytest.mark.parametrize("schedule", SCHEDULERS)
-def test_goes_in_the_right_direction_on_a_schedule(plain: Any, schedule: str, strided: bool) -> None:
-    weight, bias, x = linear(strided=strided)
-    optimizer = plain([weight, bias])
-    schedulers = [make(optimizer) for make in SCHEDULERS[schedule]]
-    assert_right_direction(optimizer, closure_of(optimizer, weight, bias, x), schedulers)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])

@@ -1,28 +1,16 @@
 """torch's generic tests (tests/support/generic_tests.py) of every class, and those that wrapped classes leave out."""
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 
-from tests.support.generic_optimizers import CASES, COMMON, assert_right_direction, clones, closure_of, linear
+from tests.support.generic_optimizers import CASES, clones, closure_of, linear
 from tests.support.generic_tests import *  # noqa: F403
-from tests.support.generic_tests import SCHEDULERS
-from tests.support.helpers import assert_same, name_of, over_optimizers, snapshot
-from tests.support.optimizers import SPECS, OptimizerSpec, Options, spec_of
-
-
-@over_optimizers
-@pytest.mark.parametrize("schedule", SCHEDULERS)
-def test_a_group_with_a_rate_of_its_own_and_a_schedule(build: type, schedule: str) -> None:
-    weight, bias, x = linear()
-    optimizer = build([{"params": [weight]}, {"params": [bias], "lr": 0.01}])
-    schedulers = [make(optimizer) for make in SCHEDULERS[schedule]]
-    assert_right_direction(optimizer, closure_of(optimizer, weight, bias, x), schedulers)
+from tests.support.helpers import assert_same, over_optimizers, snapshot
+from tests.support.optimizers import Options, spec_of
 
 
 def test_gradients_are_only_read(plain: Any) -> None:
@@ -74,11 +62,6 @@ def test_default_dtype_does_not_matter(build: type) -> None:
         assert_same(snapshot(optimizer), expected)
 
 
-def test_complex_parameters_are_refused_with_the_reason(plain: Any) -> None:
-    with pytest.raises(TypeError, match=r"params must be .*complex64.*no meaning.*torch\.view_as_real"):
-        plain([torch.randn(5, 5, dtype=torch.complex64, requires_grad=True)])
-
-
 # ---- equality with a loop over parameters in fp64
 
 
@@ -117,35 +100,6 @@ def test_equals_a_loop_over_the_parameters(build: type, options: Options, dtype:
     for p, e in zip((weight, bias), expected, strict=True):
         assert p.dtype == dtype
         torch.testing.assert_close(p.detach().double(), e, atol=atol, rtol=rtol)
-
-
-EQUAL_TO_TORCH = [
-    pytest.param(spec, options, id=f"{spec.name}-{name}")
-    for spec in (SPECS["Adam"], SPECS["AdamW"])
-    for name, options in (COMMON | spec.generic).items()
-    if not {*options} & {"state_bits", "max_grad_norm"}
-]
-
-
-@pytest.mark.parametrize(("spec", "options"), EQUAL_TO_TORCH)
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=name_of)
-def test_equals_torch(spec: OptimizerSpec, options: Options, dtype: torch.dtype) -> None:
-    # torch computes with a tensor's own precision.
-    double: Callable[[Any], Any] = lambda v: v.double() if isinstance(v, Tensor) else v  # noqa: E731
-    options = {
-        k: tuple(map(double, v)) if k == "betas" else double(v)
-        for k, v in options.items()
-        if k not in ("foreach", "fused", "capturable")
-    }
-    weight, bias, x = linear(dtype)
-    theirs = clones(weight, bias)
-    optimizer = spec.cls([weight, bias], **copy.deepcopy(options))
-    expected = spec.peer_of(theirs, foreach=False, **copy.deepcopy(options))
-    for _ in range(7):
-        optimizer.step(closure_of(optimizer, weight, bias, x))
-        expected.step(closure_of(expected, *theirs, x))
-    atol, rtol = TOLERANCES[dtype]
-    torch.testing.assert_close([weight, bias], theirs, atol=atol, rtol=rtol)
 
 
 def test_devices_step_apart(new: Any) -> None:

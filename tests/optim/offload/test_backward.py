@@ -102,32 +102,6 @@ def test_checkpointed_blocks() -> None:
     assert_same(found, expected)
 
 
-def test_a_tied_parameter_steps_once_after_its_last_use() -> None:
-    _, _, optimizer = trained(lambda params: StepInBackward(optim.AdamW, params), steps=3)
-    assert {float(state["step"]) for state in optimizer.state.values()} == {3.0}
-
-
-def test_groups_with_options_of_their_own_and_a_change_of_storage() -> None:
-    results = []
-    for wrapped in (False, True):
-        torch.manual_seed(0)
-        model = Tied()
-        groups = optim.param_groups(model, weight_decay=0.1)
-        groups[0]["lr"] = 1e-2
-        make = (lambda p: StepInBackward(optim.AdamW8bit, p, min_8bit_size=0)) if wrapped else (
-            lambda p: optim.AdamW8bit(p, min_8bit_size=0)
-        )  # fmt: skip
-        optimizer = make(groups)
-        for step in range(4):
-            if step == 2:  # the next step converts the states
-                optimizer.param_groups[0]["state_bits"] = 32
-            model(torch.randint(VOCABULARY, (4, 9))).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        results.append(snapshot(optimizer))
-    assert_same(*results)
-
-
 def test_the_gradient_is_gone_and_step_changes_nothing() -> None:
     torch.manual_seed(0)
     model = Tied()
@@ -140,25 +114,6 @@ def test_the_gradient_is_gone_and_step_changes_nothing() -> None:
     optimizer.step()
     optimizer.zero_grad()
     assert_same([*model.parameters()], after)
-
-
-def test_a_closure() -> None:
-    results = []
-    for wrapped in (False, True):
-        torch.manual_seed(0)
-        model, tokens = Tied(), torch.randint(VOCABULARY, (4, 9))
-        params = model.parameters()
-        optimizer = StepInBackward(optim.Lion8bit, params) if wrapped else optim.Lion8bit(params)
-
-        def closure(model: Any = model, tokens: Any = tokens, optimizer: Any = optimizer) -> Tensor:
-            optimizer.zero_grad()
-            loss = model(tokens)
-            loss.backward()
-            return loss
-
-        losses = [optimizer.step(closure).item() for _ in range(3)]
-        results.append((snapshot(optimizer), losses))
-    assert_same(*results)
 
 
 def test_a_gradient_set_by_hand_waits_for_step() -> None:
@@ -207,21 +162,6 @@ def test_state_dicts_are_those_of_the_ordinary_optimizer() -> None:
     other.load_state_dict(ordinary.state_dict())
     assert_same(snapshot(other)["states"], expected["states"])
     ordinary.load_state_dict(optimizer.state_dict())
-
-
-def test_loading_goes_on_with_the_same_bits() -> None:
-    torch.manual_seed(0)
-    model, tokens = Tied(), torch.randint(VOCABULARY, (4, 9))
-    optimizer = StepInBackward(optim.AdamW8bit, model.parameters(), min_8bit_size=0)
-    run = lambda m, o: (m(tokens).backward(), o.step())  # noqa: E731
-    run(model, optimizer)
-    again = copy.deepcopy(model)
-    other = StepInBackward(optim.AdamW8bit, again.parameters(), min_8bit_size=0)
-    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for _ in range(2):
-        run(model, optimizer)
-        run(again, other)
-    assert_same(snapshot(other), snapshot(optimizer))
 
 
 @pytest.mark.parametrize("way", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -176,39 +175,6 @@ def test_grad_scaler(build: type, wrapper: type[HostOffload]) -> None:
     assert_same(results[1], results[0])
 
 
-def test_a_parameter_without_a_gradient_and_one_that_is_unfrozen() -> None:
-    for mode in MODES.values():
-        a, b, c = (nn.Parameter(torch.ones(20)) for _ in range(3))
-        b.requires_grad_(False)
-        optimizer = LateHostOffload(optim.AdamW, [a, b, c], **mode)
-        (a.sum() + b.sum()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        assert not torch.equal(a, torch.ones(20))
-        assert torch.equal(b, torch.ones(20))
-        assert torch.equal(c, torch.ones(20))
-        b.requires_grad_()
-        for _ in range(2):
-            (b.sum() + c.sum()).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert_same(b, c)
-        assert not torch.equal(b, torch.ones(20))
-
-
-@over_modes
-def test_gradients_set_by_hand(mode: str) -> None:
-    a, b = (nn.Parameter(torch.ones(20)) for _ in range(2))
-    optimizer = LateHostOffload(optim.AdamW, [a], **MODES[mode])
-    plain = optim.AdamW([b])
-    for _ in range(2):
-        a.grad, b.grad = torch.ones(20), torch.ones(20)
-        optimizer.step()
-        plain.step()
-        optimizer.zero_grad()
-    assert_same(a, b)
-
-
 # ---- states on the device
 
 
@@ -364,21 +330,6 @@ def test_a_state_dict_that_does_not_fit() -> None:
     assert_same(snapshot(optimizer), before)
 
 
-@over_modes
-@pytest.mark.parametrize("way", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
-def test_copies(mode: str, way: Callable[[Any], Any]) -> None:
-    make = lambda params: HostOffload(optim.AdamW, params, **MODES[mode])  # noqa: E731
-    _, optimizer, model = run(make, dtype=torch.bfloat16)
-    again, other = way((model, optimizer))
-    for m, o in ((model, optimizer), (again, other)):
-        for loss in losses(m, 1):
-            loss.backward()
-        o.step()
-        o.zero_grad()
-    assert_same(snapshot(other), snapshot(optimizer))
-    assert other._weights.keys() == {*again.parameters()}
-
-
 def test_groups_named_parameters_and_one_that_comes_later() -> None:
     results = []
     for offload in (False, True):
@@ -403,12 +354,3 @@ def test_a_group_that_is_refused_is_not_added() -> None:
     with pytest.raises(ValueError, match="weight_decay must be 0 or more and finite, got -1"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))], "weight_decay": -1})
     assert len(optimizer.param_groups) == len(optimizer.inner.param_groups) == len(optimizer._weights) == 1
-
-
-def test_hooks_of_the_step_run_once() -> None:
-    seen: list[str] = []
-    _, optimizer, _ = run(lambda params: HostOffload(optim.AdamW, params), steps=1)
-    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
-    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
-    optimizer.step()
-    assert seen == ["before", "after"]
