@@ -8,13 +8,11 @@ import torch
 from memkern import _ops, optim
 from memkern.quant.codec import to_fp32
 from tests.support.helpers import (
-    FLOATS,
     assert_same,
     at,
     give_gradients,
     hard,
     make_params,
-    name_of,
     needs_cpp,
     on,
     over_all,
@@ -150,9 +148,8 @@ def test_a_norm_that_is_nan_reaches_every_parameter(backend: str, build: type) -
     assert all(p.isnan().all() for p in params)
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
-def test_max_grad_norm_is_of_the_optimizer_not_of_a_checkpoint(dtype: torch.dtype) -> None:
-    optimizer = optim.AdamW8bit([p.detach().to(dtype) for p in make_params()], max_grad_norm=1.0)
+def test_max_grad_norm_is_of_the_optimizer_not_of_a_checkpoint() -> None:
+    optimizer = optim.AdamW8bit(make_params(), max_grad_norm=1.0)
     state = optimizer.state_dict()
     state["param_groups"][0]["max_grad_norm"] = 3.0
     optimizer.load_state_dict(state)

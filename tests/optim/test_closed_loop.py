@@ -87,13 +87,6 @@ def test_nearest_rounding_would_freeze(monkeypatch: pytest.MonkeyPatch) -> None:
     assert dithered.last_error < 0.5 * frozen.last_error
 
 
-@pytest.mark.parametrize("beta2", [0.95, 0.999])
-def test_32_bit_states_add_nothing(beta2: float) -> None:
-    result = streams.closed_loop(optim.Adam, streams.make("base", 200), (0.9, beta2))
-    assert result.last_error < 1e-6
-    assert abs(result.sqrt_v_ratio - 1) < 1e-6
-
-
 @pytest.mark.full
 def test_the_dynamic_map_has_the_prototypes_error() -> None:
     # That streams and measure are those of the prototype, whose .083 is for blocks of 256.

@@ -14,7 +14,6 @@ from tests.support.helpers import (
     hard,
     like,
     make_params,
-    needs_cpp,
     on,
     over_cpu,
     over_layerwise,
@@ -172,22 +171,6 @@ def test_no_clipped_ratio_is_above_one(backend: str, build: type, options: dict[
     assert all(float(r) == 1.0 for r in optimizer.trust_ratios().values())
 
 
-@needs_cpp
-@over_layerwise
-def test_bits_depend_neither_on_the_run_nor_on_the_threads(build: type) -> None:
-    # Layers of many pieces, of one, and batches of several.
-    shapes = [(300, 700), (40, 7), (200, 513), *[(33, 300)] * 20, (5,)]
-    threads, runs = torch.get_num_threads(), []
-    try:
-        for n in (1, 2, 3, 3):
-            torch.set_num_threads(n)
-            runs.append(train(build(make_params(shapes), lr=1e-2, weight_decay=0.1), 2))
-    finally:
-        torch.set_num_threads(threads)
-    for other in runs[1:]:
-        assert_same(other, runs[0])
-
-
 @over_cpu
 @over_layerwise
 def test_norms_count_every_element_once(backend: str, build: type) -> None:
@@ -204,6 +187,22 @@ def test_norms_count_every_element_once(backend: str, build: type) -> None:
         # The first step's direction is 1 for LAMB, and the moment a tenth of the gradient for LARS.
         norm = math.sqrt(p.numel()) * (1.0 if "LAMB" in build.__name__ else 0.025)
         assert float(ratio) == pytest.approx(float(p.detach().double().norm()) / norm, rel=1e-6), layout
+
+
+@over_cpu
+@pytest.mark.parametrize("options", [{}, {"nesterov": True}, {"dampening": 0.5}, {"state_bits": 32}], ids=str)
+def test_classic_lars_without_ratios_has_the_same_bits(backend: str, options: dict[str, Any]) -> None:
+    runs = []
+    for build, own in ((optim.SGD8bit, {"momentum": 0.9}), (optim.LARS8bit, {"trust_coeff": 1.0})):
+        p = torch.nn.Parameter(hard((40, 300), 0))
+        optimizer = build([p], lr=0.1, weight_decay=0.0, min_8bit_size=0, **options, **own)
+        with on(backend):
+            for step in range(4):
+                p.grad = hard(p.shape, 1 + step)
+                optimizer.step()
+        state = optimizer.state[p]
+        runs.append([p.detach(), *(x for key, x in state.items() if key != "trust_ratio")])
+    assert_same(*runs)
 
 
 # ---- options

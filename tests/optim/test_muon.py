@@ -123,7 +123,7 @@ def test_max_grad_norm_is_of_all_groups() -> None:
         torch.testing.assert_close(p, q, rtol=2e-2, atol=1e-3)  # bf16 products of gradients an ulp apart
 
 
-def test_a_scaler_skips_all_of_a_step() -> None:
+def test_a_scaled_step_is_the_plain_one() -> None:
     optimizer, matrices, others = mixed(Muon8bit)
     params = [*matrices, *others]
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -137,12 +137,6 @@ def test_a_scaler_skips_all_of_a_step() -> None:
         scaler.step(optimizer)
         scaler.update(8.0)
     assert_same([*map(Tensor.detach, params)], [*map(Tensor.detach, expected)])
-    before = copy.deepcopy(optimizer.state_dict())
-    params[1].grad[0, 0] = torch.inf  # type: ignore[index]
-    scaler.scale(torch.ones(()))
-    scaler.step(optimizer)
-    assert_same([*map(Tensor.detach, params)], [*map(Tensor.detach, expected)])
-    assert_same(optimizer.state_dict()["state"], before["state"])
 
 
 @pytest.mark.parametrize("master_weights", ["bf16+16", "bf16+8"])
@@ -244,21 +238,6 @@ def test_wrapped_groups_are_the_groups(wrap: Any, cls: Any) -> None:
     assert [g["eps"] for g in plain.param_groups] == [1e-7, 1e-8]
     inner = getattr(wrapped, "inner", wrapped)
     assert [g["eps"] for g in inner.param_groups] == [1e-7, 1e-8]
-
-
-def test_inside_of_the_backward_pass_and_offloaded() -> None:
-    for wrap in (optim.StepInBackward, optim.HostOffload):
-        nets = [nn.Sequential(nn.Linear(24, 40, bias=False), nn.Linear(40, 8, bias=False)) for _ in range(2)]
-        nets[1].load_state_dict(nets[0].state_dict())
-        optimizers: list[Any] = [Muon8bit(nets[0].parameters(), min_8bit_size=0)]
-        optimizers.append(wrap(Muon8bit, nets[1].parameters(), min_8bit_size=0))
-        for step in range(3):
-            x = torch.randn(5, 24, generator=torch.Generator().manual_seed(step))
-            for net, optimizer in zip(nets, optimizers, strict=True):
-                net(x).square().sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        assert_same([*nets[1].parameters()], [*nets[0].parameters()])
 
 
 @pytest.mark.parametrize(

@@ -120,22 +120,6 @@ def test_tensors_are_read_at_each_step() -> None:
     assert_same(found[1], found[0])
 
 
-@pytest.mark.full
-def test_tensors_are_read_by_a_compiled_step() -> None:
-    found = []
-    for compiled in (False, True):
-        decay = torch.tensor(0.5)
-        optimizer = optim.AdamW8bit(parameters(), lr=0.125, weight_decay=decay)
-        run = torch.compile(optimizer.step) if compiled else optimizer.step
-        for k in range(3):
-            decay.fill_(0.5 / (k + 1))
-            for p in optimizer.param_groups[0]["params"]:
-                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(k))
-            run()
-        found.append(snapshot(optimizer))
-    assert_same(found[1], found[0])
-
-
 def test_what_is_exported_is_plain() -> None:
     tensors = {"lr": torch.tensor(0.125), "eps": torch.tensor(2.0**-20), "weight_decay": torch.tensor(0.5)}
     optimizer = optim.AdamW8bit(parameters(), **tensors)

@@ -26,7 +26,7 @@ from tests.support.helpers import (
     tensor,
 )
 from tests.support.interpreted import interpreted
-from tests.support.optimizers import OptimizerSpec, cases
+from tests.support.optimizers import LAYERWISE, OptimizerSpec, cases
 from tests.support.trained import GRADIENTS, SETTINGS, STATES, VARIANTS, trained
 
 # Without further marks the pairs that training meets: one dtype, or bf16 gradients of fp32 parameters.
@@ -136,17 +136,19 @@ def test_late_steps_give_the_same_bits(backend: str, step: int) -> None:
 
 
 @needs_cpp
-def test_results_do_not_depend_on_the_number_of_threads() -> None:
-    params = [hard((300, 700), 0), hard((40, 7), 1), hard((200, 513), 2)]  # blocks enough for three threads
+@pytest.mark.parametrize("build", [optim.AdamW8bit, *LAYERWISE], ids=name_of)
+def test_results_depend_neither_on_the_run_nor_on_the_number_of_threads(build: type) -> None:
+    shapes = [(300, 700), (40, 7), (200, 513), *[(33, 300)] * 20, (5,)]  # layers of many pieces, of one, and batches
+    params = [hard(shape, i) for i, shape in enumerate(shapes)]
     threads, runs = torch.get_num_threads(), []
     try:
-        for n in (1, 2, 3):
+        for n in (1, 2, 3, 3):
             torch.set_num_threads(n)
-            runs.append(trained("generic", optim.AdamW8bit, {}, params, lambda p, seed: like(p, seed), 2))
+            runs.append(trained("generic", build, {"weight_decay": 0.1}, params, lambda p, seed: like(p, seed), 2))
     finally:
         torch.set_num_threads(threads)
-    assert_same(runs[1], runs[0])
-    assert_same(runs[2], runs[0])
+    for other in runs[1:]:
+        assert_same(other, runs[0])
 
 
 # ---- parity with torch.optim

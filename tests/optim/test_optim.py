@@ -56,23 +56,6 @@ def test_min_8bit_size_moves_the_border(build: type) -> None:
     assert [first_moment(optimizer, p).dtype for p in params] == [torch.int8, torch.int8, torch.float32]
 
 
-@over_8bit
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=name_of)
-def test_mixed_states_are_each_tensors_own(build: type, dtype: torch.dtype) -> None:
-    # Tensors with 8-bit and fp32 states in one call give what they give alone.
-    together = [torch.nn.Parameter(p.detach().to(dtype)) for p in make_params()]
-    apart = [torch.nn.Parameter(p.detach().clone()) for p in together]
-    one, many = build(together), [build([p]) for p in apart]
-    for step in range(3):
-        give_gradients(together, step)
-        for p, q in zip(together, apart, strict=True):
-            q.grad = p.grad
-        for optimizer in (one, *many):
-            optimizer.step()
-    assert_same(snapshot(one)["params"], [snapshot(o)["params"][0] for o in many])
-    assert_same(snapshot(one)["states"], [snapshot(o)["states"][0] for o in many])
-
-
 # rows that are a multiple of 128, or at least 1,024 long
 @pytest.mark.parametrize(
     "shape", [(32, 128), (4, 1025), (7, 5001), (100, 1280), (65536,), (2048, 768), (8, 16, 3, 384)]
@@ -86,6 +69,17 @@ def test_state_bytes(shape: tuple[int, ...]) -> None:
     lion = optim.Lion8bit(params)
     train(lion, 1)
     assert 1 < memory.optimizer_bytes(lion) / p.numel() < 1.0365  # 1 + 9 * 4 / 1025, and the step's 4 bytes of 4,100
+
+
+def test_sgds_8_bits_are_a_quarter_of_torchs_buffer() -> None:
+    p = torch.nn.Parameter(torch.randn(1024, 128))
+    p.grad = torch.randn_like(p)
+    optimizer = optim.SGD8bit([p])
+    optimizer.step()
+    state = optimizer.state[p]
+    assert [*state] == ["momentum_buffer", "momentum_buffer_scale", "step"]
+    assert state["momentum_buffer"].dtype == torch.int8
+    assert sum(x.nbytes for x in state.values()) == p.numel() * (1 + 4 / 128) + 4
 
 
 # ---- groups

@@ -78,32 +78,6 @@ def test_codes_without_an_order_are_refused_by_another_memory_format() -> None:
     assert_same(snapshot(target), before)
 
 
-CHANGES: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
-    (optim.AdamW8bit, {}, {"codec": "dynamic"}),
-    (optim.AdamW8bit, {}, {"block_size": 64}),
-    (optim.AdamW8bit, {}, {"state_bits": 32}),
-    (optim.AdamW, {}, {"amsgrad": True}),
-]
-
-
-@pytest.mark.parametrize(("build", "options", "change"), CHANGES)
-def test_exports_between_a_change_of_options_and_the_next_step(
-    build: Any, options: dict[str, Any], change: dict[str, Any]
-) -> None:
-    """A state knows its own format, whatever the group's options are now."""
-    p = torch.nn.Parameter(hard((64, 128), 0))
-    optimizer = build([p], min_8bit_size=0, **options)
-    train(optimizer)
-
-    before = optim.to_torch_state_dict(optimizer)["state"]
-    for group in optimizer.param_groups:
-        group.update(change)
-    after = optim.to_torch_state_dict(optimizer)["state"]
-    if "amsgrad" in change:
-        assert not after[0].pop("max_exp_avg_sq").any()
-    assert_same(after, before)
-
-
 @pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save", "tree_map"])
 def test_copies_of_a_state_know_its_format(way: str) -> None:
     p = torch.nn.Parameter(hard((64, 128), 0))
