@@ -156,13 +156,6 @@ def test_max_grad_norm_is_of_the_optimizer_not_of_a_checkpoint() -> None:
     assert optimizer.defaults["max_grad_norm"] == optimizer.param_groups[0]["max_grad_norm"] == 1.0
 
 
-def test_a_group_cannot_have_a_max_grad_norm_of_its_own() -> None:
-    optimizer = optim.AdamW8bit(make_params())
-    with pytest.raises(ValueError, match="max_grad_norm belongs to the whole optimizer"):
-        optimizer.add_param_group({"params": make_params(), "max_grad_norm": 2.0})
-    assert len(optimizer.param_groups) == 1
-
-
 @over_optimizers
 def test_capturable_makes_lr_a_tensor_that_schedulers_fill(build: type) -> None:
     runs = []

@@ -1,4 +1,4 @@
-"""memkern.reference.muon: against torch.optim.Muon bit for bit, and against fp64."""
+"""memkern.reference.muon against torch and fp64. Its steps: test_muon.py, bit for bit torch.optim.Muon's."""
 
 from typing import Any
 
@@ -27,28 +27,26 @@ def normal(shape: Any, seed: int) -> Tensor:
 
 
 def new_args(params: list[Tensor], bits: int = 32, **options: Any) -> StepArgs:
-    h = {"momentum": 0.95, "nesterov": 1.0, "weight_decay": 0.1, "maximize": 0.0}
-    own = {name: float(options.pop(name)) for name in [*h] if name in options}
     states = {
         "moments": [torch.zeros_like(p, dtype=torch.int8 if bits == 8 else torch.float32) for p in params],
         "scales": [torch.zeros(layout_of(p, 128).scale_shape) for p in params] if bits == 8 else [],
         "steps": [torch.zeros(()) for _ in params],
         "group": [0] * len(params),
-        "lr": [torch.tensor(options.pop("lr", 0.02), dtype=torch.float64)],
-        "hyperparameters": [*(h | own).values()],
+        "lr": [torch.tensor(0.02, dtype=torch.float64)],
+        "hyperparameters": [0.95, 1.0, 0.1, 0.0],  # momentum, nesterov, weight_decay, maximize
         "codec": [CODECS["power"]],
         "block_size": [128],
     }
     return StepArgs(params, [torch.zeros_like(p) for p in params], **(states | options))
 
 
-def step(args: StepArgs, adjust_lr_fn: str | None = None) -> None:
+def step(args: StepArgs) -> None:
     updates = [torch.empty_like(p, dtype=torch.bfloat16) for p in args.params]
     squares = muon.muon_momentum_(args, updates)
     found = [muon.orthogonalize(u, s) for u, s in zip(updates, squares, strict=True)]
     for u, o in zip(updates, found, strict=True):
         u.copy_(o)
-    muon.muon_apply_(args, updates, [muon.adjusted(adjust_lr_fn, p.shape) for p in args.params])
+    muon.muon_apply_(args, updates, [muon.adjusted(None, p.shape) for p in args.params])
 
 
 # ---- parts

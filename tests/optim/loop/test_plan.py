@@ -186,16 +186,6 @@ def test_a_plan_holds_while_nothing_changes() -> None:
     assert all(plan_of(optimizer, i) is first for i in range(len(SHAPES)))
 
 
-def test_who_has_a_gradient_may_change() -> None:
-    one, other = new(), new()
-    for i in range(4):
-        step(one, i, without=i % 2)
-        for state in other.state.values():
-            state.plan = None
-        step(other, i, without=i % 2)
-    assert_same(snapshot(one), snapshot(other))
-
-
 def test_a_state_that_another_parameter_gets() -> None:
     """Of two parameters of one shape each has had a gradient when the other has none."""
     one, other = (optim.AdamW8bit(make_params([(64, 128)] * 3), min_8bit_size=0) for _ in range(2))

@@ -136,7 +136,7 @@ def test_a_step_goes_on_from_edited_weights(backend: str, kept: str, build: type
 
 
 @over_kept
-@pytest.mark.parametrize("edit", ["average swapped in and out", "clamp_", "restored through .data"])
+@pytest.mark.parametrize("edit", ["average swapped in and out", "clamp_", "restored through .data", "strides"])
 def test_edits_that_keep_the_values_lose_nothing(kept: str, edit: str) -> None:
     """200 steps of 1e-4, each a hundredth of a unit in the last place."""
     p = torch.nn.Parameter(torch.full((64, 128), 1.5, dtype=BF16))
@@ -156,6 +156,8 @@ def test_edits_that_keep_the_values_lose_nothing(kept: str, edit: str) -> None:
                 own = p.data.clone()
                 p.add_(0.1)
                 p.data = own
+            elif edit == "strides" and step % 10 == 0:
+                p.data = p.data.contiguous() if step % 20 else p.data.t().contiguous().t()
     assert abs(1.5 - fp32_weights(optimizer)[0].double().mean().item() - 0.02) < 0.002
 
 

@@ -67,39 +67,25 @@ def trained(
 # ---- the same result
 
 
-@pytest.mark.parametrize("build", [*OPTIMIZERS, *TORCH], ids=name_of)
-def test_has_the_bits_of_the_ordinary_step(build: type) -> None:
-    options: dict[str, Any] = {"min_8bit_size": 0} if build in OPTIMIZERS else {}
-    options |= {"lr": 1e-2, "weight_decay": 0.1}
-    expected, losses, _ = trained(lambda params: build(params, **options), schedule=True)
-    found, ours, _ = trained(lambda params: StepInBackward(build, params, **options), schedule=True)
+CASES: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
+    *((build, {"min_8bit_size": 0}, {}) for build in OPTIMIZERS),
+    *((build, {}, {}) for build in TORCH),
+    *((optim.AdamW, {}, {"dtype": dtype}) for dtype in (torch.bfloat16, torch.float16, torch.float64)),
+    *(
+        (optim.AdamW8bit, {"min_8bit_size": 0, "master_weights": kept}, {"dtype": torch.bfloat16})
+        for kept in ("bf16+16", "bf16+8")
+    ),
+    (optim.AdamW8bit, {}, {"checkpoints": True}),
+]
+
+
+@pytest.mark.parametrize(("build", "options", "of_model"), CASES, ids=lambda x: name_of(x) or str(x))
+def test_has_the_bits_of_the_ordinary_step(build: type, options: dict[str, Any], of_model: dict[str, Any]) -> None:
+    options = {"lr": 1e-2, "weight_decay": 0.1, **options}
+    expected, losses, _ = trained(lambda params: build(params, **options), schedule=True, **of_model)
+    found, ours, _ = trained(lambda params: StepInBackward(build, params, **options), schedule=True, **of_model)
     assert_same(found, expected)
     assert ours == losses
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=name_of)
-def test_other_dtypes(dtype: torch.dtype) -> None:
-    make = optim.AdamW
-    expected, _, _ = trained(lambda params: make(params, lr=1e-2), dtype=dtype)
-    found, _, _ = trained(lambda params: StepInBackward(make, params, lr=1e-2), dtype=dtype)
-    assert_same(found, expected)
-
-
-@pytest.mark.parametrize("master_weights", ["bf16+16", "bf16+8"])
-def test_bf16_weights_that_keep_their_rounding(master_weights: str) -> None:
-    options = {"master_weights": master_weights, "min_8bit_size": 0, "lr": 1e-3}
-    expected, _, _ = trained(lambda params: optim.AdamW8bit(params, **options), dtype=torch.bfloat16)
-    found, _, optimizer = trained(
-        lambda params: StepInBackward(optim.AdamW8bit, params, **options), dtype=torch.bfloat16
-    )
-    assert_same(found, expected)
-    assert all(state["weight_error"].any() for state in optimizer.state.values())
-
-
-def test_checkpointed_blocks() -> None:
-    expected, _, _ = trained(optim.AdamW8bit, checkpoints=True)
-    found, _, _ = trained(lambda params: StepInBackward(optim.AdamW8bit, params), checkpoints=True)
-    assert_same(found, expected)
 
 
 def test_the_gradient_is_gone_and_step_changes_nothing() -> None:
@@ -234,6 +220,63 @@ def test_two_gradients_at_a_time(checkpoints: bool) -> None:
     rest = 64 * width * layers
     assert peak(optim.AdamW) >= layers * gradient
     assert peak(lambda params: StepInBackward(optim.AdamW, params)) <= 2 * gradient + rest
+
+
+# ---- one parameter at a time, in constant time
+
+
+class Counted(list):  # type: ignore[type-arg]
+    """A group's list of parameters that counts how many of them loops have visited."""
+
+    visits = 0
+
+    def __iter__(self) -> Any:
+        for x in super().__iter__():
+            Counted.visits += 1
+            yield x
+
+
+@pytest.mark.parametrize("build", [optim.AdamW8bit, optim.LAMB8bit, torch.optim.SGD], ids=name_of)
+@pytest.mark.parametrize("groups", [1, 30])
+def test_work_does_not_grow_with_the_number_of_parameters(build: type, groups: int) -> None:
+    params = [nn.Parameter(torch.ones(3)) for _ in range(60)]
+    size = len(params) // groups
+    split = [{"params": params[i : i + size]} for i in range(0, len(params), size)]
+    optimizer = StepInBackward(build, split, lr=1e-2)
+    for group in optimizer.param_groups:
+        group["params"] = Counted(group["params"])
+    for _ in range(2):
+        Counted.visits = 0
+        torch.cat([p * p for p in params]).sum().backward()
+        assert Counted.visits <= 12 * len(params)  # a few times for the whole pass, not for each gradient
+        optimizer.step()
+    assert all((p != 1).all() for p in params)
+    assert [len(group["params"]) for group in optimizer.param_groups] == [size] * groups
+
+
+def test_a_parameter_that_changes_its_group_between_steps() -> None:
+    first, second = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    groups = [{"params": [first]}, {"params": [second], "lr": 1.0}]
+    optimizer = StepInBackward(torch.optim.SGD, groups, lr=0.0)
+    for moved in (False, True):
+        if moved:
+            optimizer.param_groups[1]["params"].append(optimizer.param_groups[0]["params"].pop())
+        (first + second).sum().backward()
+        optimizer.step()
+    assert first.tolist() == [0.0] * 3
+    assert second.tolist() == [-1.0] * 3
+
+
+def test_an_error_in_a_step_leaves_the_groups_as_they_were() -> None:
+    params = [nn.Parameter(torch.ones(300)) for _ in range(3)]
+    optimizer = StepInBackward(optim.AdamW8bit, params, lr=1e-2)
+    sum((p * p).sum() for p in params).backward()
+    optimizer.step()
+    optimizer.state[params[1]]["exp_avg"] = torch.zeros(7)
+    with pytest.raises((RuntimeError, ValueError)):
+        sum((p * p).sum() for p in params).backward()
+    assert [p is q for p, q in zip(optimizer.param_groups[0]["params"], params, strict=True)] == [True] * 3
+    assert len(optimizer.param_groups) == 1
 
 
 # ---- what cannot work
