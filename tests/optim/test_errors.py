@@ -208,8 +208,6 @@ PARAMS: dict[str, tuple[Callable[[], Any], type, str]] = {
         TypeError,
         "float64, got torch.float8_e5m2",
     ),
-    "not a leaf": (lambda: DENSE.clone().requires_grad_() * 2, ValueError, "non-leaf"),
-    "no tensor": (lambda: 3, TypeError, "can only optimize Tensors"),
 }
 
 

@@ -14,9 +14,7 @@ from memkern import optim
 from memkern.optim import HostOffload
 from memkern.optim.offload.transfers import Transfers, transfers_of
 from tests.support.late_transfers import LateHostOffload
-from tests.support.offloaded import (
-    MODES,
-)
+from tests.support.offloaded import MODES
 
 
 def test_bad_options() -> None:
