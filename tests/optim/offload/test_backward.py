@@ -88,6 +88,27 @@ def test_has_the_bits_of_the_ordinary_step(build: type, options: dict[str, Any],
     assert ours == losses
 
 
+def test_groups_with_options_of_their_own_and_a_change_of_storage() -> None:
+    results = []
+    for wrapped in (False, True):
+        torch.manual_seed(0)
+        model = Tied()
+        groups = optim.param_groups(model, weight_decay=0.1)
+        groups[0]["lr"] = 1e-2
+        make = (lambda p: StepInBackward(optim.AdamW8bit, p, min_8bit_size=0)) if wrapped else (
+            lambda p: optim.AdamW8bit(p, min_8bit_size=0)
+        )  # fmt: skip
+        optimizer = make(groups)
+        for step in range(4):
+            if step == 2:  # the next step converts the states
+                optimizer.param_groups[0]["state_bits"] = 32
+            model(torch.randint(VOCABULARY, (4, 9))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(snapshot(optimizer))
+    assert_same(*results)
+
+
 def test_the_gradient_is_gone_and_step_changes_nothing() -> None:
     torch.manual_seed(0)
     model = Tied()
