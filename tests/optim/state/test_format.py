@@ -90,6 +90,7 @@ def test_copies_of_a_state_know_its_format(way: str) -> None:
         other = ways.get(way, through_a_file)(optimizer)
         copied = other.state[other.param_groups[0]["params"][0]]
     assert_same(load_moment("exp_avg", copied), load_moment("exp_avg", optimizer.state[p]))
+    assert copied.plan is None  # which has the tensors of the original's step
 
 
 def test_removed_parameters_are_freed() -> None:
