@@ -168,16 +168,16 @@ MUTATIONS = (
     Mutation(
         "training: micro-batches are not averaged",
         PYTHON,
-        "self.loss)(*batch) / count",
-        "self.loss)(*batch) * count",
-        ("test_accumulation_is_a_larger_batch", "test_accumulation_weighs_tokens_alike"),
+        "loss = loss / self.config.tokens_per_step",
+        "loss = loss * self.config.tokens_per_step",
+        ("test_accumulation_is_a_larger_batch",),
     ),
     Mutation(
         "training: the last window is never drawn",
         PYTHON,
-        "torch.randint(len(text) - seq_len, (accumulation",
-        "torch.randint(len(text) + ~seq_len, (accumulation",
-        ("test_targets_are_the_next_bytes_and_reach_the_last",),
+        "torch.randint(len(self.train) - config.seq_len,",
+        "torch.randint(len(self.train) + ~config.seq_len,",
+        ("test_windows_reach_the_last_byte",),
     ),
     # ---- Triton
     Mutation(
