@@ -29,7 +29,6 @@ INTERPRETED = {  # files; what runs of each has the mark `interpreted` (tests/su
     "optimizers": [
         "tests/optim/test_numerics.py",
         "tests/optim/test_clip.py",
-        "tests/optim/state/test_state_bits.py",
     ],
     "weights": ["tests/optim/loop/test_weights.py", "tests/optim/loop/test_weight_edits.py"],
 }

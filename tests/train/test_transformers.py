@@ -144,6 +144,7 @@ def test_what_is_exported_is_loaded_and_has_the_same_loss(small: TrainConfig, tm
     source = load(config)
     assert source.corpus.unit == "token"
     trainer = trained(config, source)
+    (tmp_path / "model").mkdir()
     huggingface.export(trainer.model, trainer.weights(), source.tokenizer, tmp_path / "model")
     again = small.replace(bytes=False, from_config=False, model=str(tmp_path / "model"))
     loaded = load(again)

@@ -470,12 +470,17 @@ class HostOffload(Optimizer):
         w = self._weights.get(p)
         return w.host_param.detach() if w is not None and w.host_param.dtype != p.dtype else None
 
-    def _settle(self) -> None:
-        """Ends steps and follows what has changed in groups, before states are saved or copied."""
+    def _settle(self, converts: bool = True) -> None:
+        """Ends steps and follows what has been written, before states are saved, copied or read.
+
+        converts: whether states are converted to options that have changed, as the next step would. States of
+            parameters in place of others move to these in any case.
+        """
         self._finish_backward()
+        converts = converts or not self._weights.are_of(self.param_groups)
         self._hand_over()
         self._weights.follow_memory()
-        if isinstance(self._inner, BlockwiseOptimizer):
+        if converts and isinstance(self._inner, BlockwiseOptimizer):
             self._inner._follow_groups()
         self._hand_back()
 

@@ -274,6 +274,18 @@ def test_fp32_weights_of_parameters_in_place_of_others() -> None:
     assert_same(optim.to_fp32_state_dict(model, optimizer), before)
 
 
+def test_an_export_converts_no_states() -> None:
+    """The option may change back before the next step."""
+    model = nn.Linear(64, 64).half()
+    optimizer = LateHostOffload(optim.Lion8bit, model.parameters(), lr=1e-4)
+    model(torch.ones(2, 64, dtype=torch.float16)).sum().backward()
+    optimizer.step()
+    before = copy.deepcopy([*optimizer.state.values()])
+    optimizer.param_groups[0]["codec"] = "dynamic"
+    optim.to_fp32_state_dict(model, optimizer)
+    assert_same([*optimizer.state.values()], before)
+
+
 @over_transfers
 def test_a_gradient_of_a_parameter_that_has_left_stays(wrapper: type[HostOffload]) -> None:
     """Another optimizer may take it."""
