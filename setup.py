@@ -133,15 +133,12 @@ def cuda_archs() -> list[str]:
         return possible_archs(listed)
     if asked_for == "all":
         return possible_archs(CUDA_ARCHS.split(";"))
-    archs = archs_here() or ["{}.{}".format(*LEAST_ARCH)]
+    here = archs_here()
+    archs = here or ["{}.{}".format(*LEAST_ARCH)]
     found = possible_archs([*archs[:-1], f"{archs[-1]}+PTX"])
-    seen = (
-        "the GPUs here"
-        if archs_here()
-        else "newer GPUs compile its PTX at a kernel's first call, as torch sees none here"
-    )
+    why = "the GPUs here" if here else "newer GPUs compile its PTX at a kernel's first call, as torch sees none here"
     print(
-        f"memkern: compiles CUDA kernels for {' '.join(found)} ({seen}); MEMKERN_CUDA_ARCHS=all, or "
+        f"memkern: compiles CUDA kernels for {' '.join(found)} ({why}); MEMKERN_CUDA_ARCHS=all, or "
         'TORCH_CUDA_ARCH_LIST="9.0;10.0+PTX", compiles for others',
         flush=True,
     )

@@ -139,13 +139,13 @@ def trainer_arguments(
         raise not_allowed(
             "clip", clip, "0 with step_in_backward: the norm of all gradients is not known before the last"
         )
-    in_step = techniques.offload and clip > 0
+    in_step = techniques.offload and clip > 0 and not techniques.is_torch  # torch's have no max_grad_norm
     said = {
         "per_device_train_batch_size": techniques.micro_batch,
         "gradient_accumulation_steps": techniques.accumulation,
         "bf16": techniques.autocast == "bf16",
         "fp16": techniques.autocast == "fp16",
-        "max_grad_norm": 0.0 if in_step and not techniques.is_torch else clip,
+        "max_grad_norm": 0.0 if in_step else clip,
     }
     if twice := sorted({*said} & {*options}):
         raise TypeError(f"trainer_arguments() got {twice[0]}, which the techniques and clip say")
@@ -161,7 +161,7 @@ def trainer_arguments(
 
     groups = optimizer_groups(model, techniques, lr=args.learning_rate, weight_decay=args.weight_decay)
     kwargs = _rates(args, optimizer_type(techniques)) | {"params": groups}
-    if in_step and not techniques.is_torch:
+    if in_step:
         kwargs["max_grad_norm"] = clip
     return {"model": model, "args": args, "optimizer_cls_and_kwargs": (OfTechniques, kwargs)}
 

@@ -1,4 +1,4 @@
-"""Models that ``plan`` and ``train --from-config`` know by name, without network. Imports no torch."""
+"""Models that ``plan`` and ``train --from-config`` know by name, without network."""
 
 from __future__ import annotations
 

@@ -20,13 +20,6 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def typed(name: str, value: Any) -> str:
-    """The flag of a field with a value."""
-    if isinstance(value, bool):
-        return flag(name if value else f"no_{name}")
-    return f"{flag(name)} {spelled(value)}"
-
-
 def _choice(allowed: tuple[Any, ...]) -> Callable[[str], Any]:
     values = {spelled(value): value for value in allowed}
 

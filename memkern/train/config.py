@@ -53,9 +53,7 @@ PRESETS_ONLY = ("layers", "heads", "width")
 
 # Options that may differ on resume: they do not change the losses (device and parallel only in the last bits).
 FREE_ON_RESUME = frozenset(
-    {
-        *("data", "device", "eval_every", "save_every", "checkpointing", "parallel", "weights_on_host", "pin_memory"),
-    }
+    ("data", "device", "eval_every", "save_every", "checkpointing", "parallel", "weights_on_host", "pin_memory")
 )
 
 # The headings of --help.

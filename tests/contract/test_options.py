@@ -14,11 +14,12 @@ import memkern
 from memkern.__main__ import Parser
 from memkern.planner import cli as plan_cli
 from memkern.techniques import options
-from memkern.techniques.flags import add_flags, flag, typed
+from memkern.techniques.flags import add_flags, flag
 from memkern.techniques.options import OptionError, Range, Techniques
 from memkern.train import TrainConfig
 from memkern.train import cli as train_cli
 from memkern.train.cli import given_options
+from tests.support.train_helpers import typed
 
 PACKAGE = Path(memkern.__file__).parent
 NAMES = [field.name for field in dataclasses.fields(Techniques)]

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from memkern import memory
+from memkern.techniques.flags import flag
+from memkern.techniques.options import spelled
 from memkern.train import Corpus, TrainConfig, Trainer, run
 
 TEXT = "".join(f"line {i}: the square of {i} is {i * i}, its cube {i**3}.\n" for i in range(1500))
@@ -87,3 +89,10 @@ def tiny_tokenizer() -> Any:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
+
+
+def typed(name: str, value: Any) -> str:
+    """The flag of a field with a value."""
+    if isinstance(value, bool):
+        return flag(name if value else f"no_{name}")
+    return f"{flag(name)} {spelled(value)}"

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from memkern import OptionError
-from memkern.techniques.flags import typed
 from memkern.train import Corpus, TrainConfig, Trainer, load_corpus, run
 from memkern.train import checkpoint as checkpoints
 from memkern.train.loop import KEYS
@@ -25,6 +24,7 @@ from tests.support.train_helpers import (
     TORCH_ADAMW,
     assert_same_run,
     trained,
+    typed,
     weights,
 )
 
