@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
@@ -10,7 +11,6 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .dtensor.shards import is_dtensor, local
-from .offload.worker import Worker
 
 AHEAD = 2  # blocks whose gradients are on the host and wait for the thread: it sets the pace where it is the slower one
 Hook = Callable[[Tensor], None]
@@ -41,6 +41,30 @@ class Handle:
 
     def remove(self) -> None:
         self.hooks.pop(self, None)
+
+
+class Worker:
+    """A thread, begun when it is first needed, that does one thing after the other.
+
+    A wait that Ctrl-C interrupts is begun again at the next call.
+    """
+
+    def __init__(self) -> None:
+        self._executor: ThreadPoolExecutor | None = None
+        self._steps: list[Future[None]] = []
+
+    def step(self, function: Callable[[Any], None], job: Any) -> None:
+        """Begins ``function(job)``; waits until no more than ``AHEAD`` are left, so that their gradients are few."""
+        wait(self._steps[-AHEAD - 1 : -AHEAD])
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(1, "memkern-gradients")
+        self._steps.append(self._executor.submit(function, job))
+
+    def join(self) -> list[Future[None]]:
+        """Waits for all, and returns them: their results may be errors."""
+        wait(self._steps)
+        steps, self._steps = self._steps, []
+        return steps
 
 
 class Arrivals:
@@ -114,7 +138,7 @@ class Arrivals:
             self._deferred.clear()
         added = [(p, self._taken(p)) for p in came if p in self._held and p.grad is not None]
         if added:
-            self._worker.step(self._add, (added, event), AHEAD)
+            self._worker.step(self._add, (added, event))
 
     def defer(self, owner: object, step: Callable[[Sequence[Tensor]], None], p: Tensor) -> None:
         """In a hook: ``step`` is called with p, and all others that came with it, in the thread, after their copies.
@@ -142,14 +166,14 @@ class Arrivals:
         self._held.clear()
 
     def _join(self) -> None:
-        for done in self._worker.join_steps():
+        for done in self._worker.join():
             done.result()
 
     def reset(self) -> bool:
         """Before a forward pass: forgets a backward pass that was interrupted, and says whether there was one."""
         interrupted, self._pending = self._pending, False
         if interrupted:
-            self._worker.join_steps()
+            self._worker.join()
             self._held.clear()
         return interrupted
 
@@ -175,7 +199,7 @@ class Arrivals:
                 for p, _ in pairs:
                     p.grad = None
 
-        self._worker.step(run, None, AHEAD)
+        self._worker.step(run, None)
 
     @torch.no_grad()
     def _add(self, job: tuple[Sequence[tuple[Tensor, Tensor]], Any]) -> None:

@@ -15,8 +15,11 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from .arrivals import arrivals_of, wait_for_offloaded
+from .base import BlockwiseOptimizer
+from .dtensor import shards
 from .foreign import refuse_clipping
-from .offload.weight import reduction_of_step
+from .format import takes_8bit_state
+from .muon import Muon
 
 
 class StepInBackward(Optimizer):
@@ -428,6 +431,24 @@ def check_not_reduced_later(p: Tensor, cls: type, cure: str) -> None:
             f"the {distributed.get_world_size()} processes of this job can reduce it; shard the model with "
             f"fully_shard, or {cure}"
         )
+
+
+_ELEMENTWISE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+
+
+def reduction_of_step(optimizer_class: type[Optimizer], p: Tensor, group: dict[str, Any]) -> str | None:
+    """Why a step of a parameter, by its group's options, needs other ranks; None, it does not."""
+    if not p.requires_grad or shards.ranks_of(p) is None:
+        return None
+    if not issubclass(optimizer_class, BlockwiseOptimizer):
+        return None if optimizer_class in _ELEMENTWISE else "is not known to need no other ranks"
+    if optimizer_class.op.has_trust_ratios:
+        return "needs norms of whole layers"
+    if issubclass(optimizer_class, Muon) and group.get("algorithm", "muon") == "muon":
+        return "needs whole matrices"
+    given = {**optimizer_class.option_defaults, **group}
+    cut = takes_8bit_state(p, given) and shards.cuts_blocks(p, given["block_size"])
+    return "needs the largest values of blocks that other ranks have elements of" if cut else None
 
 
 @functools.cache

@@ -155,7 +155,18 @@ class BlockwiseOptimizer(Optimizer):
 
     def _init_state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         """The state of a parameter before its first step."""
-        return initial_state(self._op_of(group), p, group)
+        return initial_state(self._op_of(group), self._beside(p), group)
+
+    def _beside(self, p: Tensor, values: bool = False) -> Tensor:
+        """The tensor on whose device, in whose memory format and on whose ranks the state of a parameter is.
+
+        values: whether it needs the parameter's.
+        """
+        return p
+
+    def _stage_of(self, device: torch.device) -> Any:
+        """Through what the states come to a device for a step; None where they are there."""
+        return None
 
     def _follow_groups(self) -> None:
         """Checks groups that have changed since the last step, moves states to new parameters, converts states.
@@ -175,7 +186,7 @@ class BlockwiseOptimizer(Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 self._check_entries(p, group)
-        for old, new, state in replaced.moved(self.param_groups, self.state, self._snapshots):
+        for old, new, state in replaced.moved(self.param_groups, self.state, self._snapshots, self._beside):
             del self.state[old]
             if state:
                 self.state[new] = state
@@ -226,7 +237,7 @@ class BlockwiseOptimizer(Optimizer):
         """Converts a state that is stored otherwise than its parameter and its group ask for."""
         if not self.state.get(p) or (state := self._known(p, group)).format is None:
             return
-        new = converted(self._op_of(group), state, p, group)
+        new = converted(self._op_of(group), state, self._beside(p, True), group)
         state.replace(new or {**state}, Format.of(group))
 
     def _known(self, p: Tensor, group: dict[str, Any]) -> State:
@@ -268,7 +279,7 @@ class BlockwiseOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if torch.compiler.is_compiling() and self._reads_tensors():
+        if torch.compiler.is_compiling() and self._is_never_traced():
             self._untraced_step()
             return loss
 
@@ -318,7 +329,7 @@ class BlockwiseOptimizer(Optimizer):
                 return plan
             self._prepare([(p, groups[k]) for p, k in zip(params, group_of_each, strict=True)])
         entries = [Entry(p, k, states[p], self._op_of(groups[k])) for p, k in zip(params, group_of_each, strict=True)]
-        plan = StepPlan(entries, groups, self._all_ranks, self._rounds)
+        plan = StepPlan(entries, groups, self._all_ranks, self._rounds, self._stage_of)
         if not torch.compiler.is_compiling():
             for entry in entries:
                 entry.state.plan = plan
@@ -344,7 +355,7 @@ class BlockwiseOptimizer(Optimizer):
             return found
         return error
 
-    def _reads_tensors(self) -> bool:
+    def _is_never_traced(self) -> bool:
         """Whether hyperparameters are tensors. A compiled op would have the numbers of the first step."""
         options = [group[key] for group in self.param_groups for key in READ_AT_EACH_STEP[1:] if key in group]
         return any(
@@ -373,7 +384,7 @@ class BlockwiseOptimizer(Optimizer):
 
         target = loading.Target(
             type(self).__name__, self.param_groups, self.defaults, self.fixed_options, self.converters,
-            self._op_of, self._check_loaded,
+            self._op_of, self._check_loaded, self._beside,
         )  # fmt: skip
 
         def hide(_: Optimizer, incoming: dict[str, Any]) -> dict[str, Any]:
@@ -408,7 +419,7 @@ class BlockwiseOptimizer(Optimizer):
             make_plain(group, self.defaults)
         groups = {p: group for group in self.param_groups for p in group["params"]}
         self.state = defaultdict(
-            State, {p: loading.restored(values, p, groups.get(p)) for p, values in self.state.items()}
+            State, {p: loading.restored(values, p, groups.get(p), self._beside) for p, values in self.state.items()}
         )
         norm = self.defaults.get("max_grad_norm")
         self.defaults["max_grad_norm"] = replaced.max_grad_norm(self.param_groups, norm)

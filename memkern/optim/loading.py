@@ -45,6 +45,7 @@ class Target(NamedTuple):
     converters: Sequence[str]  # functions of memkern.optim that convert other libraries' states for it
     op_of: Callable[[Group], StepOp]  # the op that a group's options ask for
     check_group: Callable[[Group], None]  # raises for options that it does not support
+    beside: Callable[[Tensor, bool], Tensor]  # the tensor beside which a parameter's state is, with its values
 
 
 def _on_cpu(option: Any) -> Any:
@@ -59,13 +60,14 @@ class HiddenState:
         self.state = state
 
 
-def restored(values: Any, p: Any, group: Group | None) -> Any:
+def restored(values: Any, p: Any, group: Group | None, beside: Callable[[Tensor], Tensor]) -> Any:
     """The state that torch's load_state_dict, or a pickle, has left in ``optimizer.state[p]``, as optimizers keep it.
 
-    Tensors that were hidden are copied to the parameter's device, with its strides where they have its shape.
+    Tensors that were hidden are copied to the device of ``beside(p)``, with its strides where they have its shape.
     """
     if isinstance(values, HiddenState):
-        state = State((key, _copied(x, p) if isinstance(x, Tensor) else x) for key, x in values.state.items())
+        like = beside(p)
+        state = State((key, _copied(x, like) if isinstance(x, Tensor) else x) for key, x in values.state.items())
         state.format = values.state.format
         return state
     return State.of(values, Format.of(group)) if group is not None and isinstance(values, dict) else values
@@ -143,7 +145,7 @@ def _state(target: Target, i: Any, state: Any, p: Tensor, older: Group, newer: G
     """A parameter's state, checked, and stored as the optimizer's group asks for."""
     if not isinstance(state, dict):
         does_not_fit(target.name, i, f"it must be a dict of tensors, got {state!r}")
-    op, format = target.op_of(older), Format.of(older)
+    p, op, format = target.beside(p, True), target.op_of(older), Format.of(older)
     if isinstance(step := state.get("step"), (int, float)):  # as torch.optim once had it
         state = {**state, "step": torch.tensor(float(step), dtype=torch.float32, device="cpu")}
     elif isinstance(step, Tensor) and step.numel() == 1 and not step.is_complex():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ from .dtensor import muon as dtensor_muon
 from .dtensor.calls import Call
 from .format import Format
 from .muon_step import buckets, muon_step
-from .state import State, has_scales
+from .state import State, has_scales, state_args
 
 Group = dict[str, Any]
 
@@ -86,6 +87,7 @@ class StepPlan:
         groups: the optimizer's.
         all_ranks: those that have a part of the optimizer's parameters.
         rounds: see :func:`rounds_of`.
+        stage_of: through what states that are on the host come to a device (memkern.optim.offload.device.Stage).
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class StepPlan:
         groups: Sequence[Group],
         all_ranks: collectives.AllRanks,
         rounds: Mapping[int, int],
+        stage_of: Callable[[torch.device], Any] = lambda device: None,
     ) -> None:
         self.all_ranks = all_ranks
         self.params = params = [entry.param for entry in entries]
@@ -118,7 +121,7 @@ class StepPlan:
         self.calls: list[Call] = []
         self.exchanged: list[Call] = []
         self.with_gaps: list[Call] = []
-        reductions: dict[str, list[Call]] = {}  # by op
+        reductions: dict[Any, list[Call]] = {}  # by op; each by itself where the states come from the host
         for kind, places in sorted(kinds.items(), key=lambda item: item[0].turn):
             parts = [places]
             if kind.has_gaps or (kind.reduced and kind.by_reference):
@@ -126,28 +129,31 @@ class StepPlan:
             elif kind.op == MUON_STEP.name:
                 # Its updates are another 2 bytes per parameter while its step runs: of some matrices at a time.
                 parts = [*buckets(places, params, dtensor_muon.bytes_of_update)]
-            calls = [self._call(entries, some, kind, groups) for some in parts]
+            stage = stage_of(kind.device)
+            if stage is not None:
+                # Matrices that a plain step takes together stay together: a device's batched products have other bits.
+                parts = stage.cut(parts, [entry.state for entry in entries], kind.op == MUON_STEP.name)
+            calls = [self._call(entries, some, kind, groups, stage) for some in parts]
             if kind.has_gaps:
                 self.with_gaps += calls
             elif kind.reduced:
-                reductions.setdefault(kind.op, []).extend(calls)
+                for call in calls:
+                    reductions.setdefault(kind.op if stage is None else len(reductions), []).append(call)
             else:
                 (self.exchanged if kind.exchanged else self.calls).extend(calls)
         self.reductions = [*reductions.values()]
         self.is_one_call = len(kinds) == len(self.calls) == 1
 
-    def _call(self, entries: Sequence[Entry], places: list[int], kind: Kind, groups: Sequence[Group]) -> Call:
+    def _call(
+        self, entries: Sequence[Entry], places: list[int], kind: Kind, groups: Sequence[Group], stage: Any
+    ) -> Call:
         """The call of these parameters, with their states."""
         op = entries[places[0]].op
         states = [entries[i].state for i in places]
         args = StepArgs(
             params=[entries[i].param for i in places],
             grads=(),
-            moments=[s[name] for name in op.moments for s in states],
-            scales=[s[f"{name}_scale"] for name in op.moments for s in states if f"{name}_scale" in s],
-            steps=[s["step"] for s in states],
-            trust_ratios=[s["trust_ratio"] for s in states] if op.has_trust_ratios else [],
-            weight_states=[s[key] for s in states for key in weights.KEYS if key in s],
+            **state_args(op, states),
             group=[entries[i].group for i in places],
             codec=[Format.of(g).codec_number for g in groups],
             block_size=[g["block_size"] for g in groups],
@@ -155,7 +161,8 @@ class StepPlan:
         )
         ranks = [self.ranks[i] for i in places]
         takes_all = places == [*range(len(entries))]
-        return Call(op, args, places, takes_all, ranks, kind.by_reference, kind.cut, [None] * len(places))
+        staged = None if stage is None else stage.states_of(op, states)
+        return Call(op, args, places, takes_all, ranks, kind.by_reference, kind.cut, [None] * len(places), staged)
 
     # ---- whether it holds
 
@@ -205,15 +212,18 @@ class StepPlan:
             self._is_checked = True
 
         for call in calls:
-            self._run(call, groups)
+            with _brought(call):
+                self._run(call, groups)
         if exchanged:
             dtensor_muon.steps(exchanged, groups)
         for reduced in reductions:
-            dtensor_calls.step_with_reduction(reduced, groups)
+            with _brought(reduced[0]):
+                dtensor_calls.step_with_reduction(reduced, groups)
         for call in with_gaps:
             (p,) = call.args.params
             dense = _buffer(buffers, p).copy_(p)
-            self._run(call, groups, [dense])
+            with _brought(call):
+                self._run(call, groups, [dense])
             p.copy_(dense)
 
     def _local(self, call: Call, params: list[Tensor] | None) -> StepArgs:
@@ -228,7 +238,11 @@ class StepPlan:
         taken = self._local(call, params)
         try:
             # Gradients may have other strides than their parameters. Counters on a device, or fake, are not read.
-            steps = [t if t.is_cpu and type(t) is Tensor else torch.empty_like(t, device="meta") for t in taken.steps]
+            there = call.staged is None
+            steps = [
+                t if there and t.is_cpu and type(t) is Tensor else torch.empty_like(t, device="meta")
+                for t in taken.steps
+            ]
             check_step(call.op, taken._replace(grads=taken.params, steps=steps))
         except step_errors.OP_ERRORS as error:
             raise step_errors.in_words(error, call.args, groups) from None
@@ -312,11 +326,17 @@ def _filled(call: Call, values: Values, rates: list[Tensor], norm: Tensor | None
         found_inf=_on(values.found_inf, device),
         grad_norm=_on(norm, device),
         max_grad_norm=float(values.max_grad_norm or 0.0),
+        **({} if call.staged is None else call.staged.tensors()),
     )
     devices = values.product_devices
     if devices is None:
         return call._replace(args=args)
     return call._replace(args=args, product_devices=[devices.get(p) for p in args.params])
+
+
+def _brought(call: Call) -> AbstractContextManager[Any]:
+    """The scope in which a call's states are on the device."""
+    return nullcontext() if call.staged is None else call.staged.bucket.brought()
 
 
 def _on(x: Tensor | None, device: torch.device) -> Tensor | None:

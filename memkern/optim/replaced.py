@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -97,15 +97,20 @@ def _moves(
 
 
 def moved(
-    groups: Sequence[Group], states: Mapping[Any, Any], before: Sequence[Snapshot]
+    groups: Sequence[Group],
+    states: Mapping[Any, Any],
+    before: Sequence[Snapshot],
+    beside: Callable[[Tensor], Tensor],
 ) -> list[tuple[Tensor, Tensor, State]]:
     """Parameters that have a state and are in no group any more, those in their places, and the states for these.
+
+    beside: the tensor beside which a parameter's state is.
 
     Raises:
         ValueError: it is not clear which parameter takes the place of one that has a state.
     """
     return [
-        (old, new, State.of(states[old], Format.of(group)).moved(new))
+        (old, new, State.of(states[old], Format.of(group)).moved(beside(new)))
         for old, new, group in _moves(groups, states, before)
     ]
 
@@ -120,7 +125,7 @@ def states_of(optimizer: Any) -> dict[Tensor, State]:
     known = {
         p: State.of(values, Format.of(group)) for group in groups for p in group["params"] if (values := found.get(p))
     }
-    return known | {new: state for _, new, state in moved(groups, found, optimizer._snapshots)}
+    return known | {new: state for _, new, state in moved(groups, found, optimizer._snapshots, optimizer._beside)}
 
 
 def _no_place(k: int, i: int, old: Tensor) -> ValueError:

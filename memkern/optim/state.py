@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -50,6 +50,7 @@ class State(dict[str, Any]):
 
     format: Format | None = None
     plan: Any = None
+    bucket: Any = None  # on the host, in which the entries are (memkern.optim.offload.device.Bucket)
     _checked: Any = None
 
     __setitem__ = _forgetting_plan(dict.__setitem__)
@@ -82,6 +83,11 @@ class State(dict[str, Any]):
     def note_checked(self, p: Tensor) -> None:
         """Notes that the parameter can be stepped, and that the entries are as it asks for."""
         self._checked = self._layout_of(p)
+
+    def note_moved(self) -> None:
+        """Notes that the same entries are other tensors now."""
+        if self._checked is not None:
+            self._checked = (*self._checked[:-1], [*map(id, self.values())])
 
     def is_checked(self, p: Tensor) -> bool:
         """Whether neither the parameter nor the entries have changed since then, but for their values."""
@@ -147,6 +153,17 @@ def state_keys(op: StepOp) -> list[str]:
     """The entries that an op's step takes, without those of ``master_weights``."""
     scales = [f"{name}_scale" for name in op.moments]
     return [*op.moments, *scales, "step", *(["trust_ratio"] if op.has_trust_ratios else [])]
+
+
+def state_args(op: StepOp, states: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:
+    """The states of parameters as an op's arguments have them."""
+    return {
+        "moments": [s[name] for name in op.moments for s in states],
+        "scales": [s[f"{name}_scale"] for name in op.moments for s in states if f"{name}_scale" in s],
+        "steps": [s["step"] for s in states],
+        "trust_ratios": [s["trust_ratio"] for s in states] if op.has_trust_ratios else [],
+        "weight_states": [s[key] for s in states for key in weights.KEYS if key in s],
+    }
 
 
 def layers_number(group: dict[str, Any]) -> int:

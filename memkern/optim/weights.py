@@ -70,7 +70,7 @@ def fp32_weight(p: Tensor, state: dict[str, Tensor]) -> Tensor:
     found, own = torch.empty_like(p, dtype=torch.float32), local(p)
     if (error := state.get("weight_error")) is not None:
         dropped = WEIGHT_DROPPED_BITS["bf16+8" if error.dtype == torch.int8 else "bf16+16"]
-        x = join_weight(own, local(error), dropped)
+        x = join_weight(own, local(error).to(own.device), dropped)
     else:
         x = own
     local(found).copy_(x)

@@ -222,7 +222,7 @@ class Predictor:
     def held_on_host(self, techniques: Techniques) -> int:
         """Bytes on the host with offload or weights_on_host, found without a trace: weights, errors, states, gradients.
 
-        With weights_on_host, weights are in slabs of pinned memory (stream/pinned.py), and torch rounds the pinned
+        With weights_on_host, weights are in slabs of pinned memory (offload/pinned.py), and torch rounds the pinned
         memory of each gradient up to a power of two. Three groups of gradients are under way, which is all with a step
         in backward; else those of all parameters are there, and with accumulation these three beside them.
         """

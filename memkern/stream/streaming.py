@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_leaves
 from ..blocks.block_lists import block_lists
 from ..compiled.blocks import is_compiled
 from ..optim.arrivals import Arrivals
+from ..optim.offload import pinned
 from ..techniques.options import OptionError, not_allowed
-from . import pinned
 from .prefetch import Group, Prefetch, owners
 
 WITHOUT_BLOCKS = "None for a model without a list of like blocks"

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from memkern import optim
 from memkern.optim import HostOffload
-from memkern.optim.offload import host_weights
+from memkern.optim.offload import device, host_weights
 from tests.support.helpers import assert_same
 from tests.support.late_transfers import LateHostOffload
 from tests.support.ranks import Ranks
@@ -155,26 +155,6 @@ def test_half_precision_models(ranks: Ranks, build: Any, dtype: torch.dtype) -> 
             assert_same(found, expected)
 
 
-def residents(wrapper: Any, room: int) -> Any:
-    host_weights.BUCKET_ELEMENTS = 2000
-    model = sharded(Given())
-    optimizer = wrapper(optim.AdamW8bit, model.parameters(), device_state_bytes=room, **EIGHT)
-    steps(model, optimizer, 0, 2)
-    found = [w.resident for w in optimizer._weights.values()]
-    return found, everything(model, optimizer)
-
-
-@pytest.mark.full
-def test_states_that_stay_on_the_device(ranks: Ranks) -> None:
-    """Every rank keeps those of the same parameters, though shards have other sizes."""
-    expected = alone(optim.AdamW8bit, EIGHT, 2)
-    long = -(-1001 // 3) * 2.1
-    results = ranks(3, residents, LateHostOffload, int(long) + 4)
-    for found, state in results:
-        assert found == [True, *[False] * (len(found) - 1)]
-        assert_same(state, expected)
-
-
 # ---- saved and loaded
 
 
@@ -220,7 +200,7 @@ def test_resharding(ranks: Ranks, tmp_path: Path, build: Any, options: Any, dtyp
         assert_same(found, alone(build, options, 6))
 
 
-# ---- in the backward pass
+# ---- states that the device steps
 
 
 class Rows(Given):
@@ -232,48 +212,40 @@ class Rows(Given):
         self.table = nn.Parameter(torch.randn(131, 192))
 
 
-def stepped_in_backward(wrapper: Any) -> Any:
-    model = sharded(Rows())
-    optimizer = wrapper(optim.AdamW8bit, model.parameters(), step_in_backward=True, **EIGHT)
+def stepped_by_the_device(build: Any, options: dict[str, Any], in_backward: bool) -> Any:
+    device.BUCKET_BYTES = 3000
+    model = sharded(Rows() if in_backward else Given())
+    optimizer: Any = made(build, model, options, LateHostOffload, step_on="device", step_in_backward=in_backward)
     for step in range(3):
         model(step).backward()
-        assert all(p.grad is None for p in model.parameters())
+        assert not in_backward or all(p.grad is None for p in model.parameters())
         optimizer.step()
+        optimizer.zero_grad()
+    assert in_backward or len({state.bucket for state in optimizer.state.values()}) > 1
     return everything(model, optimizer)
 
 
 @pytest.mark.full
-def test_step_in_backward(ranks: Ranks) -> None:
-    model = Rows()
-    optimizer = optim.AdamW8bit(model.parameters(), **EIGHT)
+@pytest.mark.parametrize("build", [optim.AdamW8bit, optim.LAMB8bit, optim.LARS8bit, optim.Lion8bit])
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_states_that_the_device_steps(ranks: Ranks, build: Any, in_backward: bool) -> None:
+    options = {**EIGHT, **({} if in_backward else {"max_grad_norm": 1e-2})}
+    model = Rows() if in_backward else Given()
+    optimizer = made(build, model, options)
     for step in range(3):
         model(step).backward()
         optimizer.step()
         optimizer.zero_grad()
-    for wrapper in (HostOffload, LateHostOffload):
-        for found in ranks(2, stepped_in_backward, wrapper):
-            assert_same(found, everything(model, optimizer))
+    for found in ranks(3, stepped_by_the_device, build, options, in_backward):
+        assert_same(found, everything(model, optimizer))
 
 
 def refused() -> None:
     model = sharded(Given())
-    before = [p.to_local().clone() for p in model.parameters()]
-    options = {"step_in_backward": True}
-    for build, own, reason in (
-        (optim.LAMB8bit, {}, "needs norms of whole layers"),
-        (optim.Muon8bit, {}, "needs whole matrices"),
-        (optim.AdamW8bit, {"min_8bit_size": 0}, "blocks that other ranks have elements of"),
-        (torch.optim.Adafactor, {}, "is not known to need no other ranks"),
-    ):
-        with pytest.raises(ValueError, match=f"step_in_backward must be False, got True .*{reason}"):
-            made(build, model, own, HostOffload, **options)
-    optimizer = HostOffload(optim.AdamW8bit, model.parameters(), min_8bit_size=2**20, **options)
-    optimizer.param_groups[0]["min_8bit_size"] = 0
-    with pytest.raises(ValueError, match="blocks that other ranks have elements of"):
-        model(0).backward()
-    assert_same([p.to_local() for p in model.parameters()], before)
+    with pytest.raises(ValueError, match="params of Muon must be whole tensors with step_on='device', got a DTensor"):
+        made(optim.Muon8bit, model, {}, HostOffload, step_on="device")
 
 
 @pytest.mark.full
-def test_a_step_in_backward_that_needs_other_ranks(ranks: Ranks) -> None:
+def test_shards_of_matrices(ranks: Ranks) -> None:
     ranks(2, refused)

@@ -86,7 +86,7 @@ def test_the_fit_is_the_plain_loop(tmp_path: Path) -> None:
     assert_same(parameters_of(module), parameters_of(plain))
 
 
-@pytest.mark.parametrize("mode", ["StepInBackward", "offload_gradients", "step_in_backward"])
+@pytest.mark.parametrize("mode", ["StepInBackward", "offload_gradients"])
 def test_gradients_that_are_gone_are_not_silently_unclipped(mode: str, tmp_path: Path) -> None:
     class Freed(Module):
         def configure_optimizers(self) -> Any:

@@ -194,7 +194,7 @@ def test_autocast_checkpointing_and_accumulation(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("callback", [True, False])
-@pytest.mark.parametrize("mode", first_quick(["StepInBackward", "offload_gradients", "step_in_backward"]))
+@pytest.mark.parametrize("mode", first_quick(["StepInBackward", "offload_gradients"]))
 def test_gradients_that_are_gone_are_not_silently_unclipped(mode: str, callback: bool, tmp_path: Path) -> None:
     """The Trainer clips what is left of the gradients, by default to 1.0: nothing."""
 

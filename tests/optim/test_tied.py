@@ -20,7 +20,9 @@ from tests.support.helpers import assert_same, over_optimizers
 KINDS: dict[str, Callable[..., Any]] = {
     "StepInBackward": lambda params, **options: StepInBackward(optim.SGD, params, **options),
     "offload_gradients": lambda params, **options: HostOffload(optim.SGD, params, offload_gradients=True, **options),
-    "step_in_backward": lambda params, **options: HostOffload(optim.SGD, params, step_in_backward=True, **options),
+    "step_in_backward": lambda params, **options: HostOffload(
+        optim.SGD, params, step_on="device", step_in_backward=True, **options
+    ),
 }
 
 

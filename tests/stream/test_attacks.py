@@ -13,8 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import memkern
-from memkern.optim.arrivals import Arrivals
-from memkern.optim.offload.worker import Worker
+from memkern.optim.arrivals import Arrivals, Worker
 from memkern.techniques.options import Techniques
 from tests.stream import runs
 from tests.stream.runs import PLAIN, STREAMED, Model, assert_equal, batches, model_for, optimizer_for, train, weights
@@ -247,7 +246,7 @@ def test_what_is_called_outside_of_the_forward_pass_says_so() -> None:
         model(tokens).backward()
 
 
-@pytest.mark.parametrize("way", [{"offload_gradients": True}, {"step_in_backward": True}], ids=str)
+@pytest.mark.parametrize("way", [{"offload_gradients": True}, {"step_on": "device"}], ids=str)
 def test_host_offload_over_streamed_weights(way: dict[str, Any]) -> None:
     """It is not needed, and has the bits of the step beside it."""
 
@@ -323,12 +322,12 @@ def test_a_slow_host_does_not_let_gradients_pile_up(monkeypatch: pytest.MonkeyPa
             taken.add(found)
         return found
 
-    def slow(worker: Worker, function: Any, bucket: Any, ahead: Any) -> None:
+    def slow(worker: Worker, function: Any, bucket: Any) -> None:
         def run(bucket: Any) -> None:
             time.sleep(0.02)
             function(bucket)
 
-        step(worker, run, bucket, ahead)
+        step(worker, run, bucket)
         seen.append(len(taken))
 
     monkeypatch.setattr(Arrivals, "_taken", staticmethod(noted))

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from memkern.stream import pinned, streaming
-from memkern.stream.pinned import Slabs
+from memkern.optim.offload import pinned
+from memkern.optim.offload.pinned import Slabs
+from memkern.stream import streaming
 from memkern.techniques.options import Techniques
 from tests.stream.runs import assert_equal, model_for, optimizer_for, train, weights
 

@@ -30,11 +30,15 @@ class LateTransfers(Transfers):
         return made.fill_(torch.nan) if made.is_floating_point() else made
 
     def to_host(self, host: Tensor, x: Tensor) -> Any:
-        return self._begin("down", host, x, None)
+        return self._begin("down", host, x)
 
-    def to_device(self, x: Tensor, host: Tensor, after: Any) -> Any:
-        assert after is not None
-        return self._begin("up", x, host, after)
+    def to_device(self, x: Tensor, host: Tensor, *after: Any) -> Any:
+        assert after
+        assert None not in after
+        return self._begin("up", x, host, *after)
+
+    def now(self) -> Any:
+        return "down", 0
 
     def host_waits(self, event: Any) -> None:
         self.log.append(("host waits", event))
@@ -44,9 +48,10 @@ class LateTransfers(Transfers):
         self.log.append(("device waits", event))
         self._make(event)
 
-    def _begin(self, way: str, to: Tensor, source: Tensor, after: Any) -> Any:
+    def _begin(self, way: str, to: Tensor, source: Tensor, *after: Any) -> Any:
         def copy() -> None:
-            self._make(after)
+            for event in after:
+                self._make(event)
             with torch.no_grad():
                 to.copy_(source)
 
@@ -58,9 +63,10 @@ class LateTransfers(Transfers):
     def _make(self, event: Any) -> None:
         if event is not None:
             way, count = event
-            for copy in self.queues[way][self.made[way] : count]:
+            while self.made[way] < count:
+                copy = self.queues[way][self.made[way]]
+                self.made[way] += 1
                 copy()
-            self.made[way] = max(self.made[way], count)
 
 
 class LateHostOffload(HostOffload):

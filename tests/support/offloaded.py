@@ -17,7 +17,11 @@ from tests.support.late_transfers import LateHostOffload
 MODES: dict[str, dict[str, Any]] = {
     "default": {},
     "offload_gradients": {"offload_gradients": True},
-    "step_in_backward": {"step_in_backward": True},
+}
+"""Ways of a step by the CPU."""
+ON_DEVICE: dict[str, dict[str, Any]] = {
+    "device": {"step_on": "device"},
+    "device, in backward": {"step_on": "device", "step_in_backward": True},
 }
 over_modes = pytest.mark.parametrize("mode", MODES)
 over_transfers = pytest.mark.parametrize("wrapper", [HostOffload, LateHostOffload], ids=["cpu", "late"])

@@ -40,6 +40,7 @@ QUIET_ERROR = 1.0
 zero or as the smallest code and takes too small a step, and most elements may be such: LAMB and Adam missed 0.38 and
 0.56 of an update with 8 bits, and nothing with 32.
 """
+WRAPPERS = ["", "", "", "host", "host gradients", "late", "backward", "device", "device backward"]
 SHARED = ("lr", "weight_decay", "betas", "momentum", "maximize")
 WRITTEN = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 """The most that writing a weight in a dtype changes it by, relative."""
@@ -74,7 +75,7 @@ class Loop(RuleBasedStateMachine):
         dtype=sampled_from([torch.float32, torch.bfloat16, torch.float16]),
         bits=sampled_from([8, 8, 32]),
         weights=sampled_from([None, "bf16+16", "bf16+8", "stochastic"]),
-        wrapper=sampled_from(["", "", "", "host", "host gradients", "late", "backward", "host backward"]),
+        wrapper=sampled_from(WRAPPERS),
         seed=seeds,
         compiler=integers(0, 7),
     )
@@ -137,9 +138,12 @@ class Loop(RuleBasedStateMachine):
         if self.wrapper == "backward":
             return optim.StepInBackward(new, groups, **options)
         if self.wrapper:
-            wrapper = LateHostOffload if self.wrapper == "late" else optim.HostOffload
-            mode = {"host": {}, "host backward": {"step_in_backward": True}}
-            return wrapper(new, groups, **mode.get(self.wrapper, {"offload_gradients": True}), **options)
+            on_device = "device" in self.wrapper
+            wrapper = LateHostOffload if on_device or self.wrapper == "late" else optim.HostOffload
+            mode: dict[str, Any] = {"offload_gradients": self.wrapper in ("host gradients", "late")}
+            if on_device:
+                mode = {"step_on": "device", "step_in_backward": "backward" in self.wrapper}
+            return wrapper(new, groups, **mode, **options)
         return new(groups, **options)
 
     def _directions(self) -> list[Tensor]:
@@ -164,7 +168,7 @@ class Loop(RuleBasedStateMachine):
         """Whether more than the parameter is kept of its weight: masters, errors, the host's fp32 weights."""
         if self.group_of(i).get("master_weights"):
             return True
-        hosted = self.wrapper not in ("", "backward") and self.model.weight(i).element_size() < 4
+        hosted = self.wrapper in ("host", "host gradients", "late") and self.model.weight(i).element_size() < 4
         return hosted and not self.group_of(i).get("stochastic_rounding")
 
     @torch.no_grad()

@@ -29,6 +29,7 @@ class Call(NamedTuple):
     by_reference: bool
     cut: bool  # other ranks have elements of its blocks or layers
     product_devices: Sequence[torch.device | None]  # of Muon's matrix products; None for the matrix's own
+    staged: Any  # memkern.optim.offload.device.Staged, where the states come from the host; else None
 
 
 def matching(g: Tensor, p: Tensor) -> Tensor:

@@ -1,8 +1,7 @@
-"""Optimizer states, and if wanted fp32 weights and gradients, on the host; the step is taken there by the CPU."""
+"""Optimizer states, and if wanted fp32 weights and gradients, on the host."""
 
 from __future__ import annotations
 
-import copy
 import operator
 import threading
 from collections.abc import Callable
@@ -15,11 +14,9 @@ from torch.optim import Optimizer
 from .. import loading
 from ..backward import (
     ParameterHooks,
+    StepInBackward,
     check_class,
-    check_first_gradient,
-    check_no_norm,
     check_not_reduced_later,
-    check_not_stepped,
     refuse_scaler,
     steps_each_by_itself,
     without_hooks,
@@ -30,93 +27,97 @@ from ..dtensor.order import Order
 from ..dtensor.shards import local, placed
 from ..foreign import lightning_asks, refuse_clipping
 from ..muon import Muon
+from .device import class_on_host
 from .host_weights import HostWeights
 from .transfers import transfers_of
-from .weight import Weight, check_no_reductions, check_options, has_gradient
-from .worker import Worker
+from .weight import Weight, has_gradient
 
 HOST_WEIGHT = "host_weight"
 """The entry of a parameter's state in ``state_dict()``, where the inner optimizer's state has no weights."""
 _TAKES_OTHER_GRADIENTS = hasattr(Tensor, "grad_dtype")  # torch 2.11: p.grad may have another dtype than p
-_at_end_of_backward = torch.autograd.Variable._execution_engine.queue_callback  # as fully_shard does
-_COPIED = ("_inner", "_class", "_options", "_hooks_gradients", "_steps_in_backward", "_weights")
+_COPIED = ("_inner", "_class", "_options", "_hooks_gradients", "_weights")
+STEP_ON = ("cpu", "device")
 
 
 class HostOffload(Optimizer):
-    r"""An optimizer whose states are on the host, and whose steps the CPU takes.
+    r"""An optimizer whose states are on the host. Its steps are taken there by the CPU, or by the device.
 
     ::
 
         model.to("cuda", torch.bfloat16)
-        optimizer = memkern.optim.HostOffload(memkern.optim.AdamW8bit, model.parameters(), lr=1e-4)
+        optimizer = memkern.optim.HostOffload(memkern.optim.AdamW8bit, model.parameters(), lr=1e-4, step_on="device")
         # the loop is as always: loss.backward(); optimizer.step(); optimizer.zero_grad()
 
-    For each parameter p on the device the host has a weight in ``host_dtype``. A step copies the gradient to the host,
-    steps the host's weight there with the CPU's kernels, and copies it back to p, rounded to p's dtype. The three
-    overlap: while one bucket of tensors is stepped, gradients of the next ones come and weights of the last ones go.
+    ``step_on="device"``: the states are in pinned memory of the host. A step walks buckets of 64 MiB of them: while one
+    is stepped by the device's own op, the last one goes back and the next one comes, by a stream of copies for each
+    direction. ``step()`` returns when all of that is queued. Weights and gradients stay on the device. The object is an
+    instance of ``optimizer_class``, too: its groups, schedulers, hooks, GradScaler and ``state_dict`` are that class's,
+    its tensors are on the CPU, and weights and states have every bit of the optimizer without HostOffload. With
+    ``step_in_backward`` it is :class:`StepInBackward` of that: the states of a parameter come before its gradient, in
+    the order of the last backward pass. Read and write states through ``optimizer.state`` and ``state_dict()``, which
+    wait for copies that are under way. On the CPU it is ``optimizer_class`` itself.
+
+    ``step_on="cpu"``: for each parameter p on the device the host has a weight in ``host_dtype``. A step copies the
+    gradient to the host, steps the host's weight there with the CPU's kernels, and copies it back to p, rounded to p's
+    dtype. The three overlap: while one bucket of tensors is stepped, gradients of the next ones come and weights of the
+    last ones go.
 
     Args:
-        optimizer_class: the optimizer that the host runs, memkern's or torch.optim's.
+        optimizer_class: memkern's; with ``step_on="cpu"`` torch.optim's too.
         params: parameters of the model, on any device.
-        host_dtype: dtype of the weights on the host, default torch.float32, so that a half-precision model has an fp32
-            model on the host. None: each parameter's own. A parameter of 4 or 8 bytes keeps its dtype. For bf16
-            parameters and memkern's optimizers this is their ``master_weights="bf16+16"``, which has the bits of fp32;
-            where ``master_weights`` or ``stochastic_rounding`` is given, host_dtype is None.
-        offload_gradients: each gradient goes to the host when ``backward()`` has computed it and is freed on the
-            device; gradients of further ``backward()`` calls are added there, in the parameter's dtype. Default False.
-        step_in_backward: in addition the CPU steps as soon as gradients arrive, in a thread of its own beside the
-            backward pass. There is one ``backward()`` to a step then. Default False.
-        device_state_bytes: the states (and host_dtype weights) of the first parameters stay on the device and are
-            stepped there, up to so many bytes; None: all of them, until the device has no memory for one that is made,
-            which then goes to the host with all that come after it. Default 0.
-        options: the options of ``optimizer_class``. ``max_grad_norm`` is the norm of all gradients, and makes a step
-            wait for all of them.
+        step_on: "cpu" or "device". Default "cpu".
+        step_in_backward: with "device", each parameter is stepped when its gradient has come, which is then freed.
+            Default False.
+        host_dtype: with "cpu", dtype of the weights on the host, default torch.float32, so that a half-precision model
+            has an fp32 model on the host. None: each parameter's own. A parameter of 4 or 8 bytes keeps its dtype. For
+            bf16 parameters and memkern's optimizers this is their ``master_weights="bf16+16"``, which has the bits of
+            fp32; where ``master_weights`` or ``stochastic_rounding`` is given, host_dtype is None.
+        offload_gradients: with "cpu", each gradient goes to the host when ``backward()`` has computed it and is freed
+            on the device; gradients of further ``backward()`` calls are added there, in the parameter's dtype. Default
+            False.
+        options: the options of ``optimizer_class``. ``max_grad_norm`` is the norm of all gradients; with "cpu" it makes
+            a step wait for all of them.
 
-    | | default | ``offload_gradients`` | ``step_in_backward`` |
-    |---|---|---|---|
-    | gradients on the device | all, until ``zero_grad()`` | those on their way | those on their way |
-    | the transfer of gradients overlaps | the step | the backward pass | the backward pass |
-    | the CPU's step overlaps | transfers | transfers of weights | transfers and the backward pass |
-    | accumulation | on the device | on the host | raises |
-    | clipping | by max_grad_norm or by torch's functions | by max_grad_norm; a framework's raises | raises |
-    | GradScaler | yes | raises | raises |
+    | | "device" | "device", ``step_in_backward`` | "cpu" | "cpu", ``offload_gradients`` |
+    |---|---|---|---|---|
+    | device, bytes per bf16 parameter | 4, two buckets | 2, a few gradients, two buckets | 4 | 2, a few gradients |
+    | on the host | states | states | 4 (weight), 2 to 6 (buffers), states | the same |
+    | over the link per step, down and up | states, states | states, states | 2, 2 | 2, 2 |
+    | accumulation | on the device | raises | on the device | on the host |
+    | clipping | max_grad_norm or torch's functions | raises | max_grad_norm or torch's functions | max_grad_norm |
+    | GradScaler | yes | raises | yes | raises |
 
-    ``step()`` returns when the host is done; copies of weights may be under way, and the device's current stream waits
-    for them. ``offload_gradients`` and ``step_in_backward`` consume a gradient in ``step()``.
+    A bucket is 64 MiB, or the states of the largest parameter. States of ``AdamW8bit`` are 2.06 bytes per parameter,
+    and 4.06 with ``master_weights="bf16+16"``.
 
-    With ``step_in_backward`` the groups' options (lr and all others) count as they are when ``backward()`` begins to
-    deliver gradients. Ones that are set between ``backward()`` and ``step()`` count from the next ``backward()`` on,
-    and in ``step()`` for gradients that were set by hand. ``backward()`` returns when its steps are taken, and raises
-    what they raised. A second one before ``step()`` raises at the first gradient that comes again, or, where its
-    forward pass was before the steps, torch's error for weights that were modified in place.
+    With "cpu", ``step()`` returns when the host is done; copies of weights may be under way, and the device's current
+    stream waits for them. ``offload_gradients`` consumes a gradient in ``step()``.
 
     It is a torch.optim.Optimizer of the model's parameters, and reads its groups and states as they are at the step:
     lists may be assigned, extended or shortened. What the step changes in groups (some classes count steps there) is
     changed here, too; a class whose ``step`` is neither memkern's nor torch.optim's takes all gradients in one call.
 
-    ``state_dict()`` is that of ``optimizer_class``, which can load it. What the host knows of a weight beyond the
-    model's bits is in its state as ``weight_error``, or as ``host_weight``, the fp32 weight, where the optimizer is not
-    memkern's or the model is fp16. A step goes on from the model's weights, whoever has written them (a state_dict that
-    it loads, an edit under no_grad or of ``p.data``): an error is relative to the weight that is there, an fp32 weight
-    is used where it rounds to it. On the CPU nothing is copied that the CPU can read where it is.
+    ``state_dict()`` is that of ``optimizer_class``, which can load it. With "cpu", what the host knows of a weight
+    beyond the model's bits is in its state as ``weight_error``, or as ``host_weight``, the fp32 weight, where the
+    optimizer is not memkern's or the model is fp16. A step goes on from the model's weights, whoever has written them
+    (a state_dict that it loads, an edit under no_grad or of ``p.data``): an error is relative to the weight that is
+    there, an fp32 weight is used where it rounds to it. On the CPU nothing is copied that the CPU can read where it is.
 
     Of DTensors (fully_shard, HSDP, tensor parallelism) each rank has its shards on its host: states and host weights
     are DTensors of the same mesh and placements, which torch.distributed.checkpoint saves and reshards. Norms
-    (max_grad_norm, LAMB, LARS) and Muon's matrices are reduced and exchanged on the mesh's device, whose process group
-    is enough. The result has every bit of the optimizer without HostOffload. ``device_state_bytes`` is each rank's.
+    (max_grad_norm, LAMB, LARS) and, with "cpu", Muon's matrices are reduced and exchanged on the mesh's device, whose
+    process group is enough. The result has every bit of the optimizer without HostOffload.
 
-    Bytes on the device: the model, and with a gradient offloaded its largest few gradients. On the host, per
-    parameter of 2 bytes: 4 (weight), 2 to 6 (buffers of the transfers) and the states. Over the link per step: a
-    gradient and a weight down and a weight up, in the parameter's dtype. Buffers and weights that are transferred are
-    pinned; states are never transferred and are not.
+    Memory that is transferred is pinned; where the system gives no more pinned memory, states that the device steps are
+    not, with a warning.
 
     Raises:
-        ValueError, TypeError: from ``optimizer_class``; an option of another type; with step_in_backward max_grad_norm,
-            and DTensors whose step needs other ranks: its thread's collectives and those of the backward pass would
-            come in another order on each rank.
+        ValueError, TypeError: from ``optimizer_class``; an option of another type, or of the other ``step_on``; with
+            "device" a class that is not memkern's, ``capturable``, and shards of Muon's matrices.
         RuntimeError: in ``backward()``, ``step()`` or ``zero_grad()``: what the table says raises.
 
-    Source: Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training" (arXiv 2101.06840).
+    Sources: Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training" (arXiv 2101.06840); states that come
+    to the device by buckets: Megatron-LM's chunked optimizer states.
     """
 
     wraps_a_class = True
@@ -126,51 +127,74 @@ class HostOffload(Optimizer):
         """Whether gradients leave the device in the backward pass, so that nobody else can clip them."""
         return self._hooks_gradients
 
-    @property
-    def clips_by_norm(self) -> bool:
-        """Whether ``max_grad_norm`` can be given."""
-        return not self._steps_in_backward
-
-    _inner: Optimizer  # the worker's while it steps: others take ``inner``
+    clips_by_norm = True
+    _inner: Optimizer
     _transfers_of = staticmethod(transfers_of)
+
+    def __new__(
+        cls,
+        optimizer_class: Any = None,
+        params: Any = None,
+        *,
+        step_on: str = "cpu",
+        step_in_backward: bool = False,
+        **options: Any,
+    ) -> Any:
+        if step_on not in STEP_ON:
+            raise ValueError(f"step_on must be one of {', '.join(map(repr, STEP_ON))}, got {step_on!r}")
+        if "device_state_bytes" in options:
+            raise TypeError("HostOffload has no device_state_bytes any more: step_on='device' steps states on the host")
+        if step_on == "cpu":
+            if step_in_backward:
+                raise ValueError(
+                    "step_in_backward must be False with step_on='cpu', got True: step_on='device' steps in the "
+                    "backward pass; offload_gradients=True frees gradients as early, and steps after the backward pass"
+                )
+            return super().__new__(cls)
+        check_class(optimizer_class)
+        if not issubclass(optimizer_class, BlockwiseOptimizer):
+            raise TypeError(
+                "optimizer_class must be one of memkern.optim with step_on='device', got "
+                f"{optimizer_class.__module__}.{optimizer_class.__name__}; step_on='cpu' takes torch.optim's"
+            )
+        for name, plain in (("host_dtype", torch.float32), ("offload_gradients", False)):
+            if (given := options.pop(name, plain)) not in (plain, None):
+                raise ValueError(f"{name} is for step_on='cpu', got {given!r} with step_on='device'")
+        on_host = class_on_host(optimizer_class, cls._transfers_of)
+        return StepInBackward(on_host, params, **options) if step_in_backward else on_host(params, **options)
 
     def __init__(
         self,
         optimizer_class: type[Optimizer],
         params: Any,
         *,
+        step_on: str = "cpu",
+        step_in_backward: bool = False,
         host_dtype: torch.dtype | None = torch.float32,
         offload_gradients: bool = False,
-        step_in_backward: bool = False,
-        device_state_bytes: int | None = 0,
         **options: Any,
     ) -> None:
         check_class(optimizer_class)
-        check_options(host_dtype, device_state_bytes)
-        if step_in_backward:
-            check_no_norm(options.get("max_grad_norm"))
+        if host_dtype is not None and host_dtype not in (torch.float32, torch.float64):
+            raise ValueError(f"host_dtype must be None, torch.float32 or torch.float64, got {host_dtype!r}")
         self._class, self._options = optimizer_class, options
-        self._hooks_gradients = offload_gradients or step_in_backward
-        self._steps_in_backward = step_in_backward
-        self._weights = HostWeights(optimizer_class, options, host_dtype, device_state_bytes)
+        self._hooks_gradients = offload_gradients
+        self._weights = HostWeights(optimizer_class, options, host_dtype)
         self._weights.transfers_of = self._transfers_of
         self._start()
         super().__init__(params, {})
 
     def _start(self) -> None:
         """Makes what is not copied or pickled."""
-        self._worker = Worker()
+        self._addition: Callable[[], None] | None = None  # of a gradient whose copy is under way to one on the host
         self._copies: list[tuple[Weight, Any]] = []  # of weights to the device, with their events
-        self._arrived: dict[int, list[Weight]] = {}  # by bucket, while it waits for the rest of its gradients
-        self._stepped: set[Tensor] = set()  # in the backward pass, since the last step()
         self._takes = False  # gradients of this step: the groups have been followed
         self._lock = threading.Lock()  # each device has its own thread in the backward pass
         self._hooks = ParameterHooks(self._take_in_backward)
 
     @property
     def inner(self) -> Optimizer:
-        """The optimizer of the host's weights, with the groups' options, after the steps that ``backward()`` began."""
-        self._finish_backward()
+        """The optimizer of the host's weights, with the groups' options."""
         self._hand_over()
         return self._inner
 
@@ -187,10 +211,8 @@ class HostOffload(Optimizer):
             del inner[len(groups) :]
         for group, own in zip(groups, inner, strict=True):
             params = [weights[p].host_param for p in group["params"]] if changed else own["params"]
-            options = {key: x for key, x in group.items() if key != "params"}
             own.clear()
-            # Between backward() and step() a schedule may fill tensors in place.
-            own.update(copy.deepcopy(options) if self._steps_in_backward else options, params=params)
+            own.update(group, params=params)
         states, own_states = self.state, self._inner.state
         same = len(states) == len(own_states) and all(map(operator.is_, states.values(), own_states.values()))
         if changed or not same:
@@ -212,7 +234,6 @@ class HostOffload(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch.optim's, and the inner optimizer's checks."""
-        self._finish_backward()
         if self.param_groups:
             self._hand_over()
         given = set(param_group)  # before torch.optim adds the defaults
@@ -223,8 +244,6 @@ class HostOffload(Optimizer):
             given.add("master_weights")
         made: list[Weight] = []
         try:
-            if self._steps_in_backward:
-                check_no_reductions(self._class, group["params"], {**self._options, **group})
             made += (self._weights.new(p, group) for p in group["params"])
             host_params: list[Any] = [w.host_param for w in made]
             if "param_names" in group:
@@ -246,7 +265,7 @@ class HostOffload(Optimizer):
 
     def _hook_parameters(self) -> None:
         if self._hooks_gradients:
-            self._hooks.follow(w.p for w in self._weights.values() if not w.resident)
+            self._hooks.follow(w.p for w in self._weights.values() if not w.frozen)
 
     def _make_buckets(self) -> None:
         self._is_clipping = self.defaults.get("max_grad_norm") is not None
@@ -257,64 +276,29 @@ class HostOffload(Optimizer):
 
     def _take(self, w: Weight) -> None:
         """Begins the copy of a gradient to the host, or takes it where it is; adds to one that came before."""
-        self._worker.join_addition()
-        if add := w.take(self._weights.transfers(w.p)):
-            self._worker.add(add)
+        self._add()
+        self._addition = w.take(self._weights.transfers(w.p))
         if self._hooks_gradients:
             w.p.grad = None
 
     def _take_in_backward(self, p: Tensor) -> None:
         """The hook of a parameter whose gradient is complete."""
-        check_not_reduced_later(p, HostOffload, "leave offload_gradients and step_in_backward False")
+        check_not_reduced_later(p, HostOffload, "leave offload_gradients False")
         with self._lock:
-            if self._steps_in_backward:
-                check_first_gradient(p, self._stepped)
-                if not self._stepped:
-                    self._finish_backward()  # of one that was interrupted
-                    for group in self.param_groups:
-                        check_no_reductions(self._class, group["params"], group)
-                    self._follow()
-                    _at_end_of_backward(self._finish_backward)  # who reads weights then reads stepped ones
-            elif not self._takes:
+            if not self._takes:
                 self._hand_over()
                 self._takes = True
-            if (w := self._weights.get(p)) is None:  # it has left the groups, and others may want its gradient
-                return
-            if self._steps_in_backward:
-                self._stepped.add(p)
-                w.fetch(self._weights.transfers(p))
-            self._take(w)
-            if self._steps_in_backward:
-                number = self._weights.bucket_of[p]
-                arrived = self._arrived.setdefault(number, [])
-                arrived.append(w)
-                if len(arrived) == len(self._weights.buckets[number]):
-                    self._worker.step(self._step_bucket, self._arrived.pop(number))
+            if (w := self._weights.get(p)) is not None:  # else it has left the groups, and others may want its gradient
+                self._take(w)
 
-    def _finish_backward(self) -> None:
-        """Ends the steps that ``backward()`` began, by the options that it began with. Raises what they raised.
-
-        The worker steps the inner optimizer until then, so everything that another thread does with it comes after.
-        """
-        steps = self._worker.join_steps()
-        rest = [w for of_bucket in self._arrived.values() for w in of_bucket]
-        self._arrived.clear()
-        try:
-            for future in steps:
-                future.result()
-            if rest:
-                self._step_bucket(rest)
-            if steps or rest:
-                self._weights.wait_for_copies(self._copies)
-                self._hand_back()
-        except BaseException:
-            self._forget_gradients()
-            raise
+    def _add(self) -> None:
+        """Adds the last gradient that came to one on the host. While it came, the backward pass went on."""
+        if self._addition is not None:
+            addition, self._addition = self._addition, None
+            addition()
 
     def _forget_gradients(self) -> None:
-        self._takes = False
-        self._stepped.clear()
-        self._arrived.clear()
+        self._takes, self._addition = False, None
         for w in self._weights.values():
             w.gradient = None
 
@@ -329,16 +313,14 @@ class HostOffload(Optimizer):
             ValueError: transformers' Trainer or Lightning would clip gradients that were offloaded.
         """
         if self._hooks_gradients:
-            refuse_scaler(self, "leave offload_gradients and step_in_backward False")
+            refuse_scaler(self, "leave offload_gradients False")
             refuse_clipping(self)
             self._hooks.check_newest()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._finish_backward()
-        if is_left := not self._steps_in_backward or any(map(has_gradient, self._weights.values())):
-            self._follow()
+        self._follow()
         self._hook_parameters()
         self._scale_inner()
         try:
@@ -348,8 +330,7 @@ class HostOffload(Optimizer):
             self._forget_gradients()
             self._weights.wait_for_copies(self._copies)
             self._copies.clear()
-            if is_left:
-                self._hand_back()
+            self._hand_back()
         return loss
 
     def _follow(self) -> None:
@@ -358,9 +339,6 @@ class HostOffload(Optimizer):
         self._thaw()
         self._weights.follow_memory()
         if isinstance(self._inner, BlockwiseOptimizer):
-            if self._steps_in_backward:
-                for group in self.param_groups:
-                    check_no_norm(group["max_grad_norm"])
             self._inner._follow_groups()
             if self._is_clipping != (self.defaults["max_grad_norm"] is not None):
                 self._make_buckets()
@@ -372,8 +350,6 @@ class HostOffload(Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 if p in thawed:
-                    if self._steps_in_backward:
-                        check_no_reductions(self._class, [p], group)
                     self._weights.thaw(p, group, self._inner)
         self._make_buckets()
 
@@ -385,7 +361,7 @@ class HostOffload(Optimizer):
             for p in (w.p for w in ready):
                 if p.grad is not None:
                     check_gradient(p, p.grad)
-        if ready and not any(w.separate or w.resident for w in ready):
+        if ready and not any(w.separate for w in ready):
             buckets = [ready]  # nothing is transferred: one call, as in memory
         for i, bucket in enumerate(buckets):
             for ahead in buckets[i and i + 1 : i + 2]:
@@ -393,7 +369,7 @@ class HostOffload(Optimizer):
                     w.fetch(self._weights.transfers(w.p))
                     if w.p.grad is not None:
                         self._take(w)
-            self._worker.join_addition()
+            self._add()
             self._step_bucket(bucket)
 
     @torch.no_grad()
@@ -403,15 +379,7 @@ class HostOffload(Optimizer):
             if w.arrived is not None:
                 self._weights.transfers(w.p).host_waits(w.arrived)
             w.renew()
-        try:
-            self._step_inner(bucket)
-        except torch.OutOfMemoryError:
-            # memkern's optimizers make all states before they change anything.
-            if not isinstance(self._inner, BlockwiseOptimizer) or not any(w.resident for w in bucket):
-                raise
-            self._weights.move_to_host(bucket[0], self._inner)
-            self._hook_parameters()
-            self._step_inner(bucket)
+        self._step_inner(bucket)
         for w in bucket:
             w.gradient = None
         for w in bucket:
@@ -451,9 +419,7 @@ class HostOffload(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch.optim's, for gradients on the device and on the host."""
-        self._finish_backward()
-        check_not_stepped(self._stepped)
-        self._worker.join_addition()
+        self._add()
         self._takes = False
         for w in self._weights.values():
             if set_to_none:
@@ -466,17 +432,15 @@ class HostOffload(Optimizer):
 
     def _host_weight(self, p: Tensor) -> Tensor | None:
         """The host's weight of a parameter where it has another dtype, and so more bits."""
-        self._finish_backward()
         w = self._weights.get(p)
         return w.host_param.detach() if w is not None and w.host_param.dtype != p.dtype else None
 
     def _settle(self, converts: bool = True) -> None:
-        """Ends steps and follows what has been written, before states are saved, copied or read.
+        """Follows what has been written, before states are saved, copied or read.
 
         converts: whether states are converted to options that have changed, as the next step would. States of
             parameters in place of others move to these in any case.
         """
-        self._finish_backward()
         converts = converts or not self._weights.are_of(self.param_groups)
         self._hand_over()
         self._weights.follow_memory()
@@ -501,7 +465,6 @@ class HostOffload(Optimizer):
         Raises:
             ValueError: the state, or a host weight's shape, does not fit; before anything is changed.
         """
-        self._finish_backward()
         self._hand_over()  # its options win over the state's, where the inner optimizer says so
         given = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():

@@ -12,15 +12,7 @@ from torch.optim import Optimizer
 from ..base import BlockwiseOptimizer
 from ..dtensor.order import Order
 from .transfers import Transfers
-from .weight import (
-    Options,
-    Weight,
-    bytes_on_device,
-    elements_of,
-    frozen_weight_of,
-    host_weight_of,
-    put_in_place,
-)
+from .weight import Options, Weight, elements_of, frozen_weight_of, host_weight_of, put_in_place
 
 BUCKET_ELEMENTS = 2**22
 """A bucket: tensors of at least so many elements, which one call of the inner optimizer steps while others are copied.
@@ -36,30 +28,27 @@ class HostWeights(dict[Tensor, Weight]):
     Args:
         optimizer_class, options: what steps the weights.
         host_dtype: of the weights, None for each parameter's own.
-        device_state_bytes: for states (and weights) that stay on the device; None: until it has no memory.
     """
 
     left: dict[Tensor, Weight]
     """Of parameters that were taken out of the groups and have a state, with which they may come back."""
     transfers_of: Callable[[torch.device], Transfers]  # set by the optimizer
     buckets: list[list[Weight]]
-    bucket_of: dict[Tensor, int]
 
     def __init__(
         self,
         optimizer_class: type[Optimizer],
         options: Options,
         host_dtype: torch.dtype | None,
-        device_state_bytes: int | None,
     ) -> None:
         super().__init__()
         self.left: dict[Tensor, Weight] = {}
         self.optimizer_class, self.options = optimizer_class, options
-        self.host_dtype, self.device_state_bytes = host_dtype, device_state_bytes
+        self.host_dtype = host_dtype
         self._transfers: dict[torch.device, Transfers] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("optimizer_class", "options", "host_dtype", "device_state_bytes", "left")
+        kept = ("optimizer_class", "options", "host_dtype", "left")
         return {**{key: vars(self)[key] for key in kept}, "_transfers": {}}
 
     def transfers(self, p: Tensor) -> Transfers:
@@ -90,13 +79,7 @@ class HostWeights(dict[Tensor, Weight]):
         given = {**self.options, **group}
         exact = given.get("master_weights") or given.get("stochastic_rounding") or p.element_size() >= 4
         dtype = p.dtype if exact or self.host_dtype is None else self.host_dtype
-        left = self.device_state_bytes
-        resident = left is None
-        if left:
-            needed = bytes_on_device(self.optimizer_class, p, dtype, group, self.options)
-            resident = needed <= left
-            self.device_state_bytes = left - needed if resident else 0  # those that come after go to the host, too
-        return host_weight_of(p, dtype, resident, self.transfers(p))
+        return host_weight_of(p, dtype, self.transfers(p))
 
     def add(self, weights: Sequence[Weight]) -> None:
         """Takes weights of parameters that have come to the groups."""
@@ -146,30 +129,21 @@ class HostWeights(dict[Tensor, Weight]):
             if not w.frozen:
                 w.follow(self.transfers(w.p))
 
-    def move_to_host(self, first: Weight, inner: Optimizer) -> None:
-        """Moves weights and states that were to stay on the device to the host, from the bucket of ``first`` on."""
-        for bucket in self.buckets[self.bucket_of[first.p] :]:
-            for w in bucket:
-                if w.resident:
-                    w.move_to_host(inner, self.transfers(w.p))
-        self.device_state_bytes = 0
-
     # ---- buckets
 
     def make_buckets(self, at_once: bool, order: Order) -> None:
-        """Puts neighbours whose states are in one place together; ``at_once``: all, for a norm of all gradients."""
+        """Puts neighbours together; ``at_once``: all, for a norm of all gradients."""
         self.buckets = [[]]
         elements = 0
         for w in (w for _, w in order.sorted(self.items()) if not w.frozen):
             last = self.buckets[-1]
             size = elements_of(w.p)  # the same on every rank, as each bucket's reductions must be
             full = elements >= BUCKET_ELEMENTS or size >= BUCKET_ELEMENTS
-            if last and not at_once and (full or last[-1].resident != w.resident):
+            if last and not at_once and full:
                 self.buckets.append([])
                 elements = 0
             self.buckets[-1].append(w)
             elements += size
-        self.bucket_of = {w.p: i for i, bucket in enumerate(self.buckets) for w in bucket}
 
     def wait_for_copies(self, copies: Sequence[tuple[Weight, Any]]) -> None:
         """Makes the devices' current streams wait for copies of weights, given with their events."""

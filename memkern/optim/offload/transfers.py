@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..dtensor.shards import is_dtensor
+from .pinned import pinned_if_possible
 
 
 class Transfers:
@@ -28,10 +29,18 @@ class Transfers:
         host.copy_(x)
         return None
 
-    def to_device(self, x: Tensor, host: Tensor, after: Any) -> Any:
-        """Copies to ``x`` after an event of :meth:`to_host`; ``host`` may not be written before the copy's event."""
+    def to_device(self, x: Tensor, host: Tensor, *after: Any) -> Any:
+        """Copies to ``x`` after these events; ``host`` may not be written before the copy's event."""
         x.copy_(host)
         return None
+
+    def now(self) -> Any:
+        """An event after all that the current stream was given."""
+        return None
+
+    def host_memory(self, size: int) -> Tensor:
+        """So many bytes of the host, uint8."""
+        return torch.empty(size, dtype=torch.uint8)
 
     def buffer_for(self, x: Tensor) -> Tensor:
         """Host memory with a tensor's shape and dtype; the next call may return the same."""
@@ -64,18 +73,24 @@ class StreamTransfers(Transfers):
         return made.pin_memory()
 
     def to_host(self, host: Tensor, x: Tensor) -> Any:
-        self.down.wait_event(self._event(self.module.current_stream(self.device)))
+        self.down.wait_event(self.now())
         with self.module.stream(self.down):
             host.copy_(x, non_blocking=True)
         x.record_stream(self.down)  # its memory is not given to others before the copy is complete
         return self._event(self.down)
 
-    def to_device(self, x: Tensor, host: Tensor, after: Any) -> Any:
-        # The gradient's copy began after every use of the parameter in the backward pass.
-        self.up.wait_event(after)
+    def to_device(self, x: Tensor, host: Tensor, *after: Any) -> Any:
+        for event in after:
+            self.up.wait_event(event)
         with self.module.stream(self.up):
             x.copy_(host, non_blocking=True)
         return self._event(self.up)
+
+    def now(self) -> Any:
+        return self._event(self.module.current_stream(self.device))
+
+    def host_memory(self, size: int) -> Tensor:
+        return pinned_if_possible(size)
 
     def host_waits(self, event: Any) -> None:
         event.synchronize()

@@ -24,7 +24,8 @@ CLASSES: dict[str, tuple[type, dict[str, Any]]] = {
     "HostOffload": (LateHostOffload, {}),
     "HostOffload on the CPU": (HostOffload, {}),
     "HostOffload, gradients too": (LateHostOffload, {"offload_gradients": True}),
-    "HostOffload, in backward": (HostOffload, {"step_in_backward": True}),
+    "HostOffload, by the device": (LateHostOffload, {"step_on": "device"}),
+    "HostOffload, in backward": (LateHostOffload, {"step_on": "device", "step_in_backward": True}),
 }
 IN_BACKWARD = ("StepInBackward", "HostOffload, in backward")
 
@@ -47,7 +48,7 @@ def fixture_of(build: Callable[..., torch.optim.Optimizer], given: dict[str, Any
     return make
 
 
-FULL = ("HostOffload on the CPU", "HostOffload, gradients too")
+FULL = ("HostOffload on the CPU", "HostOffload, gradients too", "HostOffload, by the device")
 OWN_OPTIONS = {
     optim.AdamW: ("maximize", "tensor lr", "capturable", "max_grad_norm", "amsgrad"),
     optim.AdamW8bit: ("default", "8 bits", "dynamic"),
@@ -63,7 +64,9 @@ OWN_CASES = [
     param_of(name, build, case, options)
     for name in CLASSES
     for build, case, options in CASES
-    if case in OWN_OPTIONS.get(build, ()) and not (case == "max_grad_norm" and name in IN_BACKWARD)
+    if case in OWN_OPTIONS.get(build, ())
+    and not (case == "max_grad_norm" and name in IN_BACKWARD)
+    and not (case == "capturable" and "step_on" in CLASSES[name][1])
 ]
 
 

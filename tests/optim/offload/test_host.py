@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -175,9 +174,6 @@ def test_grad_scaler(build: type, wrapper: type[HostOffload]) -> None:
     assert_same(results[1], results[0])
 
 
-# ---- states on the device
-
-
 @pytest.mark.parametrize(("wrapper", "calls"), [(HostOffload, 1), (LateHostOffload, 6)], ids=["cpu", "late"])
 def test_where_nothing_is_transferred_a_step_is_one_call(wrapper: type[HostOffload], calls: int) -> None:
     """In several it took up to twice as long on a machine whose cores are all taken."""
@@ -191,81 +187,6 @@ def test_where_nothing_is_transferred_a_step_is_one_call(wrapper: type[HostOfflo
 
     run(lambda p: wrapper(Counted, p, lr=0.1), steps=1)
     assert Counted.steps == calls
-
-
-@pytest.mark.parametrize("build", [torch.optim.ASGD, torch.optim.Adafactor, torch.optim.NAdam], ids=name_of)
-def test_states_of_any_class_on_the_device(build: type) -> None:
-    """Bytes are counted by a step on meta, or on the CPU where the class reads a value."""
-
-    def trained(make: Callable[[Any], Any]) -> Any:
-        model = model_of()
-        optimizer = make(model.parameters())
-        for _ in range(3):
-            sum(losses(model, 2)).backward()  # type: ignore[union-attr]
-            optimizer.step()
-            optimizer.zero_grad()
-        return optimizer, [p.detach() for p in model.parameters()]
-
-    _, expected = trained(lambda params: build(params, lr=1e-2))
-    optimizer, found = trained(lambda params: HostOffload(build, params, lr=1e-2, device_state_bytes=3000))
-    assert_same(found, expected)
-    assert next(iter(optimizer._weights.values())).resident
-
-
-def test_the_first_states_stay_on_the_device() -> None:
-    model = model_of(torch.bfloat16)
-    first = model[0].weight
-    room = first.numel() * 10 + 4  # the weight's error, two moments, step
-    optimizer = LateHostOffload(optim.AdamW, model.parameters(), device_state_bytes=room + 3)
-    assert [w.resident for w in optimizer._weights.values()] == [True] + 6 * [False]
-    none = LateHostOffload(optim.AdamW, model.parameters(), device_state_bytes=room - 1)
-    assert not any(w.resident for w in none._weights.values())
-
-
-@over_modes
-@over_transfers
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name_of)
-@pytest.mark.parametrize("room", [4000, None])
-def test_where_a_state_is_makes_no_difference(
-    mode: str, wrapper: type[HostOffload], dtype: torch.dtype, room: int | None
-) -> None:
-    def make(room: int | None) -> Callable[[Any], HostOffload]:
-        options = {"min_8bit_size": 0, "device_state_bytes": room, **MODES[mode]}
-        return lambda params: wrapper(optim.AdamW8bit, params, **options)
-
-    expected, _, _ = run(make(0), dtype=dtype)
-    found, optimizer, _ = run(make(room), dtype=dtype)
-    assert_same(found, expected)
-    assert any(w.resident for w in optimizer._weights.values())
-
-
-class Full(optim.AdamW):
-    """An optimizer whose device has memory for the states of three parameters."""
-
-    states = 3
-
-    def _init_state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-        home = Full.homes.get(id(p))
-        if home is not None and home.resident and len(self.state) > Full.states:
-            raise torch.OutOfMemoryError("no memory")
-        return super()._init_state(p, group)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name_of)
-@over_transfers
-def test_states_go_to_the_host_when_the_device_is_full(wrapper: type[HostOffload], dtype: torch.dtype) -> None:
-    def make(params: Any) -> HostOffload:
-        optimizer = wrapper(Full, params, device_state_bytes=None)
-        Full.homes = {id(w.host_param): w for w in optimizer._weights.values()}
-        return optimizer
-
-    expected, _, _ = run(lambda params: HostOffload(optim.AdamW, params), dtype=dtype)
-    found, optimizer, _ = run(make, dtype=dtype)
-    residents = [w.resident for w in optimizer._weights.values()]
-    assert residents[0]
-    assert not residents[-1]
-    assert residents == sorted(residents, reverse=True)
-    assert_same(found, expected)
 
 
 def test_memory_that_lacks_on_the_host_is_raised() -> None:

@@ -81,35 +81,6 @@ def test_gradients_come_in_the_backward_pass(monkeypatch: pytest.MonkeyPatch) ->
     ]
 
 
-def test_the_cpu_steps_in_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    log = logged("step_in_backward", monkeypatch)
-    for i in range(3):
-        weight, gradient = ("down", 2 * i), ("down", 2 * i + 1)
-        assert log.index(weight) < log.index(gradient) < log.index("backward is over")
-        assert log.index(gradient) < log.index(("host waits", *gradient)) < log.index(("up", i))
-    assert log[-4:] == [*(("device waits", "up", i) for i in range(3)), "step is over"]
-    assert log.count("CPU steps") == 3
-
-
-def test_the_cpu_steps_before_the_backward_pass_is_over() -> None:
-    """The last layer's step is seen by the first one's backward, which waits for it."""
-    seen: list[bool] = []
-    layers = nn.Sequential(nn.Linear(20, 20, bias=False), nn.Linear(20, 20, bias=False))
-    optimizer = HostOffload(optim.AdamW, layers.parameters(), step_in_backward=True)
-    last = layers[1].weight
-    before = last.detach().clone()
-
-    def look(grad: Tensor) -> None:
-        for future in [*optimizer._worker.steps]:
-            future.result(timeout=60)
-        seen.append(not torch.equal(last, before))
-
-    layers[0].weight.register_hook(look)
-    layers(torch.randn(2, 20)).sum().backward()
-    optimizer.step()
-    assert seen == [True]
-
-
 class FakeStream:
     """Of a device module: notes what is called on it."""
 
@@ -191,10 +162,9 @@ def test_streams_and_events_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None
 # ---- memory
 
 
-@pytest.mark.parametrize("mode", ["offload_gradients", "step_in_backward"])
-def test_offloaded_gradients_are_freed(mode: str) -> None:
+def test_offloaded_gradients_are_freed() -> None:
     model = model_of()
-    optimizer = LateHostOffload(optim.AdamW, model.parameters(), **MODES[mode])
+    optimizer = LateHostOffload(optim.AdamW, model.parameters(), offload_gradients=True)
     model(torch.randn(8, 16)).sum().backward()
     assert all(p.grad is None for p in model.parameters())
     optimizer.step()

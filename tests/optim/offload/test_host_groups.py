@@ -14,7 +14,7 @@ from memkern import optim
 from memkern.optim import HostOffload, StepInBackward
 from tests.support.helpers import assert_same, name_of, snapshot
 from tests.support.late_transfers import LateHostOffload
-from tests.support.offloaded import over_transfers
+from tests.support.offloaded import MODES, ON_DEVICE, over_transfers
 
 COUNT, SHAPE = 4, (20, 16)
 
@@ -234,14 +234,14 @@ def changed(make: Callable[[Any], Any], change: Callable[[Any], None], way: str)
 @over_transfers
 @pytest.mark.parametrize("way", ["stepped", "saved", "copied"])
 @pytest.mark.parametrize("build", [optim.AdamW8bit, torch.optim.AdamW], ids=name_of)
-@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("mode", [*MODES, *ON_DEVICE])
 @pytest.mark.parametrize("change", CHANGES)
-def test_groups_are_read_as_they_are(
-    change: str, build: type, way: str, wrapper: type[HostOffload], gradients: bool
-) -> None:
+def test_groups_are_read_as_they_are(change: str, build: type, way: str, wrapper: type[HostOffload], mode: str) -> None:
+    if mode in ON_DEVICE and build is torch.optim.AdamW:
+        return
     options = {"min_8bit_size": 0} if build is optim.AdamW8bit else {}
     expected = changed(lambda p: build(p, lr=1e-2, **options), CHANGES[change], way)
-    make = lambda p: wrapper(build, p, lr=1e-2, offload_gradients=gradients, **options)  # noqa: E731
+    make = lambda p: wrapper(build, p, lr=1e-2, **(MODES | ON_DEVICE)[mode], **options)  # noqa: E731
     assert_same(changed(make, CHANGES[change], way), expected)
 
 

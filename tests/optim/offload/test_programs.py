@@ -15,6 +15,7 @@ from memkern import optim
 from memkern.optim import HostOffload, StepInBackward
 from tests.support.helpers import assert_same, snapshot
 from tests.support.late_transfers import LateHostOffload
+from tests.support.offloaded import MODES, ON_DEVICE
 
 BUILDS = [optim.AdamW8bit, optim.Lion8bit, optim.SGD8bit, optim.LAMB8bit, optim.AdamW]
 SHAPES = [(64, 64), (40, 100), (33,), (8, 4, 3, 3), (70000,), (16, 300)]
@@ -34,7 +35,7 @@ class Program:
     """A model, its optimizer, and what is done to them. ``choice``: the same for the same seed."""
 
     def __init__(self, seed: int, make: Callable[..., Any], mode: str, build: type) -> None:
-        self.choice, self.in_backward = random.Random(seed), mode == "step_in_backward"
+        self.choice, self.in_backward = random.Random(seed), "backward" in mode
         self.generator = torch.Generator().manual_seed(seed)
         self.model = nn.ParameterList(self.parameter() for _ in range(self.choice.randint(2, 5)))
         self.optimizer = make(build, [*self.model], lr=1e-2, weight_decay=0.01)
@@ -127,17 +128,18 @@ class Program:
 @pytest.mark.pairwise
 @pytest.mark.full
 @pytest.mark.parametrize("wrapper", [HostOffload, LateHostOffload], ids=["cpu", "late"])
-@pytest.mark.parametrize("mode", ["default", "offload_gradients", "step_in_backward"])
+@pytest.mark.parametrize("mode", [*MODES, *ON_DEVICE])
 @pytest.mark.parametrize("build", BUILDS)
 def test_random_programs(build: type, mode: str, wrapper: type[HostOffload], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("memkern.optim.offload.host_weights.BUCKET_ELEMENTS", 3000)
-    options = {} if mode == "default" else {mode: True}
+    monkeypatch.setattr("memkern.optim.offload.device.BUCKET_BYTES", 10000)
+    options = (MODES | ON_DEVICE)[mode]
 
     def offloaded(build: type, params: Any, **given: Any) -> Any:
         return wrapper(build, params, **options, **given)
 
     def plain(build: Any, params: Any, **given: Any) -> Any:
-        return StepInBackward(build, params, **given) if mode == "step_in_backward" else build(params, **given)
+        return StepInBackward(build, params, **given) if "backward" in mode else build(params, **given)
 
     for seed in range(15):
         expected = Program(seed, plain, mode, build).run()

@@ -294,7 +294,7 @@ def test_fp32_weights_are_loaded_into_an_option_that_was_set_since_the_step() ->
     assert torch.equal(fp32(model, optimizer), new)
 
 
-@pytest.mark.parametrize("mode", [{}, {"offload_gradients": True}, {"step_in_backward": True}])
+@pytest.mark.parametrize("mode", [{}, {"offload_gradients": True}])
 def test_the_inner_optimizer_has_the_groups_options(mode: dict[str, bool]) -> None:
     _, optimizer = stepped(lambda params, **options: optim.HostOffload(optim.AdamW8bit, params, **mode, **options))
     optimizer.param_groups[0]["lr"] = 0.25  # as a scheduler does after the step

@@ -1,0 +1,438 @@
+"""States on the host that the device steps: bits, order of copies, memory, and what others do between the steps."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from memkern import memory, optim
+from memkern.optim import HostOffload, StepInBackward
+from memkern.optim.offload import device
+from memkern.optim.offload import pinned as pinned_memory
+from memkern.optim.offload.transfers import StreamTransfers, Transfers
+from memkern.planner import fake_cuda
+from tests.optim.offload import on_cuda
+from tests.support.generic_optimizers import saved
+from tests.support.helpers import OPTIMIZERS, assert_same, name_of, snapshot
+from tests.support.late_transfers import LateHostOffload, LateTransfers
+from tests.support.offloaded import ON_DEVICE, losses, model_of, options_of, run
+
+over_ways = pytest.mark.parametrize("way", ON_DEVICE)
+
+
+def on_device(build: Any, way: str = "device", wrapper: Any = LateHostOffload, **options: Any) -> Callable[[Any], Any]:
+    return lambda params: wrapper(build, params, **ON_DEVICE[way], **options)
+
+
+def buckets_of(optimizer: Any) -> list[Any]:
+    """In the order of the parameters."""
+    states = (optimizer.state[p] for group in optimizer.param_groups for p in group["params"])
+    return [*dict.fromkeys(state.bucket for state in states)]
+
+
+# ---- the same result
+
+
+@over_ways
+@pytest.mark.parametrize("wrapper", [HostOffload, LateHostOffload], ids=["cpu", "late"])
+@pytest.mark.parametrize("build", OPTIMIZERS, ids=name_of)
+def test_has_the_bits_of_the_step_in_memory(build: type, wrapper: Any, way: str) -> None:
+    options = options_of(build)
+    expected, plain, _ = run(lambda params: build(params, **options))
+    found, optimizer, _ = run(on_device(build, way, wrapper, **options))
+    assert_same(found, expected)
+    assert isinstance(optimizer, build)
+    assert type(optimizer).__name__.endswith(f"HostOffload({build.__name__})" + ")" * ("backward" in way))
+    ours = optimizer.state_dict()
+    assert_same(dict(sorted(ours["state"].items())), plain.state_dict()["state"])
+    assert len({*buckets_of(optimizer)}) > 1 or wrapper is HostOffload
+
+
+@over_ways
+@pytest.mark.parametrize(
+    "options", [{"master_weights": "bf16+16"}, {"master_weights": "bf16+8"}, {"stochastic_rounding": True}], ids=str
+)
+def test_bf16_weights(options: dict[str, Any], way: str) -> None:
+    options = {"min_8bit_size": 0, **options}
+    expected, _, _ = run(lambda params: optim.AdamW8bit(params, **options), dtype=torch.bfloat16)
+    found, _, _ = run(on_device(optim.AdamW8bit, way, **options), dtype=torch.bfloat16)
+    assert_same(found, expected)
+
+
+def test_accumulation_clipping_and_a_scaler() -> None:
+    make = on_device(optim.LAMB8bit, max_grad_norm=1e-2, min_8bit_size=0)
+    plain = lambda params: optim.LAMB8bit(params, max_grad_norm=1e-2, min_8bit_size=0)  # noqa: E731
+    assert_same(run(make, micro_batches=3)[0], run(plain, micro_batches=3)[0])
+    found = []
+    for build in (plain, make):
+        model = model_of()
+        optimizer = build(model.parameters())
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=2)
+        for step, loss in enumerate(losses(model, 1)[0] for _ in range(5)):
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            if step == 2:
+                model[0].weight.grad[0, 0] = torch.inf  # type: ignore[union-attr, index]
+            scaler.step(optimizer)
+            scaler.update()
+        found.append((snapshot(optimizer), scaler.get_scale()))
+    assert_same(found[1], found[0])
+
+
+def test_muon_keeps_matrices_together_that_a_plain_step_takes_together() -> None:
+    shapes = [(64, 64)] * 4 + [(64,)]
+
+    def trained(make: Callable[[Any], Any]) -> Any:
+        params = [nn.Parameter(torch.randn(s, generator=torch.Generator().manual_seed(1))) for s in shapes]
+        optimizer = make([{"params": params[:4]}, {"params": params[4:], "algorithm": "adamw", "lr": 1e-3}])
+        for step in range(3):
+            for p in params:
+                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step))
+            optimizer.step()
+        return optimizer, snapshot(optimizer)
+
+    optimizer, found = trained(on_device(optim.Muon8bit))
+    assert_same(found, trained(optim.Muon8bit)[1])
+    assert [len(bucket.places) for bucket in buckets_of(optimizer)] == [4, 1]
+
+
+# ---- the order of copies
+
+
+def logged(monkeypatch: pytest.MonkeyPatch, way: str, count: int = 3) -> list[Any]:
+    """What the third of some steps calls. Each matrix is a bucket, and the copies are numbered from 0."""
+    log: list[Any] = []
+
+    class Logged(HostOffload):
+        _transfers_of = staticmethod(lambda device: LateTransfers(device, log))
+
+    monkeypatch.setattr(device, "BUCKET_BYTES", 500)
+    layers = [nn.Linear(20, 20, bias=False) for _ in range(count)]
+    optimizer = Logged(optim.AdamW, [layer.weight for layer in layers], **ON_DEVICE[way])
+    real = device.Staged.tensors
+    monkeypatch.setattr(device.Staged, "tensors", lambda self: (log.append("prepares"), real(self))[1])
+    for _ in range(3):
+        log.clear()
+        nn.Sequential(*layers)(torch.randn(2, 20)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    log = [e for e in log if e != "prepares"]
+    first = {way: min(e[1] for e in log if e[0] == way) for way in ("down", "up")}
+    number = lambda e: (e[0], e[1] - first[e[0]])  # noqa: E731
+    return [number(e) if e[0] in first else (e[0], *number(e[1])) for e in log]
+
+
+@over_ways
+def test_the_next_states_come_while_one_bucket_is_stepped(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy back of one bucket is begun, then the next but one may come: nothing waits on the host."""
+    assert logged(monkeypatch, way) == [
+        *(("up", 0), ("device waits", "up", 0), ("down", 0)),
+        *(("up", 1), ("device waits", "up", 1), ("down", 1)),
+        *(("up", 2), ("device waits", "up", 2), ("down", 2)),
+    ]
+
+
+def test_calls_of_a_bucket_take_no_time() -> None:
+    """The host's part of a bucket, without the op and the copies themselves; measured 15 us of one core of an EPYC."""
+    optimizer = on_device(optim.AdamW8bit, min_8bit_size=0)([nn.Parameter(torch.randn(8, 8)) for _ in range(40)])
+    for p in optimizer.param_groups[0]["params"]:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+
+    class Nothing(Transfers):
+        shares_memory = False
+
+        def to_host(self, host: Tensor, x: Tensor) -> Any:
+            return 1
+
+        def to_device(self, x: Tensor, host: Tensor, *after: Any) -> Any:
+            return 1
+
+    for bucket in buckets_of(optimizer):
+        bucket.stage.transfers = Nothing()
+    (bucket, *_) = buckets_of(optimizer)
+    times = []
+    for _ in range(200):
+        begun = time.perf_counter()
+        bucket.stage.begin()
+        with bucket.brought():
+            pass
+        times.append(time.perf_counter() - begun)
+    assert sorted(times)[len(times) // 2] < 60e-6
+
+
+# ---- planted faults
+
+
+def skip_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bucket is used before its copy has ended."""
+    monkeypatch.setattr(LateTransfers, "device_waits", lambda self, event: None)
+
+
+def reuse_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A buffer is written before the copy back from it has ended."""
+    real = LateTransfers.to_device
+    monkeypatch.setattr(LateTransfers, "to_device", lambda self, x, host, *after: real(self, x, host, ("down", 0)))
+
+
+def skip_copy_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a step has changed stays on the device."""
+    real, calls = LateTransfers.to_host, []
+
+    def some(self: Any, host: Tensor, x: Tensor) -> Any:
+        calls.append(x)
+        return ("down", 0) if len(calls) % 3 == 0 else real(self, host, x)
+
+    monkeypatch.setattr(LateTransfers, "to_host", some)
+
+
+def skip_settling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """States are read before they are on the host."""
+    monkeypatch.setattr(device.Stage, "settle", lambda self: None)
+
+
+def keep_what_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is on the device from before the step is taken for the states, which were edited since."""
+    monkeypatch.setattr(device.Stage, "begin", lambda self: None)
+
+
+def edited_between(make: Callable[[Any], Any]) -> Any:
+    params = [nn.Parameter(torch.ones(20, 20)) for _ in range(3)]
+    optimizer = make(params)
+    for step in range(4):
+        for i, p in enumerate(params):
+            p.grad = torch.full_like(p, 1.0 + i + step) if step != 2 or i == 0 else None
+        optimizer.step()
+        optimizer.state[params[1]]["exp_avg"].mul_(0.5)
+    return snapshot(optimizer)
+
+
+@pytest.mark.parametrize("fault", [skip_wait, reuse_too_early, skip_copy_back, skip_settling, keep_what_came])
+def test_planted_faults_are_found(fault: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, make = edited_between(optim.AdamW), on_device(optim.AdamW)
+    assert_same(edited_between(make), expected)
+    fault(monkeypatch)
+    with pytest.raises(AssertionError):
+        assert_same(edited_between(make), expected)
+
+
+# ---- what others do between the steps
+
+
+def set_options(**options: Any) -> Callable[[Any], None]:
+    def change(optimizer: Any) -> None:
+        for group in optimizer.param_groups:
+            group.update(options)
+
+    return change
+
+
+def replace_an_entry(optimizer: Any) -> None:
+    state = optimizer.state[optimizer.param_groups[0]["params"][1]]
+    state["exp_avg"] = state["exp_avg"].clone()
+
+
+def clear_a_state(optimizer: Any) -> None:
+    optimizer.state.pop(optimizer.param_groups[0]["params"][1])
+
+
+def in_place_of_another(optimizer: Any) -> None:
+    params = optimizer.param_groups[0]["params"]
+    params[1] = nn.Parameter(params[1].detach().clone())
+
+
+def load_own_state(optimizer: Any) -> None:
+    optimizer.load_state_dict(saved(optimizer.state_dict()))
+
+
+def freeze(optimizer: Any) -> None:
+    optimizer.param_groups[0]["params"][0].requires_grad_(False)
+
+
+def channels_last(optimizer: Any) -> None:
+    p = optimizer.param_groups[0]["params"][3]
+    p.data = p.data.contiguous(memory_format=torch.channels_last)
+
+
+BETWEEN: dict[str, Callable[[Any], Any]] = {
+    "lr": set_options(lr=0.5),
+    "block_size": set_options(block_size=64),
+    "codec": set_options(codec="dynamic"),
+    "state_bits": set_options(state_bits=32),
+    "min_8bit_size": set_options(min_8bit_size=2**20),
+    "state_dict": lambda optimizer: optimizer.state_dict(),
+    "load_state_dict": load_own_state,
+    "an entry replaced": replace_an_entry,
+    "a state cleared": clear_a_state,
+    "a parameter in place of another": in_place_of_another,
+    "frozen": freeze,
+    "memory format": channels_last,
+    "torch.compile": lambda optimizer: setattr(optimizer, "step", torch.compile(optimizer.step, backend="eager")),
+}
+
+
+@over_ways
+@pytest.mark.parametrize("between", BETWEEN)
+def test_what_is_done_between_steps(between: str, way: str) -> None:
+    found = []
+    plain = {"device": optim.AdamW8bit, "device, in backward": lambda p, **o: StepInBackward(optim.AdamW8bit, p, **o)}
+    for make in (plain[way], lambda p, **o: LateHostOffload(optim.AdamW8bit, p, **ON_DEVICE[way], **o)):
+        generator = torch.Generator().manual_seed(0)
+        shapes = ((20, 16), (64, 64), (33,), (8, 4, 3, 3))
+        optimizer = make([nn.Parameter(torch.randn(s, generator=generator)) for s in shapes], lr=0.1, min_8bit_size=0)
+        for step in range(5):
+            params = [p for p in optimizer.param_groups[0]["params"] if p.requires_grad]
+            sum((p * torch.randn(p.shape, generator=generator)).sum() for p in params).backward()  # type: ignore[union-attr]
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 2:
+                BETWEEN[between](optimizer)
+        states = {i: dict(x) for i, x in sorted(optimizer.state_dict()["state"].items())}
+        found.append(([p.detach() for p in optimizer.param_groups[0]["params"]], states))
+    assert_same(found[1], found[0])
+
+
+def test_parameters_that_have_a_gradient_now_and_then() -> None:
+    """As experts: their states stay where they are."""
+
+    def trained(make: Callable[[Any], Any]) -> Any:
+        params = [nn.Parameter(torch.full((20, 20), 1.0 + i)) for i in range(6)]
+        optimizer, places = make(params), set()
+        for step in range(12):
+            for i, p in enumerate(params):
+                p.grad = torch.full_like(p, 1.0 + step) if (step >> i % 3) & 1 else None
+            optimizer.step()
+            places |= {x.data_ptr() for s in optimizer.state.values() for x in s.values()}
+        return snapshot(optimizer), len(places)
+
+    expected, _ = trained(optim.AdamW)
+    found, places = trained(on_device(optim.AdamW))
+    assert_same(found, expected)
+    assert places == 6 * 3
+
+
+@over_ways
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
+def test_copies_go_on_by_themselves(copied: Callable[[Any], Any], way: str) -> None:
+    model = model_of()
+    optimizer = on_device(optim.AdamW8bit, way, min_8bit_size=0)(model.parameters())
+    results = []
+    for _ in range(2):
+        losses(model, 1)[0].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for m, o in (copied((model, optimizer)), (model, optimizer)):
+        assert type(o) is type(optimizer)
+        losses(m, 1)[0].backward()
+        o.step()
+        results.append(snapshot(o))
+    assert_same(results[1], results[0])
+
+
+def test_a_run_goes_on_between_the_forms(tmp_path: Any) -> None:
+    """From a plain optimizer to the host, to steps in the backward pass, to the CPU's, and back, through files."""
+    options = {"lr": 1e-2, "min_8bit_size": 0, "master_weights": "bf16+16"}
+    expected, _, _ = run(lambda params: optim.AdamW8bit(params, **options), dtype=torch.bfloat16, steps=1)
+    forms = [
+        lambda p: optim.AdamW8bit(p, **options),
+        on_device(optim.AdamW8bit, "device", **options),
+        on_device(optim.AdamW8bit, "device, in backward", **options),
+        lambda p: LateHostOffload(optim.AdamW8bit, p, **options),
+        lambda p: optim.AdamW8bit(p, **options),
+    ]
+    results = []
+    for ways in (forms, forms[:1] * len(forms)):
+        model, state = model_of(torch.bfloat16), None
+        for k, make in enumerate(ways):
+            optimizer = make(model.parameters())
+            if state is not None:
+                optimizer.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+            for _ in range(2):
+                generator = torch.Generator().manual_seed(k)
+                x = torch.randn(8, 16, generator=generator).bfloat16()
+                model(x).float().square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            state = optimizer.state_dict()
+            torch.save(state, tmp_path / "state.pt")
+        results.append(({i: dict(x) for i, x in sorted(state["state"].items())}, [*model.parameters()]))
+    assert_same(results[0], results[1])
+    assert expected is not None
+
+
+def test_an_export_and_an_import_of_fp32_weights() -> None:
+    found = []
+    for make in (optim.AdamW8bit, lambda p, **o: LateHostOffload(optim.AdamW8bit, p, step_on="device", **o)):
+        model = model_of(torch.bfloat16)
+        optimizer = make(model.parameters(), master_weights="bf16+16", min_8bit_size=0)
+        losses(model, 1)[0].backward()
+        optimizer.step()
+        weights = optim.to_fp32_state_dict(model, optimizer)
+        optim.load_fp32_state_dict(model, optimizer, {name: 1.01 * x for name, x in weights.items()})
+        torch_state = optim.to_torch_state_dict(optimizer)
+        optimizer.load_state_dict(optim.from_torch_state_dict(optimizer, torch_state))
+        optimizer.step()
+        found.append((weights, torch_state["state"], snapshot(optimizer)))
+    assert_same(found[1], found[0])
+
+
+@over_ways
+def test_a_bad_gradient_is_refused_before_anything_is_changed(way: str) -> None:
+    a, b = nn.Parameter(torch.ones(400)), nn.Parameter(torch.ones(400, 2))
+    optimizer = on_device(optim.AdamW, way)([a, b])
+    a.grad = torch.ones(400)
+    b.grad = torch.sparse_coo_tensor([[0]], torch.ones(1, 2), (400, 2), check_invariants=True)
+    with pytest.raises(RuntimeError, match=r"dense"):
+        optimizer.step()
+    assert torch.equal(a, torch.ones(400))
+    b.grad = torch.ones(400, 2)
+    optimizer.step()
+    assert float(optimizer.state[a]["step"]) == 1
+
+
+# ---- memory
+
+
+@pytest.mark.full
+@pytest.mark.skipif(fake_cuda.why_not() is not None, reason="no fake CUDA tensors")
+def test_bytes_of_the_device() -> None:
+    """Weights, gradients (of p * p three at a time) and two buckets; and no operator takes tensors of two devices."""
+    for (*_, in_backward), found in fake_cuda.call(on_cuda.all_steps).items():
+        gradient = found["weights"] // on_cuda.COUNT
+        assert found["states"] == {"cpu"}
+        assert found["buffers"] <= 2 * max(2**22, 5.2 * gradient)
+        assert found["peak"] <= (3 if in_backward else on_cuda.COUNT + 2) * gradient + 2**12
+
+
+@pytest.mark.full
+@pytest.mark.skipif(fake_cuda.why_not() is not None, reason="no fake CUDA tensors")
+def test_a_state_on_the_host_loads_into_an_optimizer_on_the_device() -> None:
+    assert fake_cuda.call(on_cuda.loaded_from_the_host) == {"cuda"}
+
+
+def test_memory_that_cannot_be_pinned_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(size: int) -> Tensor:
+        raise RuntimeError("CUDA error: out of memory\nmore lines")
+
+    monkeypatch.setattr(pinned_memory, "_pinned", refuse)
+    with pytest.warns(UserWarning, match=r"4096 bytes .* cannot be pinned \(CUDA error: out of memory\).*ulimit -l"):
+        found = StreamTransfers.host_memory(object.__new__(StreamTransfers), 4096)
+    assert found.nbytes == 4096
+    assert not found.is_pinned()
+
+
+@over_ways
+def test_on_the_cpu_it_is_the_optimizer_itself(way: str) -> None:
+    model = model_of()
+    optimizer = on_device(optim.AdamW8bit, way, HostOffload)(model.parameters())
+    losses(model, 1)[0].backward()
+    optimizer.step()
+    assert all(state.bucket is None for state in optimizer.state.values())
+    assert memory.optimizer_bytes(optimizer) == sum(x.nbytes for s in optimizer.state.values() for x in s.values())
