@@ -9,5 +9,5 @@ from memkern.optim.offload import device, host_weights
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models of a few hundred elements have several."""
     monkeypatch.setattr(host_weights, "BUCKET_ELEMENTS", 200)
-    monkeypatch.setattr(device, "BUCKET_BYTES", 2000)
+    monkeypatch.setattr(device, "BUCKET_BYTES", 400)
     monkeypatch.setattr(device, "LARGE_BYTES", 8000)

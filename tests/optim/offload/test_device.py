@@ -219,7 +219,7 @@ def test_planted_faults_are_found(fault: Callable[[Any], None], monkeypatch: pyt
     expected, make = edited_between(optim.AdamW), on_device(optim.AdamW)
     assert_same(edited_between(make), expected)
     fault(monkeypatch)
-    with pytest.raises(AssertionError):
+    with pytest.raises((AssertionError, ValueError, RuntimeError)):  # other bits, or a counter that is none
         assert_same(edited_between(make), expected)
 
 
