@@ -38,6 +38,7 @@ PARTS: dict[str, tuple[int, list[str]]] = {
     "compiled": (300, module("compiled", "--seconds", "250")),
     "recipe": (140, module("recipe")),
     "stream": (300, module("stream")),
+    "host": (120, module("host")),
 }
 
 

@@ -1,8 +1,8 @@
 """Adds what `make gpu` found to the results: ``python -m lab.gpu.record RESULTS.jsonl ...``.
 
 Times of headline.py, models.py and compiled.py go to benchmarks/results, for the tables of docs/:
-headline_HARDWARE.csv, gpu-models.csv, gpu-compiled.csv. Those of recipe.py and stream.py go to lab/results
-(gpu-recipe.csv, gpu-stream.csv), and what passed and failed to gpu-parts.csv there.
+headline_HARDWARE.csv, gpu-models.csv, gpu-compiled.csv. Those of recipe.py, stream.py and host.py go to
+lab/results (gpu-recipe.csv and so on), and what passed and failed to gpu-parts.csv there.
 Results of a tree with uncommitted changes are refused.
 """
 
@@ -34,6 +34,7 @@ STREAM = (
     *("run", "parameters", "layers", "sequences", "tokens", "limit_gib", "allocated_gib", "reserved_gib", "made_s"),
     *("step_s", "tokens_per_s", "busy", "losses", "ratio", "error"),
 )
+HOST = ("way", "parameters", "ms", "states", "gb_per_s", "device_bytes_beside", "error")
 PARTS = ("part", "result", "seconds")
 Row = dict[str, Any]
 
@@ -100,6 +101,7 @@ def main(argv: list[str] | None = None) -> None:
             ("compiled", "mode", COMPILED),
             ("recipe", "run", RECIPE),
             ("stream", "run", STREAM),
+            ("host", "way", HOST),
         ):
             of_part = [row for row in rows if row["part"] == part and key in row]
             found = [of | text(row, columns) for row in of_part]

@@ -1,4 +1,4 @@
-"""Part `stream` of `make gpu` where there is no GPU: it trains a small model on the CPU, and its rows are recorded."""
+"""Parts `stream` and `host` of `make gpu` where there is no GPU: they run small on the CPU, and rows are recorded."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from lab.gpu import record, stream
+from lab.gpu import host, record, stream
 
 
 @pytest.mark.full
@@ -26,6 +26,14 @@ def test_weights_on_the_host_give_the_losses_of_those_on_the_device(capsys: pyte
     assert on_host == pytest.approx(on_device, abs=2e-3)  # of what is stored for the backward pass more is exact
     assert on_host[-1] < on_host[0]
     assert rows[0]["layers"] == stream.SMALL.layers
+
+
+def test_steps_of_states_on_the_host(capsys: pytest.CaptureFixture[str]) -> None:
+    assert host.main(["--small"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert {row["way"] for row in rows} >= {*host.WAYS}
+    assert all(row["ms"] > 0 for row in rows)
+    assert {*rows[0], *rows[1], "device_bytes_beside", "error"} == {*record.HOST}
 
 
 def test_layers_are_copies_of_the_first() -> None:

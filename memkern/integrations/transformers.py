@@ -117,8 +117,8 @@ def trainer_arguments(
     Args:
         model: of transformers, before the Trainer has it.
         techniques: ``micro_batch`` is per device. ``accumulation``, precision and the optimizer become arguments, too.
-        clip: the global norm that gradients are clipped to, 0 for none: by the Trainer, or with ``offload`` by the
-            optimizer's step, as the Trainer does not see its gradients.
+        clip: the global norm that gradients are clipped to, 0 for none: by the Trainer, or with ``offload="cpu"`` by
+            the optimizer's step, as the Trainer does not see its gradients.
         output_dir, options: of ``TrainingArguments``, beside those that the techniques say. Rates, decay, betas and
             epsilon go to the optimizer.
 
@@ -139,7 +139,7 @@ def trainer_arguments(
         raise not_allowed(
             "clip", clip, "0 with step_in_backward: the norm of all gradients is not known before the last"
         )
-    in_step = techniques.offload and clip > 0 and not techniques.is_torch  # torch's have no max_grad_norm
+    in_step = techniques.offload == "cpu" and clip > 0 and not techniques.is_torch  # torch's have no max_grad_norm
     said = {
         "per_device_train_batch_size": techniques.micro_batch,
         "gradient_accumulation_steps": techniques.accumulation,

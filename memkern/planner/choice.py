@@ -27,7 +27,9 @@ SAVING: tuple[dict[str, Any], ...] = (
     {"activation_bits": 3, "checkpointing": "blocks", "checkpoint_bits": 8},
 )
 """Candidates for what is saved for the backward pass. The last needs the least memory on the device."""
-PLACES: tuple[dict[str, Any], ...] = ({}, {"offload": True}, {"weights_on_host": "layers"})
+PLACES: tuple[dict[str, Any], ...] = (
+    {}, {"offload": "device"}, {"offload": "cpu"}, {"weights_on_host": "layers"},
+)  # fmt: skip
 """Candidates for where the optimizer's states, and with the last the weights, are."""
 NO_SAVING: dict[str, Any] = {"checkpointing": None, "checkpoint_bits": None, "checkpoint_every": 1, "saved_bits": None}
 LOSS_CHUNK = 4096  # classes
@@ -57,7 +59,7 @@ class Chooser:
         """``PLACES`` for this device and this model."""
         if self.predictor.device == "cpu":
             return PLACES[:1]
-        return PLACES if self.predictor.has_blocks else PLACES[:2]
+        return PLACES if self.predictor.has_blocks else PLACES[:3]
 
     def frugal(self, techniques: Techniques) -> Techniques:
         """The same optimizer and weights, with the least activations."""

@@ -217,7 +217,7 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 def _optimizer_bytes(params: list[nn.Parameter], groups: Sequence[Any], techniques: Techniques) -> tuple[int, int, int]:
     """Bytes of the weights' errors and of the other states, and the most that a step allocates beside them."""
     options = {"foreach": False} if techniques.is_torch else {}
-    optimizer = make_optimizer(groups, techniques.replace(step_in_backward=False, offload=False), **options)
+    optimizer = make_optimizer(groups, techniques.replace(step_in_backward=False, offload=None), **options)
     for p in params:
         p.grad = torch.empty_like(p)
     optimizer.step()

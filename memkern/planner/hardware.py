@@ -53,9 +53,11 @@ def seconds(
     6 N D operations for N parameters and D tokens, and those of attention: a third each for the forward pass, the
     gradients of the activations and those of the weights. Checkpoints repeat the forward pass, randomized linear layers
     compute their share of the weights' gradients, a loss in chunks computes the logits once more. The step reads and
-    writes weights, errors and states and reads gradients; with offload gradients and weights go over the link, and
-    weights back. With ``weights_on_host`` both passes bring the weights, and the backward pass sends the gradients the
-    other way; with a step in backward it hides the host's step, which never counts as less than one on the device.
+    writes weights, errors and states and reads gradients. With ``offload="cpu"`` gradients and weights go over the
+    link, and weights back; with "device" errors and states come while others go back, beside the step, or beside a
+    backward pass that steps. With ``weights_on_host`` both passes bring the weights, and the backward pass sends the
+    gradients the other way; with a step in backward it hides the host's step, which never counts as less than one on
+    the device.
 
     tokens: of a sequence. attention: operations per token of the products of queries, keys, probabilities and values in
     a forward pass. saved: bytes that a micro-batch saves for the backward pass without any technique. brought: bytes of
@@ -76,7 +78,7 @@ def seconds(
     total = t.accumulation * micro_batch
     if t.saved_bits:
         total += t.accumulation * 2 * saved / hardware.bandwidth
-    on_host = t.offload or bool(t.weights_on_host)
+    on_host = t.offload == "cpu" or bool(t.weights_on_host)
     bandwidth = hardware.host_bandwidth if on_host else hardware.bandwidth
     accumulates = hardware.host_bandwidth if t.weights_on_host else hardware.bandwidth
     weights = gradients = fixed.parameters
@@ -84,6 +86,9 @@ def seconds(
     step = 3 * weights + 2 * (fixed.optimizer + fixed.errors)  # weights and states in and out, gradients in
     hidden = backward if t.weights_on_host and t.step_in_backward else 0.0
     total += max(step / bandwidth - hidden, step / hardware.bandwidth)
-    if t.offload:
+    if t.offload == "device":
+        beside = step / hardware.bandwidth + (backward if t.step_in_backward else 0.0)
+        total += max(0.0, (fixed.optimizer + fixed.errors) / hardware.link - beside)
+    if t.offload == "cpu":
         total += (t.accumulation * gradients + 2 * weights) / hardware.link
     return total

@@ -29,7 +29,8 @@ ALONE: dict[str, dict[str, Any]] = {
     "bf16 weights, 8-bit errors": {"precision": "bf16", "master_weights": "bf16+8"},
     "step in backward": {"step_in_backward": True, "accumulation": 1},
     "loss in chunks": {"loss_chunk": 4096},
-    "offload": {"offload": True},
+    "states on the host": {"offload": "device"},
+    "states and step on the host": {"offload": "cpu"},
     "weights on the host": {"weights_on_host": "layers"},
 }
 """The rows of the table: each technique by itself."""
@@ -41,7 +42,7 @@ COMPILED: dict[str, dict[str, Any]] = {
 }
 """Rows beside these where ``compile`` is given: each takes seconds of the compiler."""
 UNSHARDED: dict[str, Any] = {
-    "step_in_backward": False, "offload": False, "loss_chunk": None, "saved_bits": None,
+    "step_in_backward": False, "offload": None, "loss_chunk": None, "saved_bits": None,
     "checkpoint_bits": None, "checkpoint_every": 1, "weights_on_host": None, "compile": False, "memory_budget": None,
 }  # fmt: skip
 """Techniques that are not counted with shards: with several devices they stay as they are here."""

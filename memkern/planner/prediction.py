@@ -25,7 +25,8 @@ CHANGE_NO_TRACE = (
     "optimizer", "state_bits", "master_weights", "step_in_backward", "offload", "weights_on_host", "accumulation",
 )  # fmt: skip
 SLABS = 0.03
-"""Added to weights on the host, as a share: slabs of pinned memory leave 0 to 3 % free, of GPT-2 to Llama-3.1-70B."""
+"""Added to pinned memory on the host, as a share: its slabs leave 0 to 3 % free, of GPT-2's weights to Llama-3.1-70B's.
+"""
 ON_CPU_TENSORS = "cuda, on fake CPU tensors"
 MARGIN = {"cpu": 0.02, "cuda": 0.03, ON_CPU_TENSORS: 0.15}
 """Added, as a share of what a step allocates: for scratch memory inside operators, and for fragmentation."""
@@ -142,7 +143,7 @@ class Predictor:
         fixed = self.fixed(techniques)
         if self._streams(techniques):
             return self.hardware.process + fixed.buffers + fixed.largest
-        whole = not (techniques.step_in_backward or techniques.offload)
+        whole = not (techniques.step_in_backward or techniques.offload == "cpu")
         held = 0 if techniques.offload else fixed.errors + fixed.optimizer
         return self.hardware.process + fixed.parameters + held + (fixed.gradients if whole else fixed.largest)
 
@@ -177,23 +178,39 @@ class Predictor:
 
     def _is_on_host(self, techniques: Techniques) -> bool:
         """Whether the optimizer's states are not on the device."""
-        return (techniques.offload and self.device != "cpu") or self._streams(techniques)
+        return (techniques.offload is not None and self.device != "cpu") or self._streams(techniques)
+
+    def _steps_on_host(self, techniques: Techniques) -> bool:
+        """Whether the host's processors step, so that gradients leave the device."""
+        return self._is_on_host(techniques) and techniques.offload != "device"
+
+    def _buckets(self, techniques: Techniques) -> int:
+        """Bytes of the two buffers through which states come to the device: those of the largest gradient, at most."""
+        from ..optim.offload.device import BUCKET_BYTES, LARGE_BYTES
+
+        if not self._is_on_host(techniques) or self._steps_on_host(techniques):
+            return 0
+        fixed = self.fixed(techniques)
+        states = fixed.errors + fixed.optimizer
+        largest = max(BUCKET_BYTES, math.ceil(states * fixed.largest / max(1, fixed.gradients)))
+        return min(states, largest + min(largest, LARGE_BYTES))
 
     def _rows(self, techniques: Techniques, traces: Sequence[Any], more: int) -> dict[str, dict[str, int]]:
         """Bytes at the peak of each of ``PHASES``, by category."""
         fixed, on_host = self.fixed(techniques), self._is_on_host(techniques)
-        leaves = techniques.step_in_backward or on_host
+        steps_there = self._steps_on_host(techniques)
+        leaves = techniques.step_in_backward or steps_there
         accumulates = techniques.accumulation > 1 and not leaves
         copies = (4 if techniques.is_torch else 2) * fixed.count if techniques.host_copies else 0
         static = {
             "parameters": fixed.buffers if self._streams(techniques) else fixed.parameters,
             "errors": 0 if on_host else fixed.errors + copies,
             "gradients": fixed.gradients if accumulates else 0,
-            "optimizer": 0 if on_host else fixed.optimizer,
+            "optimizer": self._buckets(techniques) if on_host else fixed.optimizer,
             "process and context": self.hardware.process,
         }
         found = self._peaks(techniques, traces, more, free_gradients=leaves or accumulates)
-        in_backward = fixed.step_temporaries if techniques.step_in_backward and not on_host else 0
+        in_backward = fixed.step_temporaries if techniques.step_in_backward and not steps_there else 0
         rows = {
             phase: static
             | {
@@ -206,7 +223,7 @@ class Predictor:
         rows["begin"] = static
         rows["step"] = static | {
             "gradients": 0 if leaves else fixed.gradients,
-            "temporaries": 0 if on_host else fixed.step_temporaries,
+            "temporaries": 0 if steps_there else fixed.step_temporaries,
         }
         for row in rows.values():
             allocated = sum(row.get(name, 0) for name in ALLOCATED_BY_A_STEP)
@@ -224,9 +241,12 @@ class Predictor:
 
         With weights_on_host, weights are in slabs of pinned memory (offload/pinned.py), and torch rounds the pinned
         memory of each gradient up to a power of two. Three groups of gradients are under way, which is all with a step
-        in backward; else those of all parameters are there, and with accumulation these three beside them.
+        in backward; else those of all parameters are there, and with accumulation these three beside them. With
+        ``offload="device"`` there are errors and states alone, all of them pinned.
         """
         fixed = self.fixed(techniques)
+        if techniques.offload == "device":
+            return math.ceil((1 + SLABS) * (fixed.errors + fixed.optimizer))
         gradients, weights = fixed.gradients, fixed.parameters
         if techniques.host_copies:
             weights = 4 * fixed.count

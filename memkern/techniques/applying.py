@@ -136,6 +136,8 @@ def make_optimizer(params: Iterable[Any], techniques: Techniques, **options: Any
             options["master_weights"] = techniques.master_weights
     if techniques.weights_on_host:
         return _on_host(cls, params, techniques, options)
+    if techniques.offload == "device":
+        return optim.HostOffload(cls, params, step_on="device", step_in_backward=techniques.step_in_backward, **options)
     if techniques.step_in_backward:
         return optim.StepInBackward(cls, params, **options)
     if techniques.offload and techniques.is_torch:

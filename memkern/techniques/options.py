@@ -33,6 +33,7 @@ ROUNDINGS = ("nearest", "stochastic")
 LR_RULES = ("none", "linear", "sqrt")
 WARMUP_FROM = ("zero", "base")
 PARALLEL = ("ddp", "fsdp")
+OFFLOAD = (None, "device", "cpu")
 WEIGHTS_ON_HOST = (None, "layers")
 
 
@@ -137,10 +138,10 @@ class Techniques:
     step_in_backward: each parameter is updated when its gradient is there, which is then freed; with one micro-batch
         only, and without clipping by the norm of all gradients.
     loss_chunk: classes whose logits are in memory at a time (:class:`memkern.nn.LinearCrossEntropy`); None, all.
-    offload: the optimizer's states, errors and gradients are on the host, where the step is computed
-        (:class:`memkern.optim.HostOffload`, ``offload_gradients=True``; with torch's optimizers the gradients stay on
-        the device); bf16 weights are there in fp32, or with
-        ``master_weights`` in 16 or 8 bits as these.
+    offload: the optimizer's states and errors are on the host (:class:`memkern.optim.HostOffload`): "device" copies
+        them to the device for its step, which may be one in the backward pass. "cpu" steps there, and gradients go to
+        the host (with torch's optimizers they stay on the device); bf16 weights are there in fp32, or with
+        ``master_weights`` in 16 or 8 bits as these. None, on the device.
     weights_on_host: "layers" keeps weights, gradients and states on the host. A block's weights are on the device while
         the block runs, forward and backward, and the optimizer steps on the host. None, all weights on the device.
     compile: every block is compiled by itself; ``saved_bits``, ``activation_bits`` and ``memory_budget`` are those of
@@ -184,7 +185,9 @@ class Techniques:
         False, "update each parameter as soon as it has its gradient, and free the gradient", (False, True)
     )
     loss_chunk: int | None = option(None, "classes whose logits are in memory at a time", at_least(1))
-    offload: bool = option(False, "keep the optimizer's states in host memory, and step there", (False, True))
+    offload: str | None = option(
+        None, "keep the optimizer's states in host memory: the device steps them over the link, or the cpu", OFFLOAD
+    )
     weights_on_host: str | None = option(
         None, "keep weights in host memory, on the device only while their block runs, and step there", WEIGHTS_ON_HOST
     )
@@ -213,12 +216,16 @@ class Techniques:
     def _check_precision(self) -> None:
         if self.master_weights is not None and self.precision != "bf16":
             raise not_allowed("master_weights", self.master_weights, "None, unless precision is 'bf16'")
-        if self.precision == "fp16-mixed" and (self.step_in_backward or self.offload):
-            name = "step_in_backward" if self.step_in_backward else "offload"
+        if self.precision == "fp16-mixed" and (self.step_in_backward or self.offload == "cpu"):
+            name = "step_in_backward" if self.step_in_backward else "offload='cpu'"
             why = f"without {name}: a GradScaler looks at all gradients before the step"
             raise not_allowed("precision", self.precision, f"'fp32', 'bf16-mixed' and 'bf16', or {why}")
 
     def _check_optimizer(self) -> None:
+        if self.is_torch and self.offload == "device":
+            raise not_allowed(
+                "offload", "device", f"None and 'cpu' with {self.optimizer}; memkern's step on the device"
+            )
         if self.is_torch and self.state_bits != 32:
             raise not_allowed("state_bits", self.state_bits, f"32 with {self.optimizer}; memkern's have 8 too")
         if self.is_torch and self.master_weights is not None:
@@ -229,8 +236,8 @@ class Techniques:
         if self.step_in_backward and self.accumulation > 1:
             allowed = f"False with accumulation={self.accumulation}, which needs all gradients"
             raise not_allowed("step_in_backward", True, allowed)
-        if self.step_in_backward and self.offload:
-            raise not_allowed("step_in_backward", True, "False with offload, which frees the gradients already")
+        if self.step_in_backward and self.offload == "cpu":
+            raise not_allowed("step_in_backward", True, "False with offload='cpu', which frees the gradients already")
 
     def _check_compiled(self) -> None:
         if self.memory_budget is not None and not self.compile:
@@ -245,7 +252,7 @@ class Techniques:
     def _check_streamed(self) -> None:
         with_it = f"with weights_on_host={self.weights_on_host!r}"
         if self.offload:
-            raise not_allowed("offload", True, f"False {with_it}: states and steps are on the host already")
+            raise not_allowed("offload", self.offload, f"None {with_it}: states and steps are on the host already")
         if self.autocast is not None:
             why = "autocast would keep copies of all weights on the device for the backward pass"
             raise not_allowed("precision", self.precision, f"'fp32' and 'bf16' {with_it}: {why}")
@@ -282,7 +289,7 @@ class Techniques:
     @property
     def host_copies(self) -> bool:
         """Whether offload holds bf16 weights with the bits of fp32 on the host."""
-        return self.offload and self.precision == "bf16" and self.master_weights is None
+        return self.offload == "cpu" and self.precision == "bf16" and self.master_weights is None
 
     def replace(self, **changes: Any) -> Techniques:
         """A copy with other values."""
@@ -324,6 +331,6 @@ class Techniques:
         if self.loss_chunk:
             yield f"loss in chunks of {self.loss_chunk} classes"
         if self.offload:
-            yield "optimizer on the host"
+            yield "states on the host" if self.offload == "device" else "optimizer on the host"
         if self.weights_on_host:
             yield "weights and optimizer on the host"

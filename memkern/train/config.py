@@ -230,7 +230,7 @@ class TrainConfig:
     def clips_in_step(self) -> bool:
         """Whether the optimizer clips (max_grad_norm): gradients that go to the host are freed during backward, or are
         read there by the step alone."""
-        on_host = self.techniques.offload or self.techniques.weights_on_host is not None
+        on_host = self.techniques.offload == "cpu" or self.techniques.weights_on_host is not None
         return on_host and self.max_norm > 0 and not self.techniques.is_torch
 
     @property

@@ -178,7 +178,12 @@ def test_a_copy_of_a_run_takes_techniques_by_name() -> None:
         ({"micro_batch": 0}, "micro_batch: 0 given; allowed: a whole number, 1 or more"),
         ({"linear_share": 1.5}, "linear_share: 1.5 given; allowed: None or a number above 0, at most 1"),
         ({"linear_share": True}, "linear_share: True given"),
-        ({"precision": "fp16-mixed", "offload": True}, "precision: 'fp16-mixed' given"),
+        ({"precision": "fp16-mixed", "offload": "cpu"}, "precision: 'fp16-mixed' given"),
+        ({"offload": True}, "offload: True given; allowed: None, 'device', 'cpu'"),
+        (
+            {"offload": "device", "optimizer": "torch-adam"},
+            "offload: 'device' given; allowed: None and 'cpu' with torch-adam",
+        ),
         (
             {"optimizer": "torch-adam", "precision": "bf16", "master_weights": "bf16+16"},
             "allowed: None with torch-adam",

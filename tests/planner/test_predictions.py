@@ -64,11 +64,15 @@ def test_a_step_in_backward_frees_gradients_and_accumulation_holds_them() -> Non
 def test_offload_leaves_the_gpu_without_states() -> None:
     source = resolve(Stack(), None, torch.zeros(2, WIDTH), None, None)
     predictor = Predictor(source, "cuda", "cuda, on fake CPU tensors", DEFAULTS["cuda"])
-    here, away = predictor.predict(Techniques()), predictor.predict(Techniques(offload=True))
+    here, away = predictor.predict(Techniques()), predictor.predict(Techniques(offload="cpu"))
     assert away.categories["optimizer"] == 0
     assert away.host >= here.categories["optimizer"] > 0
     assert away.seconds > here.seconds
-    half = {"precision": "bf16", "offload": True}
+    half = {"precision": "bf16", "offload": "cpu"}
     count = predictor.fixed(Techniques()).count
+    states = predictor.predict(Techniques(offload="device"))
+    assert states.categories["optimizer"] == here.categories["optimizer"]  # which are less than a bucket
+    assert here.categories["optimizer"] <= states.host <= 1.03 * here.categories["optimizer"] + 1
+    assert here.seconds < states.seconds
     copied, kept = (predictor.predict(Techniques(**half, master_weights=m)).host for m in (None, "bf16+8"))
     assert copied - kept == (4 - 2 - 1) * count

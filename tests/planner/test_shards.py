@@ -91,6 +91,6 @@ def test_a_plan_for_several_devices_says_so() -> None:
     assert plan.devices == 2
     assert "on each of 2 devices with fully_shard" in str(plan)
     assert "fully_shard(module)" in plan.code()
-    assert not {"offload", "loss in chunks", "step in backward"} & plan.alone.keys()
+    assert not {"states on the host", "loss in chunks", "step in backward"} & plan.alone.keys()
     assert plan.recommended is not None
     assert not plan.recommended.techniques.step_in_backward

@@ -83,7 +83,7 @@ def test_a_filled_cache_is_used(name: str, every: int) -> None:
 
 def test_plain_techniques_change_nothing() -> None:
     plain = model()
-    memkern.apply(plain, Techniques(precision="bf16", offload=True, loss_chunk=3))
+    memkern.apply(plain, Techniques(precision="bf16", offload="cpu", loss_chunk=3))
     assert kinds(plain) == kinds(model())
     assert not any("forward" in vars(module) for module in plain.modules())
 
@@ -95,7 +95,8 @@ def test_plain_techniques_change_nothing() -> None:
         ({"optimizer": "sgd"}, None, optim.SGD, {"momentum": 0.9, "state_bits": 32}),
         ({"optimizer": "torch-sgd"}, None, torch.optim.SGD, {"momentum": 0.9, "lr": 0.5}),
         ({"optimizer": "torch-adam", "step_in_backward": True}, optim.StepInBackward, torch.optim.Adam, {}),
-        ({"optimizer": "lion", "offload": True}, optim.HostOffload, optim.Lion, {}),
+        ({"optimizer": "lion", "offload": "cpu"}, optim.HostOffload, optim.Lion, {}),
+        ({"offload": "device", "step_in_backward": True}, optim.StepInBackward, optim.AdamW, {"state_bits": 32}),
         ({"optimizer": "muon", "state_bits": 8}, None, optim.Muon, {"adjust_lr_fn": "match_rms_adamw"}),
         ({"precision": "bf16", "master_weights": "bf16+8"}, None, optim.AdamW, {"master_weights": "bf16+8"}),
     ],

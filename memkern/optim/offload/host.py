@@ -36,7 +36,6 @@ HOST_WEIGHT = "host_weight"
 """The entry of a parameter's state in ``state_dict()``, where the inner optimizer's state has no weights."""
 _TAKES_OTHER_GRADIENTS = hasattr(Tensor, "grad_dtype")  # torch 2.11: p.grad may have another dtype than p
 _COPIED = ("_inner", "_class", "_options", "_hooks_gradients", "_weights")
-STEP_ON = ("cpu", "device")
 
 
 class HostOffload(Optimizer):
@@ -140,8 +139,6 @@ class HostOffload(Optimizer):
         step_in_backward: bool = False,
         **options: Any,
     ) -> Any:
-        if step_on not in STEP_ON:
-            raise ValueError(f"step_on must be one of {', '.join(map(repr, STEP_ON))}, got {step_on!r}")
         if "device_state_bytes" in options:
             raise TypeError("HostOffload has no device_state_bytes any more: step_on='device' steps states on the host")
         if step_on == "cpu":
@@ -151,6 +148,8 @@ class HostOffload(Optimizer):
                     "backward pass; offload_gradients=True frees gradients as early, and steps after the backward pass"
                 )
             return super().__new__(cls)
+        if step_on != "device":
+            raise ValueError(f"step_on must be 'cpu' or 'device', got {step_on!r}")
         check_class(optimizer_class)
         if not issubclass(optimizer_class, BlockwiseOptimizer):
             raise TypeError(

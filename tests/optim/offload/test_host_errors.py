@@ -27,7 +27,7 @@ def test_bad_options() -> None:
             ValueError,
             "step_in_backward must be False with step_on='cpu', got True: .*device",
         ),
-        ({"step_on": "gpu"}, ValueError, "step_on must be one of 'cpu', 'device', got 'gpu'"),
+        ({"step_on": "gpu"}, ValueError, "step_on must be 'cpu' or 'device', got 'gpu'"),
         ({"device_state_bytes": 0}, TypeError, "no device_state_bytes any more: step_on='device'"),
         ({"step_on": "device", "offload_gradients": True}, ValueError, "offload_gradients is for step_on='cpu'"),
         ({"step_on": "device", "host_dtype": torch.float64}, ValueError, "host_dtype is for step_on='cpu'"),

@@ -1,0 +1,109 @@
+"""Steps of states on the host, by the device and by the CPU, beside what others have: ``python -m lab.gpu.host``.
+
+A bf16 model of a billion parameters in matrices of 16 M, whose gradients are those of sums. A line of JSON each: the
+median milliseconds of a backward pass and a step until the device is done, the states' bytes that went each way and
+GB/s, and the device's peak beside weights and gradients. torchao and DeepSpeed where they are installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from memkern import memory, optim
+
+RUNS = 12
+
+
+def parameters(count: int, width: int, device: str) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.full((width, width), 0.02, dtype=torch.bfloat16, device=device)) for _ in range(count)]
+
+
+def torchao(params: Any) -> Any:
+    from torchao.optim import CPUOffloadOptimizer
+
+    return CPUOffloadOptimizer(params, torch.optim.AdamW, fused=True)
+
+
+def deepspeed(params: Any) -> Any:
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    params[:] = [nn.Parameter(p.detach().float().cpu()) for p in params]  # it steps what is on the host
+    return DeepSpeedCPUAdam(params)
+
+
+def host(params: Any, **options: Any) -> Any:
+    return optim.HostOffload(optim.AdamW8bit, params, **options)
+
+
+WAYS: dict[str, Callable[[Any], Any]] = {
+    "AdamW8bit on the device": lambda params: optim.AdamW8bit(params, master_weights="bf16+16"),
+    "step_on=device": lambda params: host(params, step_on="device", master_weights="bf16+16"),
+    "step_on=device, no errors": lambda params: host(params, step_on="device"),
+    "step_on=device, in backward": lambda params: host(
+        params, step_on="device", step_in_backward=True, master_weights="bf16+16"
+    ),
+    "step_on=cpu": host,
+    "step_on=cpu, gradients too": lambda params: host(params, offload_gradients=True),
+}
+OTHERS = {
+    "torchao": ("torchao CPUOffloadOptimizer", torchao),
+    "deepspeed": ("DeepSpeedCPUAdam, no transfers", deepspeed),
+}
+
+
+def measured(name: str, make: Callable[[Any], Any], count: int, width: int, device: str) -> dict[str, object]:
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    params = parameters(count, width, device)
+    held = sum(2 * p.nbytes for p in params)
+    optimizer = make(params)
+    times = []
+    for _ in range(RUNS):
+        begun = time.perf_counter()
+        torch.stack([p.sum() for p in params]).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        wait()
+        times.append(time.perf_counter() - begun)
+    seconds = statistics.median(times[2:])
+    row: dict[str, object] = {"way": name, "parameters": sum(p.numel() for p in params), "ms": round(1e3 * seconds, 2)}
+    if name.startswith("step_on=device"):
+        states = memory.optimizer_bytes(optimizer)
+        row |= {"states": states, "gb_per_s": round(states / seconds / 1e9, 2)}
+    if device == "cuda":
+        row["device_bytes_beside"] = torch.cuda.max_memory_allocated() - held
+        torch.cuda.reset_peak_memory_stats()
+    return row
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--plan", action="store_true", help="says what it would do")
+    parser.add_argument("--small", action="store_true", help="four small matrices on the CPU: a test of this script")
+    args = parser.parse_args(argv)
+    ways = WAYS | dict(way for module, way in OTHERS.items() if importlib.util.find_spec(module))
+    if args.plan:
+        print(f"would step a billion parameters {RUNS} times: {'; '.join(ways)}")
+        return 0
+    count, width, device = (4, 128, "cpu") if args.small else (60, 4096, "cuda")
+    failed = False
+    for name, make in ways.items():
+        try:
+            row = measured(name, make, count, width, device)
+        except Exception as error:  # of others' classes, any
+            row, failed = {"way": name, "error": f"{type(error).__name__}: {str(error)[:200]}"}, name in WAYS
+        print(json.dumps(row), flush=True)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
