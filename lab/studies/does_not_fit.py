@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from benchmarks import machine, report
 from lab.studies import study
 from memkern import functional, optim
-from memkern.optim.offload.transfers import Transfers, transfers_of
+from memkern.optim.offload.transfers import Transfers
 
 COLUMNS = (*report.PROVENANCE, "what", "dtype", "way", "ms", "ratio", "peak_mb")
 ROWS, WIDTH, CLASSES = 512, 384, 50257
@@ -34,6 +34,10 @@ class Copies(Transfers):
     """As if the device's memory were not the host's."""
 
     shares_memory = False
+
+
+class CopyingHostOffload(optim.HostOffload):
+    _transfers_of = staticmethod(lambda device: Copies())
 
 
 def parameters(dtype: torch.dtype) -> list[nn.Parameter]:
@@ -60,12 +64,12 @@ def steps(runs: int) -> Iterator[dict[str, str]]:
             master: dict[str, Any] = {"master_weights": "bf16+16"} if dtype == torch.bfloat16 else {}
             plain = build(parameters(dtype), min_8bit_size=0, **master)
             ways: dict[str, Callable[[], Any]] = {"in memory": plain.step}
-            for name, transfers in (
-                ("on the host", transfers_of),
-                ("on the host, copies", lambda _: Copies()),
+            for name, wrapper, options in (
+                ("on the host", optim.HostOffload, {}),
+                ("on the host, copies", CopyingHostOffload, {}),
+                ("states on the host, copies", CopyingHostOffload, {"step_on": "device", **master}),
             ):
-                options: dict[str, Any] = {"min_8bit_size": 0, "transfers": transfers}
-                ways[name] = optim.HostOffload(build, parameters(dtype), **options).step
+                ways[name] = wrapper(build, parameters(dtype), min_8bit_size=0, **options).step
             times: dict[str, list[float]] = {name: [] for name in ways}
             for run in range(runs + 2):
                 for name, step in ways.items():

@@ -46,9 +46,6 @@ class Slot:
     def reserve(self, size: int) -> None:
         """Makes the buffer as large as ``size`` bytes, if it is not."""
         if self.memory.numel() < size:
-            self.stage.transfers.device_waits(self.free)  # before the old memory is given to others
-            if self.holder is not None:
-                self.stage.transfers.device_waits(self.holder.came)
             self._allocate(size)
 
 
@@ -287,6 +284,11 @@ class StatesOnHost(BlockwiseOptimizer):
             if stage is not None:
                 stage.settle()
 
+    def _forget_stages(self) -> None:
+        """Lets go of the host's memory that states were in, whose owners they are until the next step moves them."""
+        self._settle()
+        self._stages = {}
+
     def _stage_of(self, device: torch.device) -> Stage | None:
         if device not in self._stages:
             transfers = self._transfers_of(device)
@@ -316,7 +318,7 @@ class StatesOnHost(BlockwiseOptimizer):
     def _follow_groups(self) -> None:
         """At the beginning of a step, or of a backward pass that steps."""
         if not replaced.are_same(self._snapshot(), self._snapshots):
-            self._settle()
+            self._forget_stages()
         with self._stepping():
             super()._follow_groups()
         for stage in self._stages.values():
@@ -352,8 +354,7 @@ class StatesOnHost(BlockwiseOptimizer):
     # ---- copies
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._settle()
-        self._stages = {}  # which let go of the memory of former states
+        self._forget_stages()
         super().__setstate__(state)
 
 

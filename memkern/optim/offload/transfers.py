@@ -84,6 +84,7 @@ class StreamTransfers(Transfers):
             self.up.wait_event(event)
         with self.module.stream(self.up):
             x.copy_(host, non_blocking=True)
+        x.record_stream(self.up)
         return self._event(self.up)
 
     def now(self) -> Any:

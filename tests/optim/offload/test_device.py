@@ -299,6 +299,20 @@ def test_what_is_done_between_steps(between: str, way: str) -> None:
     assert_same(found[1], found[0])
 
 
+def test_memory_of_former_states_is_let_go() -> None:
+    params = [nn.Parameter(torch.ones(64, 64)) for _ in range(3)]
+    optimizer = on_device(optim.AdamW, "device")(params)
+    held = []
+    for bits in (32, 8, 32, 8):
+        optimizer.param_groups[0].update(state_bits=bits, min_8bit_size=0)
+        for p in params:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        (stage,) = optimizer._stages.values()
+        held.append(sum(x.nbytes for x in stage.slabs._made.values()))
+    assert held[2:] == held[:2]
+
+
 def test_parameters_that_have_a_gradient_now_and_then() -> None:
     """As experts: their states stay where they are."""
 

@@ -154,8 +154,9 @@ def test_streams_and_events_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None
         "host waits for down 5",
         "up waits for down 5",
         "copy on up",
-        "event up 9",
-        "compute waits for up 9",
+        "recorded on up",
+        "event up 10",
+        "compute waits for up 10",
     ]
 
 
