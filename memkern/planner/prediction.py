@@ -235,6 +235,8 @@ class Predictor:
         given = techniques.weights_on_host
         if given and not self.has_blocks:
             raise not_allowed("weights_on_host", given, "None for a model without a list of like blocks")
+        if given and techniques.compile:
+            raise not_allowed("weights_on_host", given, "None with compile, in a plan: what both need is not counted")
 
     def held_on_host(self, techniques: Techniques) -> int:
         """Bytes on the host with offload or weights_on_host, found without a trace: weights, errors, states, gradients.

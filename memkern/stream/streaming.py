@@ -20,7 +20,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.utils._pytree import tree_leaves
 
 from ..blocks.block_lists import block_lists
-from ..compiled.blocks import is_compiled
 from ..optim.arrivals import Arrivals
 from ..optim.offload import pinned
 from ..techniques.options import OptionError, not_allowed
@@ -35,8 +34,6 @@ def check(model: nn.Module) -> None:
         why = None
         if hasattr(module, "set_requires_gradient_sync"):
             why = "is sharded by fully_shard already"
-        elif is_compiled(module):
-            why = "is compiled, which has not been tried"
         elif getattr(module, "max_norm", None) is not None and isinstance(module, nn.Embedding):
             why = "has max_norm, which writes weights in the forward pass"
         if why is not None:

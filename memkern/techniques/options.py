@@ -245,9 +245,6 @@ class Techniques:
         if self.saved_bits is not None and not self.compile:
             allowed = "None without compile, whose graphs it is for; in eager mode checkpointing saves less"
             raise not_allowed("saved_bits", self.saved_bits, allowed)
-        if self.compile and self.weights_on_host:
-            allowed = "None with compile: compiled blocks whose weights come and go have not been run on a GPU"
-            raise not_allowed("weights_on_host", self.weights_on_host, allowed)
 
     def _check_streamed(self) -> None:
         with_it = f"with weights_on_host={self.weights_on_host!r}"

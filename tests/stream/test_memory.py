@@ -106,6 +106,27 @@ def test_the_device_has_few_blocks(counted: Any, way: dict[str, Any]) -> None:
     assert device.most < sum(p.nbytes for p in model.parameters()) / 2
 
 
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("saved_bits", ["exact", pytest.param(8, marks=pytest.mark.full)])
+def test_compiled_blocks_come_and_go(counted: Any, saved_bits: Any) -> None:
+    """Their losses are those of compiled blocks on the device, and their weights as few as of others."""
+    device = counted(10**9)
+    found, most = [], []
+    for compiled, on_host in ((True, None), (False, "layers"), (True, "layers")):
+        device.most = 0
+        techniques = TECHNIQUES.replace(
+            step_in_backward=True,
+            weights_on_host=on_host,
+            compile=compiled,
+            saved_bits=saved_bits if compiled else None,
+        )
+        model = model_for(techniques, blocks=6)
+        found.append(train(model, optimizer_for(model, techniques), techniques, range(2)))
+        most.append(device.most)
+    assert found[2] == found[0]
+    assert most[2] == most[1] > 0
+
+
 COMMAND = [
     *("train", "--layers", "12", "--heads", "2", "--width", "64", "--seq-len", "32", "--batch-size", "4"),
     *("--steps", "3", "--eval-every", "3", "--eval-tokens", "320", "--device", "cpu"),

@@ -13,7 +13,7 @@ from memkern import OptionError, Techniques
     ("changes", "message"),
     [
         ({"weights_on_host": "model"}, "weights_on_host: 'model' given; allowed: None, 'layers'"),
-        ({"offload": True}, "offload: True given; allowed: False with weights_on_host='layers'"),
+        ({"offload": "cpu"}, "offload: 'cpu' given; allowed: None with weights_on_host='layers'"),
         ({"precision": "bf16-mixed"}, "precision: 'bf16-mixed' given; allowed: 'fp32' and 'bf16' with"),
         ({"precision": "fp16-mixed"}, "precision: 'fp16-mixed' given"),
     ],

@@ -20,10 +20,6 @@ from tests.stream.runs import STREAMED, Model, optimizer_for
 # ---- what is refused, before anything is changed
 
 
-def compiled(model: Model) -> None:
-    model.blocks[0]._compiled_call_impl = model.blocks[0]._call_impl  # as compile() does
-
-
 def on_meta(model: Model) -> None:
     model.head = nn.Linear(64, 97, device="meta")
 
@@ -56,7 +52,6 @@ def without_blocks(model: Model) -> None:
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (compiled, "blocks.0 is compiled"),
         (on_meta, "head.weight is on the meta device"),
         (sharded, "blocks.1 is sharded by fully_shard already"),
         (of_two_dtypes, "parameters of Block are in torch.bfloat16, torch.float32: fully_shard needs one dtype"),
