@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
 
 from torch import Tensor, fx
 
@@ -126,8 +126,32 @@ def _is_result(operations: Operations, node: fx.Node, of: Operation) -> bool:
     return not users or any(u.op == "output" or operations.of(u).seq != of.seq for u in users)
 
 
+class _Use(NamedTuple):
+    """A node that uses a value in codes, or what is computed from one.
+
+    operand: what it uses. of: the node's operation. own: whether the operand is the value itself, as a view, in another
+    dtype or negative. codec, made: of the value in codes, and the node whose operation made it. x: the value.
+    """
+
+    node: fx.Node
+    operand: fx.Node
+    of: Operation
+    own: bool
+    codec: str
+    made: fx.Node
+    x: Tensor
+
+    @property
+    def name(self) -> Any:
+        return packet(self.node)
+
+    @property
+    def is_copy(self) -> bool:
+        return self.name in VIEWS or self.name in CASTS
+
+
 class Rules:
-    """What may be coded in one graph."""
+    """What may be coded in one graph: every use of a value in the backward pass must bear the errors of codes."""
 
     def __init__(self, gradients: Gradients) -> None:
         self.gradients, self.operations = gradients, gradients.operations
@@ -137,127 +161,146 @@ class Rules:
 
         counts: of which users it is asked; None for all.
         """
-        x, norms = value(first), self._norms_of(_made(first))
-        waiting, own = list(nodes), set(nodes)  # own: the value itself, as a view, in another dtype, negative
+        return self.refusal(nodes, codec, first, counts) is None
+
+    def refusal(
+        self, nodes: list[fx.Node], codec: str, first: fx.Node, counts: Any = None
+    ) -> tuple[str, fx.Node] | None:
+        """Of the first use that does not bear the errors of codes, its kind (a key of USES) and node; None for none."""
+        x, made = value(first), _made(first)
+        waiting, own = list(nodes), set(nodes)
         seen = set(nodes)
         while waiting:
-            node = waiting.pop()
-            for user in node.users:
-                if user.op == "output":
-                    if counts is not None and not is_backward(node):
+            operand = waiting.pop()
+            for node in operand.users:
+                if node.op == "output":
+                    if counts is not None and not is_backward(operand):
                         continue  # of the forward pass
-                    return False
-                if counts is not None and not counts[user]:
+                    return "output", node
+                if counts is not None and not counts[node]:
                     continue
-                if self._is_other_norm(user, norms):
-                    return False
-                is_same = node in own and (
-                    packet(user) in VIEWS or packet(user) in CASTS or self._is_negative_result(user)
-                )
-                if user in self.gradients.nodes:
-                    if not self._in_gradient(user, node, codec, node in own):
-                        return False
+                use = _Use(node, operand, self.operations.of(node), operand in own, codec, made, x)
+                kind, bears = next((kind, bears) for kind, (is_it, bears) in USES.items() if is_it(self, use))
+                if not bears(self, use):
+                    return kind, node
+                if node in self.gradients.nodes:
                     continue
-                if not is_same and not self._passes(user, node, codec, x, node in own):
-                    return False
-                if is_same:
-                    own.add(user)
-                if user not in seen and not _is_decision(value(user)):
-                    seen.add(user)
-                    waiting.append(user)
-        return True
+                if kind == SAME:
+                    own.add(node)
+                if node not in seen and not _is_decision(value(node)):
+                    seen.add(node)
+                    waiting.append(node)
+        return None
 
-    def _norms_of(self, made: fx.Node) -> set[int]:
-        """The numbers of the norms that have normalized a value: of one input several have one normalized value."""
-        sharing = {self.operations.of(u).seq for u in made.users if packet(u) is aten.mul and not is_backward(u)}
-        return {self.operations.of(made).seq} | (sharing if packet(made) is aten.mul else set())
-
-    def _is_other_norm(self, user: fx.Node, norms: set[int]) -> bool:
+    def is_of_another_norm(self, use: _Use) -> bool:
         """Whether a node is of a norm's backward pass and codes are not of what this norm has normalized.
 
-        There a multiple of the mean is subtracted from a multiple of x, for which codes of x are too coarse.
+        There a multiple of the mean is subtracted from a multiple of x, for which codes of x are too coarse. Of one
+        input several norms have one normalized value.
         """
-        of = self.operations.of(user)
-        return of.name in _NORMS and of.seq not in norms and (is_backward(user) or user in self.gradients.nodes)
+        of = use.of
+        if of.name not in _NORMS or not (is_backward(use.node) or use.node in self.gradients.nodes):
+            return False
+        sharing = [u for u in use.made.users if packet(u) is aten.mul and not is_backward(u)]
+        normalized = [use.made, *(sharing if packet(use.made) is aten.mul else ())]
+        return of.seq not in {self.operations.of(n).seq for n in normalized}
 
-    def _is_negative_result(self, node: fx.Node) -> bool:
-        """Of softmax's backward pass, g p - p sum(g p), which torch computes as fma(-p, sum(g p), g p)."""
-        return packet(node) is aten.neg and is_backward(node) and self.operations.of(node).name in _RESULT_CODECS
+    def is_same(self, use: _Use) -> bool:
+        """A view, a cast, or the negative result of softmax's backward pass, g p - p sum(g p), which torch computes as
+        fma(-p, sum(g p), g p).
+        """
+        is_negative = use.name is aten.neg and is_backward(use.node) and use.of.name in _RESULT_CODECS
+        return use.own and (use.is_copy or is_negative)
 
-    def _fits(self, of: Operation, codec: str, own: bool) -> bool:
+    def is_gated(self, use: _Use) -> bool:
+        return use.of.seq in self.operations.gated and use.name not in _COMPARISONS
+
+    def fits(self, use: _Use) -> bool:
         """Whether the codec is the one for an operation that uses its own result."""
-        required = _RESULT_CODECS.get(of.name)
-        if required is None or (of.seq in self.operations.gated and not own):
+        required = _RESULT_CODECS.get(use.of.name)
+        if required is None or (use.of.seq in self.operations.gated and not use.own):
             return True
-        return own and codec == required
+        return use.own and use.codec == required
 
-    def _in_gradient(self, user: fx.Node, node: fx.Node, codec: str, own: bool) -> bool:
-        """Whether a node of the backward pass that takes a gradient may take an operand from codes."""
-        of = self.operations.of(user)
-        if of.name in _BY_SIDES or not self._fits(of, codec, own):
+    def bears_in_gradient(self, use: _Use) -> bool:
+        """Whether a node that takes a gradient may take an operand from codes."""
+        of = use.of
+        if of.name in _BY_SIDES or not self.fits(use):
             return False
         if of.row.kind == "product":
-            return self._is_coded_argument(user, node, of)
+            return _is_coded_argument(use)
         if of.row.kind != "smooth" or not of.row.coded:
             return False
-        if of.name == "log_softmax":
-            return self.gradients.is_sparse(user) and self.gradients.bears_codes(user)
-        return self.gradients.bears_codes(user)
+        return self.gradients.bears_codes(use.node) and (of.name != "log_softmax" or self.gradients.is_sparse(use.node))
 
-    @staticmethod
-    def _is_coded_argument(user: fx.Node, node: fx.Node, of: Operation) -> bool:
-        given = arguments(user)
-        if of.name not in FORWARD or not given or packet(user) in VIEWS:
-            return True
-        if given.get("dropout_p"):
-            return False
-        coded = {_SAVED_ARGUMENTS.get(name, name) for name in of.row.coded}
-        return all(name in coded for name, arg in given.items() if arg is node)
+    def bears_in_backward(self, use: _Use) -> bool:
+        return use.of.row.kind in ("product", "smooth") and bool(use.of.row.coded) and self.fits(use)
 
-    def _passes(self, user: fx.Node, node: fx.Node, codec: str, x: Tensor, own: bool) -> bool:
-        """Whether a value computed from codes is as good as they are.
 
-        The first that holds decides: what the node is part of (a checkpoint, a gated unit, the backward pass), views
-        and casts, the steps of a norm, the node's own operator; last, whether its operation is in COMPUTED_FROM_CODES.
-        """
-        if must_recompute(user):  # of a checkpoint: another function of what it begins with
-            return False
-        of, name = self.operations.of(user), packet(user)
-        if of.seq in self.operations.gated and name not in _COMPARISONS:
-            return True
-        if is_backward(user):
-            return self._passes_in_backward(user, of, codec, own)
-        if name in VIEWS or name in CASTS:
-            return True
-        if of.name in _NORMS:
-            return name is not aten.sub
-        if name is aten.mul:
-            return self._passes_product(user, node, x)
-        if name is aten.pow:
-            return isinstance(user.args[1], (int, float)) and user.args[1] in range(1, MOST_EXPONENT + 1)
-        if name is aten.div and of.op is aten.div:
-            return user.args[0] is node and user.args[1] is not node
-        if name is aten.add and of.op is aten.add:
-            return all(isinstance(a, fx.Node) for a in user.args[:2])
-        if name in (aten.index, aten.cat):
-            return name is aten.cat or user.args[0] is node
-        return of.name in COMPUTED_FROM_CODES
+def _is_coded_argument(use: _Use) -> bool:
+    """Of attention's backward pass, whose arguments are not all coded."""
+    given = arguments(use.node)
+    if use.of.name not in FORWARD or not given or use.name in VIEWS:
+        return True
+    if given.get("dropout_p"):
+        return False
+    coded = {_SAVED_ARGUMENTS.get(name, name) for name in use.of.row.coded}
+    return all(name in coded for name, arg in given.items() if arg is use.operand)
 
-    def _passes_in_backward(self, user: fx.Node, of: Operation, codec: str, own: bool) -> bool:
-        if of.name in _BY_SIDES:
-            return False
-        if packet(user) in _COMPARISONS:
-            return of.name in _COMPARED and bool(user.args[1] == 0)
-        if packet(user) in VIEWS or packet(user) in CASTS:
-            return True
-        return of.row.kind in ("product", "smooth") and bool(of.row.coded) and self._fits(of, codec, own)
 
-    @staticmethod
-    def _passes_product(user: fx.Node, node: fx.Node, x: Tensor) -> bool:
-        """Not of rows that a norm scales each by its own deviation, if one block of codes holds values of several."""
-        others = [value(a) for a in user.all_input_nodes if a is not node]
-        scales = [y for y in others if isinstance(y, Tensor) and y.dim() and y.shape[-1] == 1 and y.numel() > 1]
-        return not scales or bool(statically_known_true(x.shape[-1] % BLOCK_SIZE == 0))
+def _bears_product(_: Rules, use: _Use) -> bool:
+    """Not of rows that a norm scales each by its own deviation, if one block of codes holds values of several."""
+    others = [value(a) for a in use.node.all_input_nodes if a is not use.operand]
+    scales = [y for y in others if isinstance(y, Tensor) and y.dim() and y.shape[-1] == 1 and y.numel() > 1]
+    return not scales or bool(statically_known_true(use.x.shape[-1] % BLOCK_SIZE == 0))
+
+
+def _bears_power(_: Rules, use: _Use) -> bool:
+    exponent = use.node.args[1]
+    return isinstance(exponent, (int, float)) and exponent in range(1, MOST_EXPONENT + 1)
+
+
+def _yes(_: Rules, use: _Use) -> bool:
+    return True
+
+
+def _no(_: Rules, use: _Use) -> bool:
+    return False
+
+
+SAME = "the value itself"
+_Test = Callable[[Rules, _Use], bool]
+USES: dict[str, tuple[_Test, _Test]] = {
+    "another norm's backward pass": (Rules.is_of_another_norm, _no),
+    "a gradient": (lambda rules, use: use.node in rules.gradients.nodes, Rules.bears_in_gradient),
+    SAME: (Rules.is_same, _yes),
+    # what is computed again: in the backward pass, or of the forward pass
+    "a checkpoint": (lambda _, use: must_recompute(use.node), _no),  # another function of what it begins with
+    "a gated unit": (Rules.is_gated, _yes),
+    "a derivative that jumps": (lambda _, use: is_backward(use.node) and use.of.name in _BY_SIDES, _no),
+    "a comparison": (
+        lambda _, use: is_backward(use.node) and use.name in _COMPARISONS,
+        lambda _, use: use.of.name in _COMPARED and bool(use.node.args[1] == 0),
+    ),
+    "a view or cast": (lambda _, use: use.is_copy, _yes),
+    "a backward pass": (lambda _, use: is_backward(use.node), Rules.bears_in_backward),
+    "a norm": (lambda _, use: use.of.name in _NORMS, lambda _, use: use.name is not aten.sub),
+    "mul": (lambda _, use: use.name is aten.mul, _bears_product),
+    "pow": (lambda _, use: use.name is aten.pow, _bears_power),
+    "div": (
+        lambda _, use: use.name is aten.div and use.of.op is aten.div,
+        lambda _, use: use.node.args[0] is use.operand and use.node.args[1] is not use.operand,
+    ),
+    "add": (
+        lambda _, use: use.name is aten.add and use.of.op is aten.add,
+        lambda _, use: all(isinstance(a, fx.Node) for a in use.node.args[:2]),
+    ),
+    "index": (lambda _, use: use.name is aten.index, lambda _, use: use.node.args[0] is use.operand),
+    "cat": (lambda _, use: use.name is aten.cat, _yes),
+    "any other": (_yes, lambda _, use: use.of.name in COMPUTED_FROM_CODES),
+}
+"""What may use codes, by kind: which nodes are of it, and whether such a use bears their errors. The order counts: a
+use is of the first kind that it fits."""
 
 
 def mark(graph: fx.Graph, rules: Rules, is_recomputable: Any) -> None:
