@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from .._version import __version__
 from ..techniques.options import SAVED_BITS
 from . import budget as budgets
-from . import codecs, few_bit, norms, written
+from . import codecs, few_bit, layouts, norms, written
 from .attention import FORWARD
 from .budget import Choice, size_of, storages
 from .codable import Rules, codec_of, has_known_blocks, is_candidate, mark, share_normalized
@@ -114,6 +114,7 @@ class Partitioner(CustomPartitionerFn):
                 f" memory_budget={self.memory_budget}: what saves less has no lower peak",
                 stacklevel=2,
             )
+        layouts.keep_inputs(fw)
         for graph in (fw.graph, bw.graph):
             for node in graph.nodes:
                 for key in (CODEC, NOT_AGAIN, NOT_CODED):

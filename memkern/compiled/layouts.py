@@ -1,0 +1,30 @@
+"""Inputs that are saved for the backward pass, such as a convolution's weights, in the layout that they have.
+
+Where a graph has convolutions Inductor saves four-dimensional inputs as copies in channels_last, beside the inputs that
+the caller holds anyway: 44.7 MiB for ResNet-18, where eager torch saves 3.5 of what is computed. So the forward pass
+reads such an input through ``as_strided``, of whose inputs Inductor changes no layout: the input itself is saved, and
+the backward pass makes the copy again where a convolution needs one.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, fx
+
+from . import codecs
+from .nodes import aten, packet, value
+
+
+def keep_inputs(fw: fx.GraphModule) -> None:
+    """Has the graph of a forward pass return those inputs that it saves as they are."""
+    graph = fw.graph
+    if not any(packet(node) is aten.convolution for node in graph.nodes):
+        return
+    output = graph.output_node()
+    for x in output.all_input_nodes:
+        if x.op == "placeholder" and isinstance(value(x), Tensor) and value(x).dim() == 4 and len(x.users) > 1:
+            users = [user for user in x.users if user is not output]
+            with graph.inserting_before(min(users)):
+                same = codecs.inline(graph, lambda y: y.as_strided(y.shape, y.stride()), x)
+            for user in users:
+                user.replace_input_with(x, same)
+    fw.recompile()

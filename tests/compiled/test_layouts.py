@@ -1,0 +1,80 @@
+"""Convolutional nets through Inductor: what it saves of weights and inputs in its own layout."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._inductor.async_compile import AsyncCompile
+
+import memkern
+from memkern import memory
+from memkern.compiled.torch_internals import functorch_config, inductor_config
+
+
+class Net(nn.Module):
+    """Strided, grouped and pointwise convolutions, one shared by two inputs, and weights that something else uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(8, 64, 3, 2, 1, bias=False)
+        self.norm = nn.BatchNorm2d(64)
+        self.grouped = nn.Conv2d(64, 64, 3, padding=1, groups=8)
+        self.twice = nn.Conv2d(64, 64, 3, padding=1)
+        self.last = nn.Conv2d(64, 32, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.first(x)).relu()
+        y = self.twice(self.grouped(y).relu())
+        y = self.last(self.twice(y) + self.first.weight.sum() * self.twice.weight.mean())
+        return y.mean((2, 3))
+
+
+def _step(net: nn.Module, call: Any, x: Tensor) -> dict[str, Tensor]:
+    net.zero_grad()
+    call(x).square().sum().backward()
+    return {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
+
+
+def test_weights_are_not_saved_again() -> None:
+    """Bytes, with Inductor's graphs and without its kernels."""
+    torch.manual_seed(0)
+    net, x = Net(), torch.randn(1, 8, 16, 16)
+    held = net, x
+    eager = memory.saved_bytes(lambda: net(x), *held)
+    weights = sum(4 * p.numel() for p in net.parameters())
+    assert eager < weights
+    kernels = mock.patch.object(AsyncCompile, "cpp_pybinding", return_value=lambda *tensors: None)
+    caches = functorch_config.patch(enable_autograd_cache=False), inductor_config.patch(fx_graph_cache=False)
+    with kernels, caches[0], caches[1]:
+        torch._dynamo.reset()
+        call = memkern.compile(net)
+        call(x)
+        assert memory.saved_bytes(lambda: call(x), *held) <= eager
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("bits", ["exact", 8])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_gradients(bits: Any, layout: Any) -> None:
+    """Of weights and inputs in both layouts, of more sizes than one, and where weights are written too early."""
+    torch.manual_seed(0)
+    net = Net().to(memory_format=layout)
+    plain = copy.deepcopy(net)
+    torch._dynamo.reset()
+    call = memkern.compile(net, saved_bits=bits, dynamic=True)
+    for side in (16, 24):
+        x = torch.randn(2, 8, side, side).to(memory_format=layout)
+        expected, found = _step(plain, plain, x), _step(net, call, x)
+        for name, g in expected.items():
+            assert (found[name] - g).norm() < (1e-4 if bits == "exact" else 0.03) * g.norm() + 1e-6, name
+            assert found[name].stride() == g.stride()
+    loss = call(x).square().sum()
+    with torch.no_grad():
+        net.last.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
