@@ -43,7 +43,10 @@ _COMPARED = {"relu", "leaky_relu", "elu", "celu"}
 """Compared with 0, which codes do not cross."""
 _BY_SIDES = {"hardswish", "hardsigmoid", "hardtanh"}
 """Their derivative jumps at limits, which codes may cross."""
+_GATES = {"sigmoid", "hardsigmoid", "tanh", "softmax"}
+"""Their results are at most 1."""
 _COMPARISONS = {aten.le, aten.gt, aten.lt, aten.ge, aten.eq, aten.ne}
+_INDEXES = {aten.index, aten._unsafe_index}
 _COPIES = CASTS | VIEWS - {operator.getitem, aten.expand, prims.broadcast_in_dim}
 """What has the codec of what it is of: casts, copies, views; not larger copies, as of the keys of several heads."""
 _SPLITS = {aten.split, aten.split_with_sizes, aten.unbind}
@@ -121,9 +124,12 @@ def _comes_in_16_bits(probabilities: fx.Node) -> bool:
 
 
 def _is_result(operations: Operations, node: fx.Node, of: Operation) -> bool:
-    """Whether a node is what an operation gives, not a step to it."""
+    """Whether a node is what an operation gives, also with a view as its last step, as stack's; not a step to it."""
     users = [u for u in node.users if u.op == "output" or not is_backward(u)]
-    return not users or any(u.op == "output" or operations.of(u).seq != of.seq for u in users)
+    return not users or any(
+        u.op == "output" or operations.of(u).seq != of.seq or (packet(u) in VIEWS and _is_result(operations, u, of))
+        for u in users
+    )
 
 
 class _Use(NamedTuple):
@@ -215,6 +221,12 @@ class Rules:
     def is_gated(self, use: _Use) -> bool:
         return use.of.seq in self.operations.gated and use.name not in _COMPARISONS
 
+    def may_be_deviation(self, node: fx.Node) -> bool:
+        """Whether a node has a number for each row, and is no input, as weights of channels, nor a gate's result."""
+        x, made = value(node), _made(node)
+        is_of_rows = isinstance(x, Tensor) and x.dim() > 0 and x.shape[-1] == 1 and x.numel() > 1
+        return is_of_rows and made.op == "call_function" and self.operations.of(made).name not in _GATES
+
     def fits(self, use: _Use) -> bool:
         """Whether the codec is the one for an operation that uses its own result."""
         required = _RESULT_CODECS.get(use.of.name)
@@ -227,10 +239,10 @@ class Rules:
         of = use.of
         if of.name in _BY_SIDES or not self.fits(use):
             return False
-        if of.row.kind == "product":
-            return _is_coded_argument(use)
-        if of.row.kind != "smooth" or not of.row.coded:
+        if of.row.kind == "singular" or not of.row.coded:
             return False
+        if of.row.kind != "smooth":
+            return _is_coded_argument(use)
         return self.gradients.bears_codes(use.node) and (of.name != "log_softmax" or self.gradients.is_sparse(use.node))
 
     def bears_in_backward(self, use: _Use) -> bool:
@@ -248,11 +260,10 @@ def _is_coded_argument(use: _Use) -> bool:
     return all(name in coded for name, arg in given.items() if arg is use.operand)
 
 
-def _bears_product(_: Rules, use: _Use) -> bool:
+def _bears_product(rules: Rules, use: _Use) -> bool:
     """Not of rows that a norm scales each by its own deviation, if one block of codes holds values of several."""
-    others = [value(a) for a in use.node.all_input_nodes if a is not use.operand]
-    scales = [y for y in others if isinstance(y, Tensor) and y.dim() and y.shape[-1] == 1 and y.numel() > 1]
-    return not scales or bool(statically_known_true(use.x.shape[-1] % BLOCK_SIZE == 0))
+    others = [a for a in use.node.all_input_nodes if a is not use.operand and rules.may_be_deviation(a)]
+    return not others or bool(statically_known_true(use.x.shape[-1] % BLOCK_SIZE == 0))
 
 
 def _bears_power(_: Rules, use: _Use) -> bool:
@@ -295,7 +306,10 @@ USES: dict[str, tuple[_Test, _Test]] = {
         lambda _, use: use.name is aten.add and use.of.op is aten.add,
         lambda _, use: all(isinstance(a, fx.Node) for a in use.node.args[:2]),
     ),
-    "index": (lambda _, use: use.name is aten.index, lambda _, use: use.node.args[0] is use.operand),
+    "index": (
+        lambda _, use: use.name in (aten.index, aten._unsafe_index),
+        lambda _, use: use.node.args[0] is use.operand,
+    ),
     "cat": (lambda _, use: use.name is aten.cat, _yes),
     "any other": (_yes, lambda _, use: use.of.name in COMPUTED_FROM_CODES),
 }

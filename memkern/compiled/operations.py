@@ -30,6 +30,7 @@ from .nodes import (
 from .rules import MOST_EXPONENT, SCALED, UNKNOWN_USER, USERS, User, of_power
 
 _SAME = {
+    "aten._unsafe_index": "aten.index",
     "transformers.grouped_mm_fallback": "aten._grouped_mm",  # experts in fp32, whose loop torch.compile does not see
     **dict.fromkeys(
         (
@@ -104,6 +105,32 @@ def _connected(nodes: list[fx.Node], op: Any) -> tuple[fx.Node, ...]:
         found |= more
         left -= more
     return tuple(n for n in nodes if n in found)
+
+
+def out_of_place(graph: fx.Graph) -> None:
+    """Has operations in place, such as ``silu_``, look like others.
+
+    torch makes a copy of the input for the backward pass, and mostly gives the forward pass the number of the copy, one
+    above that of the backward pass.
+    """
+    parts: dict[int, list[fx.Node]] = {}
+    backward: dict[int, str] = {}
+    for node in graph.nodes:
+        seq = node.meta.get("seq_nr")
+        if node.op == "call_function" and seq is not None:
+            if not is_backward(node):
+                parts.setdefault(seq, []).append(node)
+            elif not is_sum_of_gradients(node):
+                backward[seq] = name_of(_original(node)).removesuffix("_backward")
+    for seq, name in backward.items():
+        copies = (n for n in parts.get(seq + 1, ()) if packet(n) is aten.clone and all(map(is_backward, n.users)))
+        of = [n for n in parts.get(seq, []) + parts.get(seq + 1, []) if name_of(_original(n)) == name]
+        for copy in copies:
+            if of and copy.all_input_nodes[0] in of[0].all_input_nodes:
+                copy.replace_all_uses_with(copy.all_input_nodes[0])
+                graph.erase_node(copy)
+                for node in of:
+                    node.meta["seq_nr"] = seq
 
 
 class Operations:

@@ -23,7 +23,7 @@ from .budget import Choice, size_of, storages
 from .codable import Rules, codec_of, has_known_blocks, is_candidate, mark, share_normalized
 from .gradients import Gradients
 from .nodes import CASTS, CODEC, NOT_AGAIN, NOT_CODED, VIEWS, arguments, aten, numel, packet, value, views
-from .operations import Operations
+from .operations import Operations, out_of_place
 from .rules import MIN_NUMEL
 from .torch_internals import CustomPartitionerFn, functorch_config, get_hash_for_files, partitioners
 
@@ -32,8 +32,8 @@ _WORTH_A_WARNING = 2**20
 
 
 def _save_reductions(graph: fx.Graph) -> None:
-    """Has small results of large values saved, as torch does."""
-    candidates = {n for n in graph.nodes if n.op == "call_function" and isinstance(value(n), Tensor)}
+    """Has small results of large values saved, as torch does; of several results, as mean and variance, too."""
+    candidates = {n for n in graph.nodes if n.op == "call_function" and isinstance(value(n), (Tensor, tuple))}
     for node in candidates.difference(budgets.constants(graph)):
         if "recompute" not in node.meta:
             sizes = sum(partitioners._size_of(a) for a in node.args if isinstance(a, fx.Node))
@@ -85,6 +85,7 @@ class Partitioner(CustomPartitionerFn):
             return self._cut(gm, joint_inputs, **kwargs)
 
     def _cut(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        out_of_place(gm.graph)
         if self.bits == 8:
             norms.use_normalized(gm.graph)
         operations = Operations(gm.graph)

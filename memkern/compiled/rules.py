@@ -39,7 +39,9 @@ CODEC_BY_OPERATION: dict[str, str] = {
     **dict.fromkeys(("upsample_nearest2d", "upsample_bilinear2d"), POWER),
 }
 
-COMPUTED_FROM_CODES = frozenset(("mul", "silu", "gelu", "relu", "mish", "hardswish", "leaky_relu"))
+COMPUTED_FROM_CODES = frozenset(
+    ("mul", "silu", "gelu", "relu", "mish", "hardswish", "leaky_relu", "elu", "celu", "softplus")
+)
 """Elementwise functions that may be computed again from codes of their input: their errors are at most the input's."""
 MOST_EXPONENT = 4
 """Of powers of codes: their derivative is off by so many times, less one, what the codes are off."""
@@ -53,7 +55,7 @@ class User(NamedTuple):
     kind: "product" (products, norms, attention, losses: a relative error in what it uses is one in its result, however
     large the gradient), "smooth" (elementwise with bounded derivatives: codes only where the gradient that comes is
     BOUNDED), "linear" (passes gradients on, and uses nothing, or exactly), "singular" (divides or takes a logarithm).
-    coded: the arguments that may be coded.
+    coded: the arguments that may be coded; of "linear" ones those of which it uses the shape.
     """
 
     kind: str
@@ -98,8 +100,8 @@ USERS: dict[str, User] = {
     **_rows("linear", (), "constant_pad_nd", "triu", "tril", "index", "index_select", "index_put", "index_add"),
     **_rows("linear", (), "index_copy", "masked_fill", "where", "scatter_add", "scatter", "masked_select", "gather"),
     **_rows("linear", (), "native_dropout", "upsample_nearest2d", "upsample_bilinear2d", "upsample_bicubic2d"),
-    **_rows("linear", (), "pixel_shuffle", "sort", "topk", "max", "max_pool2d_with_indices", "avg_pool2d"),
-    **_rows("linear", (), "adaptive_avg_pool2d"),
+    **_rows("linear", (), "pixel_shuffle", "sort", "topk", "max"),
+    **_rows("linear", ("self",), "max_pool2d_with_indices", "avg_pool2d", "adaptive_avg_pool2d", "avg_pool3d"),
     # compared or looked at for a sign, always exactly
     **_rows("linear", (), "amax", "amin", "abs", "clamp", "clamp_min", "clamp_max", "exp", "maximum", "minimum"),
     **_rows("linear", (), "sin", "cos", "mse_loss", "smooth_l1_loss", "var", "prelu_kernel"),

@@ -12,6 +12,7 @@ from functorch.compile import aot_function, make_boxed_func
 from torch import Tensor, fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.fx_passes.post_grad import view_to_reshape
 from torch._inductor.lowering import lowerings
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -38,6 +39,8 @@ def backend(
     table = select_decomp_table()
 
     def as_it_is(graph: fx.GraphModule, inputs: Any) -> Any:
+        view_to_reshape(graph)  # as Inductor does, whose kernels' results may have other strides
+        graph.recompile()
         return make_boxed_func(graph.forward)
 
     def partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
