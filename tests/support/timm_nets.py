@@ -18,6 +18,9 @@ NETS = {
     "EfficientNet-B0": "efficientnet_b0",
     "ResNet-18": "resnet18",
     "ViT-tiny": "vit_tiny_patch16_224",
+    "RegNet": "regnety_004",
+    "Mixer": "mixer_s32_224",
+    "ConvNeXt-atto": "convnext_atto",
 }
 CLASSES = 10
 _NOT_USED = {  # what timm imports of torchvision beside its data sets
@@ -78,5 +81,11 @@ class Classifier(nn.Module):
 
 
 def build(name: str) -> nn.Module:
-    """Dropout and stochastic depth are off, as timm has them by default. ModuleNotFoundError without timm."""
-    return Classifier(_timm().create_model(NETS[name], pretrained=False, num_classes=CLASSES))
+    """Dropout and stochastic depth are off, as timm has them by default. ModuleNotFoundError without timm.
+
+    Random numbers stand in the last layer, of which some nets begin with zeros: all other gradients would be zero.
+    """
+    net = _timm().create_model(NETS[name], pretrained=False, num_classes=CLASSES)
+    if not (weight := net.get_classifier().weight).any():
+        nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
+    return Classifier(net)

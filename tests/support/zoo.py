@@ -1,6 +1,6 @@
-"""Models of transformers and timm with random weights, and a batch for each: nothing is downloaded.
+"""Models of transformers, timm and diffusers with random weights, and a batch for each: nothing is downloaded.
 
-Those of transformers have small sizes, those of timm their own.
+Those of transformers and diffusers have small sizes, those of timm their own.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.support import timm_nets
+from tests.support import diffusion_nets, timm_nets
 
 VOCABULARY = 1000
 WIDTH, HEAD, LAYERS = 512, 64, 4
 _PATCH = 16
 # Sides of the image whose patches are about so many.
 _SIDES = {32: 6 * _PATCH, 512: 22 * _PATCH, 1024: 32 * _PATCH, 2048: 45 * _PATCH}
+_LATENTS = 32
 _NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
@@ -80,6 +81,18 @@ def _gpt2(tokens: int) -> dict[str, Any]:
     return sizes | dropout | {"vocab_size": VOCABULARY}
 
 
+def _wav2vec2(tokens: int) -> dict[str, Any]:
+    """Its convolutions make a token of 320 samples."""
+    kinds = ("feat_proj", "final", "activation", "hidden", "attention")
+    off = {f"{kind}_dropout": 0.0 for kind in kinds} | {"layerdrop": 0.0, "apply_spec_augment": False}
+    sizes = {k: v for k, v in _encoder(tokens).items() if k not in ("max_position_embeddings", *_NO_DROPOUT)}
+    return sizes | off | {"ctc_zero_infinity": True}
+
+
+def _mamba(tokens: int) -> dict[str, Any]:
+    return {"hidden_size": WIDTH, "num_hidden_layers": 2, "vocab_size": VOCABULARY, "state_size": 16}
+
+
 def _convnext(tokens: int) -> dict[str, Any]:
     return {"hidden_sizes": [96, 192, 384, 768], "depths": [1, 1, 2, 1]}
 
@@ -112,33 +125,42 @@ MODELS: dict[str, tuple[str, str, Callable[[int], dict[str, Any]]]] = {
     "Whisper": ("WhisperConfig", "WhisperForConditionalGeneration", _whisper),
     "CLIP": ("CLIPConfig", "CLIPModel", _clip),
     "ConvNeXt": ("ConvNextConfig", "ConvNextForImageClassification", _convnext),
+    "Gemma 2": ("Gemma2Config", "Gemma2ForCausalLM", lambda n: _decoder(n) | {"head_dim": HEAD}),
+    "GPT-NeoX": ("GPTNeoXConfig", "GPTNeoXForCausalLM", _encoder),
+    "wav2vec 2.0": ("Wav2Vec2Config", "Wav2Vec2ForCTC", _wav2vec2),
+    "Mamba": ("MambaConfig", "MambaForCausalLM", _mamba),
 }
-NAMES = (*MODELS, *timm_nets.NETS)
+NAMES = (*MODELS, *timm_nets.NETS, *diffusion_nets.NETS)
 OF_IMAGES = ("ConvNeXt", *timm_nets.NETS)  # nets, and without gradient_checkpointing_enable
-_CACHES = ("GPT-2", "Llama", "Mistral", "Qwen3", "Gemma", "Phi-3", "Mixtral", "T5", "T5, gated", "Whisper")
+_CACHES = (
+    "GPT-2", "Llama", "Mistral", "Qwen3", "Gemma", "Phi-3", "Mixtral", "T5", "T5, gated", "Whisper", "Gemma 2",
+    "GPT-NeoX", "Mamba",
+)  # fmt: skip
 
 
 def build(name: str, tokens: int, **changes: Any) -> nn.Module:
     """The model in training mode, its dropout at 0, the same weights every time.
 
-    changes: to its config's arguments; not for timm's nets.
+    changes: to its config's arguments; not for timm's and diffusers' nets.
     """
-    import transformers
-
     torch.manual_seed(0)
     if name in timm_nets.NETS:
         return timm_nets.build(name).train()
+    if name in diffusion_nets.NETS:
+        return diffusion_nets.build(name, _LATENTS).train()
+    import transformers
+
     config, model, arguments = MODELS[name]
     return getattr(transformers, model)(getattr(transformers, config)(**arguments(tokens) | changes)).train()
 
 
 def batch(name: str, tokens: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     """One sequence, with what the model needs for a loss. CLIP: two samples. ConvNeXt: two images of 512 tokens, timm's
-    nets: four.
+    nets: four. UNet and DiT: two.
     """
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(1, VOCABULARY, (1, tokens), generator=generator)
-    side = _SIDES[tokens]
+    side = _SIDES.get(tokens, 0)
     if name == "ViT":
         made = {
             "pixel_values": torch.randn(1, 3, side, side, generator=generator),
@@ -148,6 +170,14 @@ def batch(name: str, tokens: int, dtype: torch.dtype = torch.float32) -> dict[st
         images = tokens // (256 if name == "ConvNeXt" else 128)
         pixels = torch.randn(images, 3, 224, 224, generator=generator)
         made = {"pixel_values": pixels, "labels": torch.arange(images) % 2}
+    elif name in diffusion_nets.NETS:
+        images, channels = tokens // 256, diffusion_nets.CHANNELS[name]
+        sample, noise = torch.randn(2, images, channels, _LATENTS, _LATENTS, generator=generator)
+        made = {"sample": sample, "noise": noise, "timestep": torch.arange(images) * 100}
+        made |= {"class_labels": torch.arange(images)} if name == "DiT" else {}
+    elif name == "wav2vec 2.0":
+        sound = torch.randn(1, 320 * tokens + 80, generator=generator)
+        made = {"input_values": sound, "labels": ids[:, : tokens // 8] % 31 + 1}
     elif name == "Whisper":
         made = {"input_features": torch.randn(1, 80, 2 * tokens, generator=generator), "labels": ids}
     elif name == "CLIP":
