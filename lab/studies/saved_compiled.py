@@ -1,8 +1,8 @@
 """What a compiled model saves for its backward pass: by torch's partitioner and by memkern's, exact and in 8 bits.
 
-Models of zoo.py, one sequence, the whole model and its loss under torch.compile, with Inductor's decompositions and
-without its code generation. Saved: the storages that the compiled graph's node holds and the loss; not parameters,
-buffers, inputs, nor the logits that the graph returns and nothing needs; its share is of what torch saves without
+Models of zoo.py, one sequence or some images, the whole model and its loss under torch.compile, with Inductor's
+decompositions and without its code generation. Saved: the storages that the compiled graph's node holds and the loss;
+not parameters, buffers, inputs, nor the logits that the graph returns and nothing needs; its share is of what torch saves without
 torch.compile. The error is that of gradients beside torch's without torch.compile, the median over parameter tensors.
 """
 
@@ -25,7 +25,7 @@ from tests.support.partitioned import backend
 PRECISIONS = ("fp32", "bf16 autocast", "bf16")
 Gradients = dict[str, Tensor]
 MODES: dict[str, int | str | None] = {"compiled": None, "exact": "exact", "8": 8}
-MODELS = (*zoo.MODELS,)
+MODELS = zoo.NAMES
 COLUMNS = (
     *report.PROVENANCE,
     "transformers",
