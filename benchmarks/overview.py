@@ -8,7 +8,7 @@ from __future__ import annotations
 import csv
 import re
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from . import RESULTS, machine, report
@@ -271,10 +271,19 @@ def gpu_compiled_table() -> str:
     return gpu_models_table("gpu-compiled.csv")
 
 
+def _compiled_rows(precisions: Iterable[str]) -> dict[tuple[str, ...], report.Row]:
+    """Of the models that have been counted in just these precisions."""
+    found = _last(machine.ROOT / "lab/results/saved-compiled.csv", "model", "precision", "mode")
+    counted: dict[str, set[str]] = {}
+    for model, precision, _ in found:
+        counted.setdefault(model, set()).add(precision)
+    return {key: row for key, row in found.items() if counted[key[0]] == {*precisions}}
+
+
 def compiled_table() -> str:
     """What compiled models save over torch without a compiler (lab.studies.saved_compiled)."""
-    found = _last(machine.ROOT / "lab/results/saved-compiled.csv", "model", "precision", "mode")
     shown = {"fp32": "fp32", "bf16 autocast": "autocast", "bf16": "bf16"}
+    found = _compiled_rows(shown)
     heads = [head for name in shown.values() for head in (f"{name}: compiled", "exact", "8 bits", "error")]
     lines = ["| | " + " | ".join(heads) + " |", "|---|" + "---:|" * len(heads)]
     models = list(dict.fromkeys(key[0] for key in found))
@@ -285,6 +294,17 @@ def compiled_table() -> str:
             cells += [f"{statistics.median(float(row['share']) for row in rows[mode]):.3f}" for mode in COMPILED]
             cells.append(f"{100 * statistics.median(float(row['gradient_error']) for row in rows['8']):.1f} %")
         lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def compiled_nets_table() -> str:
+    """The same of models that have been counted in fp32 alone."""
+    found = _compiled_rows(["fp32"])
+    lines = ["| fp32 | compiled | exact | 8 bits | error |", "|---|" + "---:|" * (len(COMPILED) + 1)]
+    for model in dict.fromkeys(key[0] for key in found):
+        rows = [found[model, "fp32", mode] for mode in COMPILED]
+        error = f"{100 * float(found[model, 'fp32', '8']['gradient_error']):.1f} %"
+        lines.append("| " + " | ".join([model, *(f"{float(row['share']):.3f}" for row in rows), error]) + " |")
     return "\n".join(lines)
 
 
@@ -343,6 +363,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "gpu_ways": gpu_ways_table,
     "gpu_compiled": gpu_compiled_table,
     "compiled": compiled_table,
+    "compiled_nets": compiled_nets_table,
     "speed": speed_table,
     "models": models_table,
     "wheels": wheels_table,

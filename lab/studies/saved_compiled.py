@@ -2,8 +2,9 @@
 
 Models of zoo.py, one sequence or some images, the whole model and its loss under torch.compile, with Inductor's
 decompositions and without its code generation. Saved: the storages that the compiled graph's node holds and the loss;
-not parameters, buffers, inputs, nor the logits that the graph returns and nothing needs; its share is of what torch saves without
-torch.compile. The error is that of gradients beside torch's without torch.compile, the median over parameter tensors.
+not parameters, buffers, inputs, nor the logits that the graph returns and nothing needs; its share is of what torch
+saves without torch.compile. The error is that of gradients beside torch's without torch.compile, the median over
+parameter tensors.
 """
 
 from __future__ import annotations
