@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import sys
 from collections.abc import Callable, Iterator
@@ -13,14 +14,41 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from memkern.compiled import codable, partitioner
-from tests.support.partitioned import Traced
+from tests.support.partitioned import Traced, compiled
 
-EXCLUDED: dict[str, str] = {}
-"""Operations that no graph can be traced of, by their full name, with the reason."""
-WITHOUT_A_GRAPH = (DataDependentOutputException, DynamicOutputShapeException)
+EXCLUDED = {
+    **dict.fromkeys(
+        ("to_sparse", "sparse.mm.reduce", "sparse.sampled_addmm"), "sparse results: torch aborts as it traces"
+    ),
+    "linalg.eig": "a loss of eigenvectors, which are unique up to a phase only",
+    **dict.fromkeys((f"polygamma.polygamma_n_{n}" for n in range(5)), "torch has no functional form of polygamma_"),
+    "narrow": "a beginning that is a tensor: torch's graph calls where() with a number",
+}
+"""Operations of which no graph is cut, by their name and variant, with the reason."""
+RANDOM = (
+    "rand",
+    "dropout",
+    "bernoulli",
+    "multinomial",
+    "normal",
+    "rrelu",
+    "fractional_max_pool",
+    "multi_head_attention",
+)
+"""Parts of names of operations that draw numbers, in a graph in another order than eager torch."""
+OFF_FROM_EAGER = {
+    "nn.functional.soft_margin_loss": "torch's own graph subtracts from 1: a gradient of 6e-7 is off by .14"
+}
+"""Operations whose graphs of torch's own are off from eager torch, with the reason."""
+IN_CODES = {"kron": (0.1, "sums of few values, which cancel")}
+"""Operations whose gradients may be further off in 8 bits, how far, and why."""
+COUNTS = collections.Counter[str]()
+"""Graphs that were cut, and those whose gradients are not the exact ones in 8 bits."""
+WITHOUT_A_GRAPH = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 
 
 def infos() -> dict[str, Any]:
@@ -35,13 +63,22 @@ def infos() -> dict[str, Any]:
     }
 
 
+def _product(x: Tensor) -> Tensor:
+    """x / 2 + x / 2; torch makes elementwise operations of products with one row or column."""
+    both = torch.stack((x.reshape(-1), x.reshape(-1)), 1) @ torch.full((2, 2), 0.5, dtype=x.dtype)
+    return both[:, 0].reshape(x.shape)
+
+
 def _loss_of(call: Callable[..., Any], spec: Any, given: list[Any], places: list[int]) -> Callable[..., Tensor]:
-    """Of all tensors of a sample, a sum of all results with random weights; each floating input is a product before."""
+    """Of all tensors of a sample, a sum of all results with random weights; each input is a matrix product before.
+
+    So the graph has to save what the operation uses of it, in codes if the tables allow it.
+    """
 
     def loss(*tensors: Tensor) -> Tensor:
         leaves = list(given)
         for i, x in zip(places, tensors, strict=True):
-            leaves[i] = x * torch.ones_like(x) if x.requires_grad else x
+            leaves[i] = _product(x) if x.requires_grad else x
         args, kwargs = tree_unflatten(leaves, spec)
         total = torch.zeros(())
         for y in tree_leaves(call(*args, **kwargs)):
@@ -54,38 +91,55 @@ def _loss_of(call: Callable[..., Any], spec: Any, given: list[Any], places: list
     return loss
 
 
-def outcome(call: Callable[..., Any], sample: Any, is_random: bool) -> str:
+def outcome(name: str, call: Callable[..., Any], sample: Any) -> str:
     """What is wrong with a sample's gradients; "" for nothing."""
+    is_near_eager = not any(part in name for part in RANDOM) and name not in OFF_FROM_EAGER
     given, spec = tree_flatten(((sample.input, *sample.args), sample.kwargs))
     places = [i for i, x in enumerate(given) if isinstance(x, Tensor)]
     inputs = [given[i].detach().clone().requires_grad_(given[i].requires_grad) for i in places]
     loss = _loss_of(call, spec, given, places)
     torch.manual_seed(0)
     of = [x for x in inputs if x.requires_grad]
-    value = loss(*inputs)
+    try:
+        value = loss(*inputs)
+    except RuntimeError:  # an operation in place that has another dtype
+        return ""
     if not of or not value.requires_grad:
         return ""
     eager = torch.autograd.grad(value, of, allow_unused=True)
     try:
-        traced = Traced(loss, inputs)
+        plain, exact, coded = _of_graphs(loss, inputs)
     except WITHOUT_A_GRAPH:
         return ""
-
-    def gradients(bits: Any) -> list[Tensor]:
-        torch.manual_seed(0)
-        found = zip(traced.inputs, traced.gradients(bits), strict=True)
-        return [torch.zeros_like(x) if g is None else g for x, g in found if x.requires_grad]
-
-    plain, exact, coded = (gradients(bits) for bits in (None, "exact", 8))
+    COUNTS["cut"] += 1
+    COUNTS["coded"] += any(not c.equal(p) for c, p in zip(coded, plain, strict=True))
     wrong = []
     for x, e, p, g, c in zip(of, eager, plain, exact, coded, strict=True):
         if not g.equal(p) and not (g.isnan() & p.isnan() | (g == p)).all():
             wrong.append(f"exact is off from torch's own cut by {_off(g, p):.1e}")
-        if not is_random and _off(g, torch.zeros_like(x) if e is None else e) > 1e-4:
+        if is_near_eager and _off(g, torch.zeros_like(x) if e is None else e) > 1e-4:
             wrong.append(f"exact is off from eager by {_off(g, torch.zeros_like(x) if e is None else e):.1e}")
-        if (by := _off(c, p)) > 0.03:
+        if (by := _off(c, p)) > IN_CODES.get(name, (0.03, ""))[0]:
             wrong.append(f"8 bits are off by {by:.1e}")
     return "; ".join(dict.fromkeys(wrong))
+
+
+def _of_graphs(loss: Callable[..., Tensor], inputs: list[Tensor]) -> list[list[Tensor]]:
+    """The gradients of torch's own cut, "exact" and 8 bits."""
+    traced = Traced(loss, inputs)
+
+    def gradients(bits: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        try:
+            found = [*zip(inputs, traced.gradients(bits), strict=True)]
+        except TypeError:  # a graph that writes inputs, or has tokens of effects: AOTAutograd calls it
+            torch.manual_seed(0)
+            copies = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
+            compiled(bits, loss)(*copies).backward()
+            found = [(x, x.grad) for x in copies]
+        return [torch.zeros_like(x) if g is None else g for x, g in found if x.requires_grad]
+
+    return [gradients(bits) for bits in (None, "exact", 8)]
 
 
 def _off(found: Tensor, expected: Tensor) -> float:
@@ -100,14 +154,13 @@ def _off(found: Tensor, expected: Tensor) -> float:
 def outcomes(name: str, samples: int) -> Iterator[str]:
     """Of some samples of an operation, out of place and in place."""
     op = infos()[name]
-    is_random = not op.test_neg_view and "rand" in name or "dropout" in name
     for call in filter(None, (op.get_op(), op.get_inplace())):
         every = op.sample_inputs("cpu", torch.float32, requires_grad=True)
-        every = [s for s in every if isinstance(s.input, Tensor) and s.input.numel()][:: max(1, 1)]
+        every = (s for s in every if isinstance(s.input, Tensor) and s.input.numel())
         for i, sample in enumerate(itertools.islice(every, samples)):
             if call is op.get_inplace() and (sample.broadcasts_input or not op.supports_inplace_autograd):
                 continue
-            if wrong := outcome(call, sample, is_random):
+            if wrong := outcome(name, call, sample):
                 yield f"{name}, sample {i}{', in place' if call is op.get_inplace() else ''}: {wrong}"
 
 
@@ -127,12 +180,13 @@ def main(names: list[str]) -> None:
         for name in names or infos():
             start = time.time()
             try:
-                for wrong in outcomes(name, 2):
+                for wrong in outcomes(name, 1):
                     print(wrong, flush=True)
             except Exception as error:
                 print(name, "RAISES", type(error).__name__, str(error).split("\n")[0][:200], flush=True)
             if time.time() - start > 3:
                 print(name, f"{time.time() - start:.1f} s")
+    print(dict(COUNTS))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from functorch.compile import aot_function, make_boxed_func
 from torch import Tensor, fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._guards import TracingContext, tracing
 from torch._inductor.fx_passes.post_grad import view_to_reshape
 from torch._inductor.lowering import lowerings
 from torch._subclasses import FakeTensorMode
@@ -68,6 +69,22 @@ def _cut(
     decomposed = new.intersection(select_decomp_table()) - {*lowerings}  # Inductor refuses them
     assert not decomposed, decomposed
     return fw, bw
+
+
+def compiled(bits: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of tensors, traced without Dynamo, with its graph cut as by :func:`backend`."""
+
+    def partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        return _cut(Partitioner(bits) if bits is not None else None, joint, inputs, kwargs)
+
+    table = select_decomp_table()
+    call = aot_function(function, lambda graph, _: graph, partition_fn=partition, decompositions=table)
+
+    def run(*inputs: Tensor) -> Any:
+        with tracing(TracingContext(FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True))):
+            return call(*inputs)
+
+    return run
 
 
 class _Traced(Exception):

@@ -1,0 +1,39 @@
+"""torch's operations and their samples, compiled: exact gradients are torch's, 8-bit ones near them or the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.compiled import opinfo
+
+QUICK = (
+    "mm", "baddbmm", "softmax", "log_softmax", "sigmoid", "tanh", "mul", "div.no_rounding_mode", "pow", "cat",
+    "index_select",
+    "nn.functional.conv2d", "nn.functional.layer_norm", "nn.functional.group_norm", "nn.functional.silu",
+    "nn.functional.hardswish", "nn.functional.mish", "nn.functional.max_pool2d", "nn.functional.cross_entropy",
+    "nn.functional.scaled_dot_product_attention",
+)  # fmt: skip
+PARTS = 12
+
+
+@pytest.fixture(autouse=True)
+def _all_coded() -> Iterator[None]:
+    first, second = opinfo.all_coded()
+    with first, second:
+        yield
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_sample(name: str) -> None:
+    assert [*opinfo.outcomes(name, 1)] == []
+
+
+@pytest.mark.parametrize(
+    "part", [pytest.param(part, marks=pytest.mark.full if part < 4 else pytest.mark.long) for part in range(PARTS)]
+)
+@pytest.mark.filterwarnings("ignore")
+def test_samples_of_every_operation(part: int) -> None:
+    names = sorted(opinfo.infos())[part::PARTS]
+    assert [wrong for name in names for wrong in opinfo.outcomes(name, 1)] == []
