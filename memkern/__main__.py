@@ -13,7 +13,6 @@ from .planner import cli as plan_cli
 from .techniques.flags import flag
 from .techniques.options import OptionError
 from .train import cli as train_cli
-from .train.interrupt import say
 
 
 def lines(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, str]]:
@@ -93,9 +92,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         train_cli.main(args)
     except OptionError as error:
         train_parser.refuse(error)
-    except KeyboardInterrupt as interrupt:
-        say(" ".join(map(str, interrupt.args)), "stderr")
-        sys.exit(getattr(interrupt, "status", 130))
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 if __name__ == "__main__":

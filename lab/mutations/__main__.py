@@ -168,9 +168,9 @@ MUTATIONS = (
     Mutation(
         "training: micro-batches are not averaged",
         PYTHON,
-        "loss = loss / self.config.tokens_per_step",
-        "loss = loss * self.config.tokens_per_step",
-        ("test_accumulation_is_a_larger_batch",),
+        "self.loss)(*batch) / config.tokens_per_step",
+        "self.loss)(*batch) * config.tokens_per_step",
+        ("test_larger_batches",),
     ),
     Mutation(
         "training: the last window is never drawn",

@@ -96,8 +96,7 @@ def take(name: str, model: str | None, seq_len: int | None, data: Sequence[str])
         found = json.loads((Path(folder) / "results.json").read_text())
     [result] = found["runs"]
     config, plan = found["config"], found["plan"]
-    techniques = config["techniques"]
-    micro_batches = techniques["accumulation"] * config["batch_factor"]
+    micro_batches = config["accumulation"] * config["batch_factor"]
     median = result["median_step_seconds"]
     losses = result["history"]["train_loss"]
     predicted = plan["peak"] if plan else None

@@ -153,10 +153,9 @@ def measure(case: Case) -> dict[str, int]:
 
     from benchmarks.harness import largest_temporary
     from memkern import memory
-    from memkern.train.fit import return_freed_memory
 
     torch.set_num_threads(1)
-    return_freed_memory()
+    memory.return_freed_memory()
     figures = {"predicted": predicted(case)}
     techniques = Techniques(**case.techniques)
     trainer(source_of(case, small=True), techniques)[2]()  # loads what is loaded on first use

@@ -285,7 +285,7 @@ def resolve(
     if not source.takes_images:
         if seq_len is None:
             return dataclasses.replace(source, seq_len=min(SEQ_LEN, positions(config) or SEQ_LEN))
-        _check_length(config, seq_len)
+        check_length(config, seq_len)
     return source
 
 
@@ -301,7 +301,8 @@ def _check_module(model: nn.Module) -> None:
         raise not_allowed("model", f"{name} with parameters that are DTensors", allowed)
 
 
-def _check_length(config: Any, seq_len: Any) -> None:
+def check_length(config: Any, seq_len: Any) -> None:
+    """Raises OptionError for a sequence that is longer than the model's positions."""
     most = positions(config)
     allowed = "a whole number, 1 or more" if most is None else f"1 to {most}, the model's positions"
     if not isinstance(seq_len, int) or seq_len < 1 or (most is not None and seq_len > most):

@@ -6,6 +6,7 @@ memkern/techniques/flags.py makes the flags of ``python -m memkern plan`` and ``
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
@@ -30,8 +31,6 @@ SAVED_BITS = (None, "exact", 8)
 CHECKPOINTING = (None, "blocks")
 CHECKPOINT_BITS = (None, 8)
 ROUNDINGS = ("nearest", "stochastic")
-LR_RULES = ("none", "linear", "sqrt")
-WARMUP_FROM = ("zero", "base")
 PARALLEL = ("ddp", "fsdp")
 OFFLOAD = (None, "device", "cpu")
 WEIGHTS_ON_HOST = (None, "layers")
@@ -62,6 +61,18 @@ class OptionError(ValueError):
 def not_allowed(name: str, given: Any, allowed: str) -> OptionError:
     """The error for a value, and what is allowed in words."""
     return OptionError(name, f"{given!r} given; allowed: {allowed}")
+
+
+@contextlib.contextmanager
+def refused(name: str, text: str) -> Iterator[None]:
+    """Whatever is raised inside becomes an OptionError of one line: text, and the first line of the error."""
+    try:
+        yield
+    except OptionError:
+        raise
+    except Exception as error:  # of libraries that raise all kinds
+        line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+        raise OptionError(name, f"{text}: {type(error).__name__}: {line}") from error
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,26 +5,13 @@
 
 ``config`` the options and their checks; ``data`` text to batches; ``model`` the byte-level GPT and models with their
 loss, ``huggingface`` transformers' models and tokenizers; ``loop`` the training; ``distributed`` several processes;
-``fit`` the planner's choice; ``checkpoint`` the files; ``interrupt`` signals. ``report`` and ``cli`` need the extra
-``[train]``. docs/training.md says how the options work together.
+``fit`` the planner's choice; ``checkpoint`` the files; ``interrupt`` signals; ``report`` the results; ``cli`` the
+command. docs/training.md says how the options work together.
 """
 
-from .config import TrainConfig, scale_lr
+from .config import TrainConfig
 from .data import Corpus, load_corpus
-from .loop import Diverged, History, RunResult, Source, Trainer, load, run
+from .loop import History, Trainer, load, run
 from .model import GPT
 
-__all__ = [
-    "GPT",
-    "Corpus",
-    "Diverged",
-    "History",
-    "RunResult",
-    "Source",
-    "TrainConfig",
-    "Trainer",
-    "load",
-    "load_corpus",
-    "run",
-    "scale_lr",
-]
+__all__ = ["GPT", "Corpus", "History", "TrainConfig", "Trainer", "load", "load_corpus", "run"]

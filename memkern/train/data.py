@@ -10,47 +10,25 @@ import os
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..techniques.options import OptionError
+from ..techniques.options import OptionError, refused
 from .config import TrainConfig
 
 VALIDATION_SHARE = 10
 """The last tenth of a text, and every tenth row of JSON lines, is for validation."""
+CHARACTERS = 2**20
+"""Of text, encoded at once: an encoding takes some 100 bytes per token."""
 JSON_LINES = (".jsonl", ".ndjson")
 TABLES = (".csv", ".tsv", ".parquet", ".json")
-CURE = "text in UTF-8 or JSON lines (.jsonl), which datasets' to_json writes of other tables"
+ALLOWED = "allowed: text in UTF-8 or JSON lines (.jsonl), which datasets' to_json writes of other tables"
 
 
-class Bytes:
-    """UTF-8 bytes as tokens; a newline is between two documents. unit: what an id stands for; ids are below size."""
-
-    unit, size = "byte", 256
-
-    def ids(self, documents: Sequence[str]) -> Tensor:
-        return torch.frombuffer(bytearray("\n".join(documents).encode()), dtype=torch.uint8)
-
-    def save(self, folder: Path) -> None:
-        """Writes nothing: bytes need no vocabulary."""
-
-
-class Documents(NamedTuple):
-    """The texts for training and for validation, the number of their files, and what was left out of folders."""
-
-    train: list[str]
-    validation: list[str]
-    files: int
-    left_out: list[str]
-
-
-class Batch(NamedTuple):
-    """A micro-batch of B windows of T tokens: (B, T) int64 each, the targets the inputs' next tokens."""
-
-    inputs: Tensor
-    targets: Tensor
+Batch = tuple[Tensor, Tensor]
+"""A micro-batch of B windows of T tokens: (B, T) int64 each, the inputs and their next tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +40,7 @@ class Corpus:
     name: str
     files: int = 1
     left_out: Sequence[str] = ()
-    unit: str = "byte"
+    tokenizer: Any = None
 
     @functools.cached_property
     def digest(self) -> str:
@@ -74,11 +52,11 @@ class Corpus:
         return digest.hexdigest()
 
     def description(self) -> str:
-        """Name and sizes in one line, and what was left out."""
-        some = ", ".join(self.left_out[:3]) + (f" and {n} more" if (n := len(self.left_out) - 3) > 0 else "")
+        """Name and sizes in one line, and what was left out of folders."""
+        some = ", ".join([*self.left_out[:3], *(["..."] if len(self.left_out) > 3 else [])])
         return (
-            f"{self.name} ({self.files} files): {len(self.train):,} {self.unit}s for training, "
-            f"{len(self.validation):,} for validation" + (f"; left out: {some}" if some else "")
+            f"{self.name} ({self.files} files): {len(self.train):,} tokens for training, "
+            f"{len(self.validation):,} for validation" + (f"; left out as no text: {some}" if some else "")
         )
 
     def step(self, config: TrainConfig, step: int) -> list[Batch]:
@@ -101,52 +79,62 @@ class Corpus:
 
 def windows(ids: Tensor, starts: Tensor, config: TrainConfig) -> Iterator[Batch]:
     """The windows that begin there, in micro-batches."""
-    for some in starts.split(config.techniques.micro_batch):
+    for some in starts.split(config.micro_batch):
         taken = ids[some[:, None] + torch.arange(config.seq_len + 1)].long()
-        yield Batch(taken[:, :-1], taken[:, 1:])
+        yield taken[:, :-1], taken[:, 1:]
 
 
 def load_corpus(data: Sequence[str] = (), *, seq_len: int, text_field: str = "text", tokenizer: Any = None) -> Corpus:
-    """Reads files and folders whole into memory. tokenizer: :class:`Bytes` by default.
+    """Reads files and folders whole into memory. tokenizer: transformers'; by default UTF-8 bytes are the tokens.
 
-    Raises OptionError for what cannot be read, is no text or has no such field, and where the text for training or for
-    validation is shorter than a window of seq_len + 1 tokens.
+    Raises OptionError for a file that cannot be read or is no text, for a row without the field, and where the text for
+    training or for validation is shorter than a window of seq_len + 1 tokens.
     """
-    tokenizer = tokenizer or Bytes()
     name = " ".join(data) if data else f"Python {sysconfig.get_python_version()} standard library"
-    found = read_documents(data, text_field)
-    if not found.train or not found.validation:
-        raise OptionError(
-            "data", f"{name!r} given, which holds no text for {'validation' if found.train else 'training'}: every "
-            "tenth row of JSON lines, and the last tenth of a text; allowed: more text"
-        )  # fmt: skip
-    train, validation = tokenizer.ids(found.train), tokenizer.ids(found.validation)
-    shortest = min(len(train), len(validation))
-    if shortest <= seq_len:
-        raise OptionError(
-            "seq_len",
-            f"{seq_len} given, but {name!r} has {len(train)} {tokenizer.unit}s for training and {len(validation)} for "
-            f"validation; allowed: 1 to {shortest - 1}, or more text with --data",
-        )
-    return Corpus(train, validation, name, found.files, found.left_out, tokenizer.unit)
-
-
-def read_documents(data: Sequence[str], text_field: str) -> Documents:
-    """The documents of files and folders: a file of text is one, and so is each row of JSON lines."""
+    texts: tuple[list[str], list[str]] = ([], [])  # for training and for validation
     left_out: list[str] = []
-    files = dict.fromkeys(find_files(data, left_out))  # each once
-    train: list[str] = []
-    validation: list[str] = []
+    named = {Path(each).resolve() for each in data}
+    files = dict.fromkeys(find_files(data) if data else standard_library_files())  # each once
     for path in files:
-        text = read(path)
+        try:
+            text = read(path)
+        except OptionError:
+            if path in named:
+                raise
+            left_out.append(str(path))
+            continue
         if path.suffix.lower() in JSON_LINES:
             for number, row in enumerate(rows(text, path, text_field), 1):
-                (train if number % VALIDATION_SHARE else validation).append(row)
+                texts[number % VALIDATION_SHARE == 0].append(row)
         else:
             cut = len(text) - len(text) // VALIDATION_SHARE
-            train.append(text[:cut])
-            validation.append(text[cut:])
-    return Documents([*filter(None, train)], [*filter(None, validation)], len(files), left_out)
+            texts[0].append(text[:cut])
+            texts[1].append(text[cut:])
+    ids = [encode([*filter(None, some)], tokenizer) for some in texts]
+    corpus = Corpus(*ids, name, len(files) - len(left_out), left_out, tokenizer)
+    shortest = min(map(len, ids))
+    if shortest <= seq_len:
+        allowed = f"1 to {shortest - 1}, or more text with --data" if shortest > 1 else "more text with --data"
+        text = "which is the last tenth of a text and every tenth row of JSON lines"
+        raise OptionError("seq_len", f"{seq_len} given with {corpus.description()}, {text}; allowed: {allowed}")
+    return corpus
+
+
+def encode(documents: Sequence[str], tokenizer: Any) -> Tensor:
+    """The ids of documents: bytes with a newline between two, or a tokenizer's with its end token after each."""
+    if tokenizer is None:
+        text = bytearray("\n".join(documents).encode())
+        return torch.frombuffer(text, dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
+    ends = (tokenizer.eos_token_id, tokenizer.sep_token_id)
+    end = next(([i] for i in ends if i is not None), [])
+    found = [torch.empty(0, dtype=torch.int32)]
+    for document in documents:
+        for begin in range(0, len(document), CHARACTERS):
+            piece = document[begin : begin + CHARACTERS]
+            ids = tokenizer(piece, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+            found.append(torch.tensor(ids, dtype=torch.int32))
+        found.append(torch.tensor(end, dtype=torch.int32))
+    return torch.cat(found)
 
 
 def rows(text: str, path: Path, field: str) -> Iterator[str]:
@@ -155,79 +143,38 @@ def rows(text: str, path: Path, field: str) -> Iterator[str]:
         if not line.strip():
             continue
         where = f"line {number} of {str(path)!r}"
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise OptionError("data", f"{where} is no JSON: {error}; allowed: a JSON object in every line") from error
-        if not isinstance(row, dict):
-            raise OptionError("data", f"{where} is no object; allowed: a JSON object in every line")
-        if not isinstance(found := row.get(field), str):
-            allowed = ", ".join(name for name, value in row.items() if isinstance(value, str)) or "a field with a text"
-            raise OptionError("text_field", f"{field!r} given, which is no text in {where}; allowed: {allowed}")
-        try:
-            found.encode()
-        except UnicodeEncodeError as error:  # JSON can spell one, UTF-8 cannot
-            raise OptionError("data", f"{where} has half a surrogate pair in {field!r}: {error.reason}") from error
+        with refused("text_field", f"{field!r} given; allowed: a field with a text, which is not in {where}"):
+            found = json.loads(line)[field]
+            found.encode()  # JSON can spell half a surrogate pair, UTF-8 cannot
         yield found
 
 
 def read(path: Path) -> str:
     """The file's UTF-8 text, without a byte order mark. Raises OptionError for any other file."""
-    try:
-        return path.read_bytes().decode("utf-8-sig")
-    except OSError as error:
-        raise OptionError("data", f"{str(path)!r} cannot be read: {error}") from error
-    except UnicodeDecodeError as error:
-        raise OptionError(
-            "data", f"{str(path)!r} given, whose byte {error.start} is no UTF-8; allowed: {CURE}"
-        ) from error
+    with refused("data", f"{str(path)!r} given; {ALLOWED}"):
+        if path.suffix.lower() in TABLES:
+            raise ValueError(f"a {path.suffix} file")
+        with path.open("rb") as file:
+            head = file.read(8192)
+            if 0 in head:  # git's rule
+                raise ValueError("a binary file")
+            return (head + file.read()).decode("utf-8-sig")
 
 
-def no_text(path: Path) -> str | None:
-    """What a file is in place of text. A zero byte in its first 8 KiB is git's rule for a binary file."""
-    if path.suffix.lower() in TABLES:
-        return f"a {path.suffix} file"
-    with path.open("rb") as file:
-        head = file.read(8192)
-    return "a binary file, or text that is not in UTF-8" if 0 in head else None
-
-
-def find_files(data: Sequence[str], left_out: list[str]) -> Iterator[Path]:
-    """The files that ``data`` names, in that order; without names Python's own library. Adds to ``left_out``.
-
-    Raises OptionError for what cannot be read, and for a file that is named and is no text.
-    """
-    if not data:
-        yield from standard_library_files()
-    for name in data:
-        path = Path(name)
-        try:
-            if path.is_dir():
-                yield from files_of(path, left_out)
-            elif not path.is_file():
-                raise OptionError("data", f"{name!r} given, which is neither a file nor a folder")
-            elif kind := no_text(path):
-                raise OptionError("data", f"{name!r} given, {kind}; allowed: {CURE}")
-            else:
-                yield path.resolve()
-        except OSError as error:
-            raise OptionError("data", f"{name!r} given, which cannot be read: {error}") from error
-
-
-def files_of(folder: Path, left_out: list[str]) -> Iterator[Path]:
-    """The texts under a folder, sorted by path, without hidden ones. Links to folders are not followed."""
+def find_files(data: Sequence[str]) -> Iterator[Path]:
+    """The files that ``data`` names, and those under its folders, sorted by path, without hidden ones."""
 
     def fail(error: OSError) -> None:
-        raise error
+        raise OptionError("data", f"{str(error.filename)!r} cannot be read: {error.strerror}") from error
 
-    for parent, folders, names in os.walk(folder, onerror=fail):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for path in (Path(parent, name) for name in sorted(names) if not name.startswith(".")):
-            kind = no_text(path) if path.is_file() else "no file"
-            if kind is None:
-                yield path.resolve()
-            else:
-                left_out.append(f"{str(path)!r} ({kind})")
+    for path in map(Path, data):
+        if os.path.isfile(path):
+            yield path.resolve()
+            continue
+        for parent, folders, names in os.walk(path, onerror=fail):
+            folders[:] = sorted(name for name in folders if not name.startswith("."))
+            files = (Path(parent, name) for name in sorted(names) if not name.startswith("."))
+            yield from (file.resolve() for file in files if file.is_file())
 
 
 def standard_library_files() -> list[Path]:

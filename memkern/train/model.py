@@ -15,48 +15,30 @@ from ..techniques.options import OptionError
 VOCABULARY = 256
 
 
-class Attention(nn.Module):
-    """Causal self-attention: (B, T, C) -> (B, T, C), C divisible by the number of heads."""
+class Block(nn.Module):
+    """(B, T, C) -> (B, T, C): x + attention(norm1(x)), which is causal, then x + down(act(up(norm2(x)))) through 4C
+    hidden units and the tanh form of GELU. C is divisible by the number of heads."""
 
     def __init__(self, heads: int, width: int) -> None:
         super().__init__()
         self.heads = heads
+        self.norm1 = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
+        self.norm2 = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.act = nn.GELU(approximate="tanh")
+        self.down = nn.Linear(4 * width, width)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def attention(self, x: Tensor) -> Tensor:
         B, T, C = x.shape
         q, k, v = self.qkv(x).view(B, T, 3, self.heads, C // self.heads).permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(y.transpose(1, 2).reshape(B, T, C))
 
-
-class MLP(nn.Module):
-    """(B, T, C) -> (B, T, C) through 4C hidden units and the tanh form of GELU."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up = nn.Linear(width, 4 * width)
-        self.act = nn.GELU(approximate="tanh")
-        self.down = nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.act(self.up(x)))
-
-
-class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
-
-    def __init__(self, heads: int, width: int) -> None:
-        super().__init__()
-        self.norm1 = nn.LayerNorm(width)
-        self.attention = Attention(heads, width)
-        self.norm2 = nn.LayerNorm(width)
-        self.mlp = MLP(width)
-
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
+        return x + self.down(self.act(self.up(self.norm2(x))))
 
 
 class GPT(nn.Module):
@@ -65,7 +47,7 @@ class GPT(nn.Module):
     Parameters: 12 layers width^2 + (256 + seq_len) width, and 13 layers width + 2 width in biases and norms.
     """
 
-    def __init__(self, *, layers: int, heads: int, width: int, seq_len: int) -> None:
+    def __init__(self, layers: int, heads: int, width: int, seq_len: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, width)
         self.position = nn.Parameter(torch.empty(seq_len, width))
@@ -100,69 +82,50 @@ def cross_entropies(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class Objective(nn.Module):
-    """forward(inputs, targets): the sum of a batch's losses. loss_chunk: classes at a time."""
+    """forward(inputs, targets): the sum of a batch's losses, of a GPT or a causal language model of transformers.
 
-    def __init__(self, model: nn.Module, loss_chunk: int | None = None) -> None:
-        super().__init__()
-        self.model = model
-        self.loss_chunk = loss_chunk
-
-    def chunked(self, features: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
-        return functional.linear_cross_entropy(
-            features,
-            weight,
-            targets,
-            linear_bias=bias,
-            reduction="sum",
-            chunk_size=self.loss_chunk,
-        )
-
-
-class ByteModel(Objective):
-    """The objective of the byte-level GPT."""
-
-    model: GPT
-
-    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        if self.loss_chunk is None:
-            return cross_entropies(self.model(inputs), targets)
-        return self.chunked(self.model.features(inputs), self.model.embedding.weight, None, targets)
-
-
-class LanguageModel(Objective):
-    """The objective of a causal language model of transformers.
-
-    Raises OptionError where the loss is asked for in chunks and the model's logits are not its head of its last
-    hidden states (some models scale or cap them).
+    loss_chunk: classes whose logits are in memory at a time. Raises OptionError where it is given and the model's
+    logits are not its head of its last hidden states (some models scale or cap them).
     """
 
     def __init__(self, model: Any, loss_chunk: int | None = None) -> None:
-        super().__init__(model, loss_chunk)
-        if loss_chunk is not None and not self._head_is_linear():
+        super().__init__()
+        self.model: Any = model
+        self.loss_chunk = loss_chunk
+        self.is_gpt = isinstance(model, GPT)
+        self.options = {} if self.is_gpt else {"use_cache": False}
+        if loss_chunk is not None and not (self.is_gpt or self._head_is_linear()):
             raise OptionError("loss_chunk", f"given with {type(model).__name__}, whose logits are no linear layer's")
 
     @torch.no_grad()
     def _head_is_linear(self) -> bool:
-        model: Any = self.model
-        head = model.get_output_embeddings()
+        head, model = self.model.get_output_embeddings(), self.model
         if not isinstance(head, nn.Linear) or model.base_model is model:
             return False
-        training = model.training
         model.eval()
         inputs = torch.zeros(1, 2, dtype=torch.long, device=head.weight.device)
-        logits, features = model(input_ids=inputs, use_cache=False).logits, self.features(inputs)
-        model.train(training)
-        return torch.equal(logits, head(features))
+        same = torch.equal(self.logits(inputs), head(self.features(inputs)))
+        model.train()
+        return same
+
+    def logits(self, inputs: Tensor) -> Tensor:
+        found = self.model(inputs, **self.options)
+        return found if self.is_gpt else found.logits
 
     def features(self, inputs: Tensor) -> Tensor:
-        model: Any = self.model
-        return model.base_model(input_ids=inputs, use_cache=False).last_hidden_state
+        """The input of the head: (B, T, C)."""
+        if self.is_gpt:
+            return self.model.features(inputs)
+        return self.model.base_model(inputs, **self.options).last_hidden_state
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        model: Any = self.model
         if self.loss_chunk is None:
-            return cross_entropies(model(input_ids=inputs, use_cache=False).logits, targets)
-        head = model.get_output_embeddings()
-        return with_weights(
-            head, lambda x, targets: self.chunked(x, head.weight, head.bias, targets), self.features(inputs), targets
-        )
+            return cross_entropies(self.logits(inputs), targets)
+        head = self.model.embedding if self.is_gpt else self.model.get_output_embeddings()
+        options: dict[str, Any] = {"reduction": "sum", "chunk_size": self.loss_chunk}
+
+        def loss(features: Tensor, targets: Tensor) -> Tensor:
+            bias = getattr(head, "bias", None)
+            return functional.linear_cross_entropy(features, head.weight, targets, linear_bias=bias, **options)
+
+        return with_weights(head, loss, self.features(inputs), targets)

@@ -19,7 +19,6 @@ MODULES = {
 # What these import may not be installed.
 NEEDS = {
     "memkern.triton": "triton",
-    "memkern.train": "rich",
     "memkern.nn.conv1d": "transformers",
     "memkern.integrations.transformers": "transformers",
     "memkern.integrations.timm": "torchvision",  # which timm asks for

@@ -24,8 +24,8 @@ def small_gpt() -> tuple[torch.nn.Module, Callable[[int], Tensor]]:
     corpus = Corpus(text, text, __file__)
 
     def loss(step: int) -> Tensor:
-        [batch] = corpus.step(TrainConfig(seq_len=16), step)
-        return torch.nn.functional.cross_entropy(model(batch.inputs).flatten(0, 1), batch.targets.flatten())
+        [(inputs, targets)] = corpus.step(TrainConfig(seq_len=16), step)
+        return torch.nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
 
     return model, loss
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 import memkern
+from memkern.memory import return_freed_memory
 from memkern.techniques.applying import optimizer_groups
 from memkern.techniques.options import Techniques
-from memkern.train.fit import return_freed_memory
 
 WIDTH, BLOCKS = 512, 16
 

@@ -4,22 +4,21 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from memkern import memory
+from memkern.__main__ import main
 from memkern.techniques.flags import flag
 from memkern.techniques.options import spelled
-from memkern.train import Corpus, TrainConfig, Trainer, run
+from memkern.train import Corpus, TrainConfig, Trainer, checkpoint, run
 
 TEXT = "".join(f"line {i}: the square of {i} is {i * i}, its cube {i**3}.\n" for i in range(1500))
 SMALL = TrainConfig(layers=2, heads=2, width=64, seq_len=32, steps=6, warmup=1, eval_every=3, eval_tokens=512)
-ADAMW8: dict[str, Any] = {"optimizer": "adamw", "state_bits": 8}
-LION: dict[str, Any] = {"optimizer": "lion", "state_bits": 32}
-LION8: dict[str, Any] = {"optimizer": "lion", "state_bits": 8}
 TORCH_ADAMW: dict[str, Any] = {"optimizer": "torch-adamw", "state_bits": 32}
-TORCH_ADAM: dict[str, Any] = {"optimizer": "torch-adam", "state_bits": 32}
 
 
 def small_run(layers: int, batch_size: int, steps: int) -> list[str]:
@@ -38,10 +37,28 @@ def step_peak(trainer: Trainer) -> int:
     return memory.peak_bytes(trainer.step, trainer.model, trainer.optimizer)
 
 
-def trained(corpus: Corpus, **changes: Any) -> Trainer:
-    trainer = Trainer(SMALL.replace(**changes), corpus)
+def trained(corpus: Corpus, config: TrainConfig = SMALL, **changes: Any) -> Trainer:
+    trainer = Trainer(config.replace(**changes), corpus)
     run([trainer])
     return trainer
+
+
+def straight_and_resumed(config: TrainConfig, corpus: Corpus, path: Path) -> tuple[Trainer, Trainer]:
+    """A whole run, and one that goes on from its third step."""
+    straight = Trainer(config, corpus)
+
+    def save(trainer: Trainer) -> None:
+        if trainer.steps_done == 3:
+            checkpoint.save(path, trainer.state_dict())
+
+    run([straight], save)
+    torch._dynamo.reset()  # as in another process
+    resumed = Trainer(config, corpus)
+    torch.manual_seed(99)
+    resumed.load_state_dict(checkpoint.load(path))
+    assert resumed.steps_done == 3
+    run([resumed])
+    return straight, resumed
 
 
 def assert_same_run(a: Trainer, b: Trainer) -> None:
@@ -50,32 +67,28 @@ def assert_same_run(a: Trainer, b: Trainer) -> None:
     assert all(torch.equal(x, y) for x, y in zip(weights(a), weights(b), strict=True))
 
 
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What the command says of its arguments: one line, without its beginning."""
+    with pytest.raises(SystemExit) as ended:
+        main(["train", *arguments])
+    assert ended.value.code == 2
+    [line] = capsys.readouterr().err.splitlines()  # and no page of usage before it
+    return line.removeprefix("python -m memkern train: error: argument ")
+
+
 def train_by_two(*arguments: str) -> list[str]:
     """``python -m memkern train`` in two processes, as torchrun starts them; what each prints."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
-        port = server.getsockname()[1]
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1])}
     processes = []
-    for rank in range(2):
-        environment = os.environ | {
-            "RANK": str(rank),
-            "WORLD_SIZE": "2",
-            "LOCAL_RANK": str(rank),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": "1",
-        }
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, "-m", "memkern", "train", *arguments],
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
+    for rank in "01":
+        variables = os.environ | address | {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "memkern", "train", *arguments]
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        processes.append(subprocess.Popen(command, env=variables, **pipes))
     printed = [process.communicate(timeout=240)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], printed
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(printed)
     return printed
 
 

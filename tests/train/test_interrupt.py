@@ -13,23 +13,17 @@ from typing import IO, Any
 import pytest
 import torch
 
-pytest.importorskip("rich", reason="the command line needs the [train] extra")
-
 from memkern.__main__ import main
 from memkern.train import Trainer, checkpoint, report
 from tests.support.ranks import TORCHRUN_TWO
+from tests.support.train_helpers import refused, small_run
 
-SMALL = [
-    *("--layers", "1", "--heads", "2", "--width", "64", "--seq-len", "32", "--batch-size", "2"),
-    *("--steps", "4", "--eval-every", "2", "--eval-tokens", "128", "--device", "cpu"),
-]
+OPTIONS = small_run(layers=1, batch_size=2, steps=4)
 
 
 @pytest.fixture
-def text(tmp_path: Path) -> str:
-    path = tmp_path / "text.txt"
-    path.write_text("The quick brown fox jumps over the lazy dog. " * 200)
-    return str(path)
+def run(text: Path, tmp_path: Path) -> list[str]:
+    return ["train", "--data", str(text), *OPTIONS, "--save", str(tmp_path / "run.pt")]
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +39,7 @@ def interrupt_at(monkeypatch: pytest.MonkeyPatch, step: int, times: int = 1, num
     forward = Trainer.loss
 
     def loss(trainer: Trainer, *batch: torch.Tensor) -> torch.Tensor:
-        if trainer.steps_done + 1 == step:
+        if trainer.steps_done + 1 == step and torch.is_grad_enabled():
             for _ in range(times):
                 signal.raise_signal(number)
         return forward(trainer, *batch)
@@ -53,137 +47,114 @@ def interrupt_at(monkeypatch: pytest.MonkeyPatch, step: int, times: int = 1, num
     monkeypatch.setattr(Trainer, "loss", loss)
 
 
+def ends_with(status: Any, *arguments: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*arguments])
+    assert ended.value.code == status
+
+
 def test_ctrl_c_saves_and_resume_goes_on_saving_there(
-    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, straight = tmp_path / "run.pt", tmp_path / "straight.pt"
-    main(["train", "--data", text, *SMALL, "--save", str(straight)])
-    handler = signal.getsignal(signal.SIGINT)
-    for arguments, step in ((["--data", text, *SMALL, "--save", str(path)], 2), (["--resume", str(path)], 3)):
+    main([*run, "--save", str(straight)])
+    left, of_others = tmp_path / ".run.pt.0123abcd.tmp", tmp_path / ".run.pt.x.0123abcd.tmp"
+    for half_written in (left, of_others):
+        half_written.touch()
+    for arguments, step in ((run, 2), (["train", "--resume", str(path)], 3)):
         with monkeypatch.context() as patch:
             interrupt_at(patch, step)
-            with pytest.raises(SystemExit) as ended:
-                main(["train", *arguments])
-        assert ended.value.code == 130
-        shown = capsys.readouterr().err
-        assert shown.endswith(f"Saved after step {step} of 4: go on with --resume {path}\n")
+            ends_with(130, *arguments)
+        assert capsys.readouterr().err == f"Step {step} of 4 saved: go on with --resume {path}\n"
         assert checkpoint.load(path)["step"] == step
     main(["train", "--resume", str(path)])  # saves without --save
     done, expected = checkpoint.load(path), checkpoint.load(straight)
     assert done["step"] == 4
     assert done["history"]["train_loss"] == expected["history"]["train_loss"]
-    for name, weight in expected["model"].items():
-        assert torch.equal(done["model"][name], weight), name
-    assert signal.getsignal(signal.SIGINT) is handler
-    assert not [*tmp_path.glob(".*.tmp")]
+    assert all(torch.equal(done["model"][name], weight) for name, weight in expected["model"].items())
+    assert [*tmp_path.glob(".*.tmp")] == [of_others]
 
 
-@pytest.mark.parametrize("save", [True, False])
-def test_ctrl_c_ends_at_once(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: bool) -> None:
-    """The second time, and the first where there is no file to save to."""
-    interrupt_at(monkeypatch, 2, times=2 if save else 1)
-    with pytest.raises(SystemExit) as ended:
-        main(["train", "--data", text, *SMALL, *(["--save", str(tmp_path / "run.pt")] if save else [])])
-    assert ended.value.code == 130
+# Which signal, how often, its handler before, a launcher's variable, at which step: the status, and the step saved.
+BY_DEFAULT = signal.default_int_handler
+SIGNALS: dict[str, tuple[int, int, Any, bool, int, int, int]] = {
+    "a second Ctrl-C ends at once": (signal.SIGINT, 2, BY_DEFAULT, False, 2, 130, 0),
+    "a launcher may send it again": (signal.SIGINT, 2, BY_DEFAULT, True, 2, 130, 2),
+    "SIGTERM, however often": (signal.SIGTERM, 3, BY_DEFAULT, False, 2, 143, 2),
+    "in the last step": (signal.SIGINT, 1, BY_DEFAULT, False, 4, 0, 4),
+    "an ignored signal stays ignored": (signal.SIGTERM, 1, signal.SIG_IGN, False, 2, 0, 4),
+}
+
+
+@pytest.mark.parametrize("case", SIGNALS)
+def test_signals(run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    number, times, handler, launched, step, status, saved = SIGNALS[case]
+    if launched:
+        monkeypatch.setenv("RANK", "0")
+    interrupt_at(monkeypatch, step, times, number)
+    before = signal.signal(number, handler)
+    try:
+        ends_with(status, *run) if status else main(run)
+        assert signal.getsignal(number) is handler
+    finally:
+        signal.signal(number, before)
+    path = tmp_path / "run.pt"
+    assert (checkpoint.load(path)["step"] if path.exists() else 0) == saved
+
+
+def test_without_a_file_ctrl_c_ends_at_once(run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupt_at(monkeypatch, 2)
+    ends_with(130, *run[:-2])
     assert not (tmp_path / "run.pt").exists()
 
 
-def test_sigterm_saves_as_ctrl_c_does(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However often it comes: to the process group, and by a launcher."""
-    before = signal.signal(signal.SIGTERM, lambda *args: pytest.fail("SIGTERM came through"))
-    try:
-        interrupt_at(monkeypatch, 2, times=3, number=signal.SIGTERM)
-        with pytest.raises(SystemExit) as ended:
-            main(["train", "--data", text, *SMALL, "--save", str(tmp_path / "run.pt")])
-        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert ended.value.code == 128 + signal.SIGTERM
-    assert checkpoint.load(tmp_path / "run.pt")["step"] == 2
-
-
-def test_a_launcher_may_send_ctrl_c_again(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "0")
-    interrupt_at(monkeypatch, 2, times=2)
-    with pytest.raises(SystemExit) as ended:
-        main(["train", "--data", text, *SMALL, "--save", str(tmp_path / "run.pt")])
-    assert ended.value.code == 130
-    assert checkpoint.load(tmp_path / "run.pt")["step"] == 2
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_ignored_signal_stays_ignored(
-    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
-    before = signal.signal(number, signal.SIG_IGN)
-    try:
-        interrupt_at(monkeypatch, 2, number=number)
-        main(["train", "--data", text, *SMALL, "--save", str(tmp_path / "run.pt")])
-        assert signal.getsignal(number) is signal.SIG_IGN
-    finally:
-        signal.signal(number, before)
-    assert checkpoint.load(tmp_path / "run.pt")["step"] == 4
-
-
-def closed_pipe() -> IO[str]:
+def closed_pipe(mode: str) -> IO[str]:
     reader, writer = os.pipe()
     os.close(reader)
-    return open(writer, "w")
+    return open(writer, mode)
 
 
-def full_disk() -> IO[str]:
-    return open("/dev/full", "w")
-
-
-@pytest.mark.parametrize("output", [closed_pipe, full_disk, lambda: None])
+@pytest.mark.parametrize("output", [closed_pipe, Path("/dev/full").open, lambda mode: None])
 def test_output_that_cannot_be_written_ends_no_run(
-    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: Callable[[], IO[str] | None]
+    run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: Callable[[str], IO[str] | None]
 ) -> None:
-    path = tmp_path / "run.pt"
     for name in ("stdout", "stderr"):
-        monkeypatch.setattr(sys, name, output())
+        monkeypatch.setattr(sys, name, output("w"))
     no_room_at(monkeypatch, 1)
-    main(["train", "--data", text, *SMALL, "--save", str(path), "--save-every", "1"])
-    assert checkpoint.load(path)["step"] == 4
+    main([*run, "--save-every", "1"])
+    assert checkpoint.load(tmp_path / "run.pt")["step"] == 4
     interrupt_at(monkeypatch, 2)
-    with pytest.raises(SystemExit) as ended:
-        main(["train", "--data", text, *SMALL, "--save", str(path)])
-    assert ended.value.code == 130
-    assert checkpoint.load(path)["step"] == 2
+    ends_with(130, *run)
+    assert checkpoint.load(tmp_path / "run.pt")["step"] == 2
     for stream in (sys.stdout, sys.stderr):
         if stream:
             stream.close()  # flushes, as Python does at exit
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("launcher", [[], [*TORCHRUN_TWO]], ids=["python", "torchrun"])
+@pytest.mark.parametrize("launcher", [[sys.executable], [*TORCHRUN_TWO]], ids=["python", "torchrun"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_to_the_process_group_saves(text: str, tmp_path: Path, number: int, launcher: list[str]) -> None:
+def test_a_signal_to_the_process_group_saves(run: list[str], tmp_path: Path, number: int, launcher: list[str]) -> None:
     """As a terminal's Ctrl-C, with ``| tee`` that it ends, too, or a batch system's SIGTERM."""
-    path = tmp_path / "run.pt"
-    options = [*SMALL, "--steps", "1000000", "--eval-every", "1", "--save-every", "1000000"]
-    command = [*(launcher or [sys.executable]), "-m", "memkern", "train", "--data", text, *options, "--save", str(path)]
+    options = ["--steps", "20000", "--warmup", "1", "--eval-every", "20000", "--save-every", "20000"]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True, text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        [*launcher, "-m", "memkern", *run, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        start_new_session=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert process.stdout
-    for line in process.stdout:
-        if "3/1000000" in line:
-            break
+    next(line for line in process.stdout if "1000/20000" in line)
     process.stdout.close()
     os.killpg(process.pid, number)
     status = process.wait(60)
-    assert checkpoint.load(path)["step"] >= 3
-    if not launcher:
-        assert status == 128 + number
+    assert 1000 <= checkpoint.load(tmp_path / "run.pt")["step"] < 20000
+    assert status == 128 + number or len(launcher) > 1
 
 
 @contextlib.contextmanager
-def no_room() -> Iterator[None]:
-    """Files of more than 20 kB cannot be written, as on a full disk."""
+def no_room(most: int = 20_000) -> Iterator[None]:
+    """Files of more bytes cannot be written, as on a full disk."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
     try:
         yield
     finally:
@@ -201,71 +172,51 @@ def no_room_at(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
 
 
 def test_training_goes_on_where_a_checkpoint_cannot_be_written(
-    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "run.pt"
     no_room_at(monkeypatch, 1, 3)
-    main(["train", "--data", text, *SMALL, "--save", str(path), "--save-every", "1"])
-    shown = capsys.readouterr().err
-    assert f"No checkpoint after step 1: [Errno 27] File too large. {path} is not there; training goes on" in shown
-    assert f"No checkpoint after step 3: [Errno 27] File too large. {path} has that of step 2;" in shown
+    main([*run, "--save-every", "1"])
+    said = [f"Step {step} of 4 not saved: [Errno 27] File too large. {path} is as it was\n" for step in (1, 3)]
+    assert capsys.readouterr().err == "".join(said)
     assert checkpoint.load(path)["step"] == 4
     assert not [*tmp_path.glob(".*.tmp")]
 
 
 @pytest.mark.parametrize("interrupted", [True, False])
-def test_a_last_checkpoint_that_cannot_be_written_is_said_at_the_end(
-    text: str,
+def test_a_last_checkpoint_that_cannot_be_written_is_said(
+    run: list[str],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     interrupted: bool,
 ) -> None:
-    path = tmp_path / "run.pt"
     no_room_at(monkeypatch, 3, 4)
     if interrupted:
         interrupt_at(monkeypatch, 3)
-    with pytest.raises(SystemExit) as ended:
-        main(["train", "--data", text, *SMALL, "--save", str(path), "--save-every", "2", "--eval-every", "4"])
+    reason = f"[Errno 27] File too large. {tmp_path / 'run.pt'} is as it was"
+    said = f"memkern train: the last checkpoint could not be written: {reason}"
+    ends_with(130 if interrupted else said, *run, "--save-every", "2")
     shown = capsys.readouterr()
-    reason = f"[Errno 27] File too large. {path} has that of step 2"
-    if interrupted:
-        assert ended.value.code == 130
-        assert f"Stopped after step 3 of 4 and not saved: {reason}" in shown.err
-    else:
-        assert ended.value.code == f"memkern train: the last checkpoint could not be written: {reason}"
-        assert "validation loss" in shown.out  # the results are there all the same
-    assert checkpoint.load(path)["step"] == 2
+    assert f"Step {3 if interrupted else 4} of 4 not saved: {reason}" in shown.err
+    assert ("validation loss" in shown.out) != interrupted  # the results are there all the same
+    assert checkpoint.load(tmp_path / "run.pt")["step"] == 2
 
 
 def test_results_that_cannot_be_written_end_with_a_line(
-    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(report, "write", lambda folder, *unused: folder.joinpath("absent", "x").touch())
+    monkeypatch.setattr(report, "losses", lambda results: (tmp_path / "absent/x").touch())
     with pytest.raises(SystemExit, match=r"memkern train: results could not be written: .*No such file"):
-        main(["train", "--data", text, *SMALL, "--out", str(tmp_path / "out")])
+        main([*run, "--out", str(tmp_path / "out")])
     assert "validation loss" in capsys.readouterr().out
+    assert os.listdir(tmp_path / "out") == ["results.json"]
 
 
 @pytest.mark.parametrize("option", ["--out", "--save"])
 def test_that_files_can_be_written_is_tried_before_training(
-    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str
+    run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str
 ) -> None:
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
-    try:
-        with pytest.raises(SystemExit) as ended:
-            main(["train", "--data", text, *SMALL, option, str(tmp_path / "new")])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert ended.value.code == 2
-    assert f"argument {option}: nothing can be written in '{tmp_path}" in capsys.readouterr().err
-
-
-def test_ctrl_c_in_the_last_step_ends_the_run_as_always(
-    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    interrupt_at(monkeypatch, 4)
-    main(["train", "--data", text, *SMALL, "--save", str(tmp_path / "run.pt")])
-    assert "validation loss" in capsys.readouterr().out
-    assert checkpoint.load(tmp_path / "run.pt")["step"] == 4
+    with no_room(0):
+        said = refused(capsys, *run[1:-2], option, str(tmp_path / "new"))
+    assert f"{option}: nothing can be written in '{tmp_path}" in said

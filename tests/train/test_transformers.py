@@ -1,154 +1,113 @@
 """The recipe on models of transformers: tiny ones, with random weights."""
 
-import dataclasses
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from memkern import OptionError, memory
-from memkern.train import Source, TrainConfig, Trainer, load, run
-from memkern.train import checkpoint as checkpoints
-from memkern.train.huggingface import Pretrained
-from tests.support.train_helpers import assert_same_run, step_peak, tiny_tokenizer, weights
+from memkern.__main__ import main
+from memkern.train import Corpus, TrainConfig, Trainer, huggingface, load
+from tests.support.train_helpers import assert_same_run, step_peak, straight_and_resumed, tiny_tokenizer, trained
 
 transformers = pytest.importorskip("transformers")
+SIZES = {"n_layer": 5, "n_head": 2, "n_embd": 32, "n_positions": 64, "vocab_size": 300}
 
 
 @pytest.fixture(scope="module")
-def gpt2(tmp_path_factory: pytest.TempPathFactory) -> str:
+def small(tmp_path_factory: pytest.TempPathFactory, text: Path) -> TrainConfig:
     """A folder with the configuration of a small GPT-2, without weights and tokenizer."""
     folder = tmp_path_factory.mktemp("gpt2")
-    transformers.GPT2Config(
-        n_layer=5,
-        n_head=2,
-        n_embd=32,
-        n_positions=64,
-        vocab_size=300,
-        resid_pdrop=0.0,
-        attn_pdrop=0.0,
-        embd_pdrop=0.0,
-    ).save_pretrained(folder)
-    return str(folder)
-
-
-@pytest.fixture(scope="module")
-def small(gpt2: str, text: Path) -> TrainConfig:
+    transformers.GPT2Config(**SIZES).save_pretrained(folder)
     return TrainConfig(
-        data=(str(text),), model=gpt2, from_config=True, bytes=True, seq_len=32, steps=6, warmup=1, eval_every=3,
-        eval_tokens=256, lr=2e-3, device="cpu",
+        data=(str(text),), model=str(folder), from_config=True, bytes=True, seq_len=32, steps=6, warmup=1, eval_every=3,
+        eval_tokens=256, lr=2e-3, device="cpu", dropout=0.0,
     )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def source(small: TrainConfig) -> Source:
-    return load(small)
-
-
-def trained(config: TrainConfig, source: Source, **changes: Any) -> Trainer:
-    trainer = Trainer(config.replace(**changes), source)
-    run([trainer])
-    return trainer
-
-
-# Language models
-
-
-def test_a_model_of_transformers_learns(small: TrainConfig, source: Source) -> None:
-    trainer = trained(small, source, steps=60, eval_every=60)
+def test_a_model_of_transformers_learns(corpus: Corpus, small: TrainConfig) -> None:
+    trainer = trained(corpus, small, steps=60, eval_every=60)
     assert type(trainer.model).__name__ == "GPT2LMHeadModel"
     assert trainer.history.train_loss[0] == pytest.approx(math.log(300), abs=0.1)
-    assert trainer.result().validation_loss < 3.4
-    assert trainer.result().unit == "byte"
+    assert trainer.result()["validation_loss"] < 3.4
 
 
 @pytest.mark.parametrize(("every", "limit"), [(1, 0.5), (2, 0.75)])
-def test_checkpointing_changes_bytes_and_no_bit(small: TrainConfig, source: Source, every: int, limit: float) -> None:
-    options = {"micro_batch": 8, "dropout": 0.1}
+def test_checkpointing_changes_bytes_and_no_bit(corpus: Corpus, small: TrainConfig, every: int, limit: float) -> None:
     checkpoints = {"checkpointing": "blocks", "checkpoint_every": every}
-    kept, again = (trained(small, source, **each, **options) for each in ({}, checkpoints))
-    assert_same_run(kept, again)
-    assert again.result().saved_bytes < limit * kept.result().saved_bytes
-    assert step_peak(again) < step_peak(kept)
+    plain, again = (trained(corpus, small, micro_batch=8, dropout=0.1, **each) for each in ({}, checkpoints))
+    assert_same_run(plain, again)
+    assert again.history.saved_bytes < limit * plain.history.saved_bytes
+    assert step_peak(again) < step_peak(plain)
 
 
-def test_half_precision_is_built_without_an_fp32_copy(small: TrainConfig, source: Source) -> None:
-    from memkern.train import huggingface
+def test_the_loss_in_chunks_is_the_models(corpus: Corpus, small: TrainConfig) -> None:
+    plain, chunked = trained(corpus, small), trained(corpus, small, loss_chunk=64)
+    assert chunked.history.train_loss == pytest.approx(plain.history.train_loss, rel=1e-4)
+    assert chunked.model.training
 
-    config = small.replace(precision="bf16")
+
+def test_half_precision_is_built_without_an_fp32_copy(small: TrainConfig) -> None:
     models: list[torch.nn.Module] = []
-    peak = memory.peak_bytes(lambda: models.append(huggingface.build(config, source.hf_config)))
+    peak = memory.peak_bytes(lambda: models.append(huggingface.build(small.replace(precision="bf16"))))
     [model] = models
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-    parameters = memory.tensor_bytes(model.parameters())
     head = 300 * 32 * 2  # allocated before it is tied to the embedding
-    assert peak < 1.05 * parameters + head + 64 * 64  # masks
+    assert peak < 1.05 * memory.tensor_bytes(model.parameters()) + head + 64 * 64  # masks
 
 
-def test_a_run_resumes_bit_for_bit_with_dropout(small: TrainConfig, source: Source, tmp_path: Path) -> None:
-    config = small.replace(dropout=0.1, accumulation=2)
-    straight = Trainer(config, source)
-
-    def on_step(trainer: Trainer) -> None:
-        if trainer.steps_done == 3:
-            checkpoints.save(tmp_path / "run.pt", trainer.state_dict())
-
-    run([straight], on_step)
-    resumed = Trainer(config, source)
-    resumed.load_state_dict(checkpoints.load(tmp_path / "run.pt"))
-    run([resumed])
-    assert_same_run(straight, resumed)
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_a_run_resumes_bit_for_bit_with_dropout(
+    corpus: Corpus, small: TrainConfig, tmp_path: Path, compiled: bool
+) -> None:
+    config = small.replace(dropout=0.1, accumulation=2, compile=compiled)
+    assert_same_run(*straight_and_resumed(config, corpus, tmp_path / "run.pt"))
 
 
-def test_a_checkpoint_of_another_model_is_refused(small: TrainConfig, source: Source, tmp_path: Path) -> None:
-    state = Trainer(small, source).state_dict()
-    source.hf_config.save_pretrained(tmp_path)
-    other = small.replace(model=str(tmp_path))
-    with pytest.raises(OptionError, match=f"model: {tmp_path} given; allowed: {small.model}"):
-        Trainer(other, source).load_state_dict(state)
-    bigger = dataclasses.replace(
-        source, hf_config=transformers.GPT2Config(n_layer=1, n_head=2, n_embd=32, vocab_size=300)
-    )
-    trainer = Trainer(small, bigger)
-    before = [weight.clone() for weight in weights(trainer)]
-    with pytest.raises(OptionError, match="resume: given a checkpoint of another model"):
-        trainer.load_state_dict(state)
-    assert all(torch.equal(a, b) for a, b in zip(before, weights(trainer), strict=True))
+def test_what_is_exported_is_loaded_and_has_the_same_loss(small: TrainConfig, text: Path, tmp_path: Path) -> None:
+    folder, exported = tmp_path / "tokens", tmp_path / "exported"
+    transformers.GPT2Config(**SIZES).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    flags = [
+        "--activation-bits",
+        "3",
+        "--checkpointing",
+        "blocks",
+        "--seq-len",
+        "32",
+        "--steps",
+        "2",
+        "--device",
+        "cpu",
+    ]
+    flags += [
+        "--eval-tokens",
+        "256",
+        "--data",
+        str(text),
+        "--export",
+        str(exported),
+        "--save",
+        str(tmp_path / "run.pt"),
+    ]
+    main(["train", "--model", str(folder), "--from-config", *flags])
+    again = small.replace(bytes=False, from_config=False, model=str(exported), lr=None)
+    corpus = load(again)  # with the folder's tokenizer
+    assert corpus.train.dtype == torch.int32
+    fine_tuned = Trainer(again, corpus)
+    saved = torch.load(tmp_path / "run.pt", weights_only=True)
+    assert fine_tuned.evaluate() == pytest.approx(saved["history"]["validation"][-1][1], rel=1e-5)
+    assert again.peak_lr == pytest.approx(5e-5)
+    assert again.replace(from_config=True).peak_lr == pytest.approx(3e-4)
 
 
-# Tokens
-
-
-def test_tokens_of_documents(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A long text is cut before lines; the end token is after each document, and nowhere else."""
-    monkeypatch.setattr("memkern.train.huggingface.CHARACTERS", 20)
-    tokenizer = tiny_tokenizer()
-    texts = ["one line\ntwo lines\nthree lines\nfour", "x" * 50, "short"]
-    ids = Pretrained(tokenizer).ids(texts)
-    assert ids.dtype == torch.int32
-    end = tokenizer.eos_token_id
-    ends = [i for i, token in enumerate(ids.tolist()) if token == end]
-    assert len(ends) == 3
-    assert tokenizer.decode(ids[ids != end]) == "".join(texts)
-
-
-def test_what_is_exported_is_loaded_and_has_the_same_loss(small: TrainConfig, tmp_path: Path) -> None:
-    from memkern.train import huggingface
-
-    source = load(small)
-    source.hf_config.save_pretrained(tmp_path / "tokens")
-    tiny_tokenizer().save_pretrained(tmp_path / "tokens")
-    config = small.replace(bytes=False, model=str(tmp_path / "tokens"), activation_bits=3, checkpointing="blocks")
-    source = load(config)
-    assert source.corpus.unit == "token"
-    trainer = trained(config, source)
-    (tmp_path / "model").mkdir()
-    huggingface.export(trainer.model, trainer.weights(), source.tokenizer, tmp_path / "model")
-    again = small.replace(bytes=False, from_config=False, model=str(tmp_path / "model"))
-    loaded = load(again)
-    assert loaded.corpus.digest == source.corpus.digest  # the folder's tokenizer
-    fine_tuned = Trainer(again, loaded)
-    assert fine_tuned.evaluate() == pytest.approx(trainer.result().validation_loss, rel=1e-5)
-    assert again.replace(lr=None).peak_lr == pytest.approx(5e-5)
+def test_weights_that_a_folder_lacks_are_not_made_up(small: TrainConfig, tmp_path: Path) -> None:
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**SIZES))
+    without = {name: x for name, x in model.state_dict().items() if name != "transformer.ln_f.weight"}
+    model.save_pretrained(tmp_path, state_dict=without)
+    with pytest.raises(
+        OptionError, match=r"model: .* cannot be built: .* it lacks the weights transformer.ln_f.weight"
+    ):
+        huggingface.build(small.replace(model=str(tmp_path), from_config=False))

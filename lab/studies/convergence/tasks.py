@@ -108,16 +108,14 @@ class ByteGPT(Task):
         from memkern.train import TrainConfig
 
         [batch] = corpus(self.files).step(TrainConfig(seed=seed, seq_len=64), step)
-        return batch.inputs, batch.targets
+        return batch
 
     @functools.cache  # noqa: B019  (there is one object of each task)
     def validation(self) -> Batch:
         from memkern.train import TrainConfig
 
-        [batch] = corpus(self.files).validation_batches(
-            TrainConfig(seq_len=64, eval_tokens=16384).replace(micro_batch=256)
-        )
-        return batch.inputs, batch.targets
+        [batch] = corpus(self.files).validation_batches(TrainConfig(seq_len=64, eval_tokens=16384, micro_batch=256))
+        return batch
 
 
 class FineTune(ByteGPT):

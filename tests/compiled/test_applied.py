@@ -1,0 +1,135 @@
+"""memkern.apply with compile: what it leaves as it is, who refuses a compiled model, caches of keys and values."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+import memkern
+from memkern import OptionError, Techniques
+from memkern.compiled import blocks as compiled_blocks
+from memkern.planner.models import resolve
+
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
+
+def model() -> nn.Sequential:
+    blocks = [nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(3)]
+    return nn.Sequential(nn.Sequential(*blocks), nn.Linear(8, 8))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"memory_budget": 0.5}, "memory_budget: 0.5 given; allowed: None without compile"),
+        ({"compile": True, "memory_budget": 1.5}, "memory_budget: 1.5 given; allowed: None or a number above 0"),
+        ({"saved_bits": 8}, "saved_bits: 8 given; allowed: None without compile"),
+        ({"compile": True, "weights_on_host": "layers"}, "weights_on_host: 'layers' given; allowed: None with compile"),
+        ({"compile": "blocks"}, "compile: 'blocks' given; allowed: False, True"),
+    ],
+)
+def test_techniques_that_exclude_each_other(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        Techniques(**changes)
+
+
+def compiled_before(of: nn.Module, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+    of[1].compile()
+    return of
+
+
+def without_blocks(of: nn.Module, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.GELU())
+
+
+def of_an_old_torch(of: nn.Module, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.10.0"))
+    return of
+
+
+def without_cxx(of: nn.Module, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+    from torch._inductor import cpp_builder, exc
+
+    def absent() -> None:
+        raise exc.InvalidCxxCompiler
+
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", absent)
+    return of
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (compiled_before, "compile: True given; allowed: False, as 1 is compiled already"),
+        (without_blocks, "compile: True given; allowed: False for a model without a list of like blocks"),
+        (of_an_old_torch, r"compile: True given with saved_bits=8: memkern.compile needs torch 2\.11 or later"),
+        (without_cxx, "compile: True given, and no C\\+\\+ compiler is found"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_compiled_is_left_as_it_is(edit: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    of = edit(model(), monkeypatch)
+    with pytest.raises(OptionError, match=message):
+        memkern.apply(of, Techniques(compile=True, saved_bits=8, linear_share=0.5, checkpointing="blocks"))
+    assert not any("forward" in vars(module) for module in of.modules())
+    assert {type(module) for module in of.modules()} == {nn.Sequential, nn.Linear, nn.GELU}
+
+
+def test_an_applied_model_is_compiled_for_all_who_ask() -> None:
+    of = model()
+    memkern.apply(of, Techniques(compile=True, checkpointing="blocks"))
+    keys = list(model().state_dict())
+    assert list(of.state_dict()) == keys
+    for refused in (
+        lambda: memkern.apply(of, Techniques(compile=True)),
+        lambda: resolve(of, None, torch.ones(2, 8), None, None),
+        lambda: memkern.apply(of, Techniques(weights_on_host="layers")),
+    ):
+        with pytest.raises(OptionError, match="compile"):
+            refused()
+
+
+@pytest.mark.full
+def test_blocks_with_a_cache_of_keys_and_values() -> None:
+    """transformers' models make one by default: in a training step it is left out, in generation it is filled."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"n_layer": 10, "n_embd": 32, "n_head": 2, "vocab_size": 64, "n_positions": 32}
+    gpt = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            **sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0
+        )
+    )
+    ids = torch.randint(64, (2, 16))
+    plain = copy.deepcopy(gpt)
+    memkern.apply(gpt, Techniques(compile=True, saved_bits="exact"))
+    for run_ in (gpt, plain):
+        run_(input_ids=ids, labels=ids).loss.backward()
+    for p, expected in zip(gpt.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, expected.grad)
+    # A prefix that is learned comes as a cache.
+    prefix = [(torch.randn(2, 2, 3, 16, requires_grad=True), torch.randn(2, 2, 3, 16)) for _ in range(10)]
+    cached = [transformers.DynamicCache(prefix, config=gpt.config) for _ in range(2)]
+    logits = [m(input_ids=ids, past_key_values=c).logits for m, c in zip((gpt, plain), cached, strict=True)]
+    torch.testing.assert_close(*logits)
+    found, expected = (m.eval().generate(ids[:, :4], max_new_tokens=8, do_sample=False) for m in (gpt, plain))
+    assert torch.equal(found, expected)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_blocks_get_equal_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else torch compiles every block anew, and blocks that were pickled once more."""
+    given = []
+    monkeypatch.setattr(compiled_blocks.torch, "compile", lambda f, **options: given.append(options) or f)
+    of = model()
+    memkern.apply(of, Techniques(compile=True, memory_budget=1, activation_bits=2))
+    assert len(given) == 1
+    partitioner = given[0]["options"]["custom_partitioner_fn"]
+    assert (partitioner.bits, partitioner.memory_budget, partitioner.activations) == ("exact", 1.0, 2)
+    assert type(partitioner.memory_budget) is float  # 1 would be a byte
+    pickle.loads(pickle.dumps(of))
+    assert given == 2 * given[:1]

@@ -1,0 +1,167 @@
+"""``python -m memkern``: what it prints and writes, and what ``--fit`` gives to the planner."""
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from memkern import backend
+from memkern.__main__ import main
+from memkern.train import TrainConfig, checkpoint
+from memkern.train.fit import fit
+from tests.support.train_helpers import SMALL, refused, small_run
+
+OPTIONS = small_run(layers=1, batch_size=2, steps=4)
+
+
+def test_info(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["info", "--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert report == json.loads(json.dumps(backend.report()))
+    blocked = "import sys; sys.modules.update(dict.fromkeys(['matplotlib', 'transformers', 'numpy']))"
+    code = f"{blocked}; from memkern.__main__ import main; main(['info'])"
+    shown = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert torch.__version__ in shown
+    for name, state in report["backends"].items():
+        text = "yes" if state["available"] else f"no: {state['reason']}"
+        assert re.search(rf"^  {name} +{re.escape(text)}$", shown, re.MULTILINE), name
+
+
+def test_progress_and_results(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "deep" / "out"
+    (tmp_path / "link.pt").symlink_to(folder / "run.pt")
+    for _ in range(2):  # in place of what an earlier run wrote there
+        main(["train", "--data", str(text), *OPTIONS, "--out", str(folder)])
+        main(["train", "--data", str(text), *OPTIONS, "--out", str(folder), "--save", str(tmp_path / "link.pt")])
+    assert (tmp_path / "link.pt").is_symlink()
+    assert sorted(os.listdir(folder)) == ["losses.png", "results.json", "run.pt"]
+    assert checkpoint.load(folder / "run.pt")["step"] == 4
+    shown = capsys.readouterr().out
+    assert "squares.txt (1 files): 80,055 tokens for training, 8,894 for validation\n" in shown
+    steps = [line.split()[3] for line in shown.splitlines() if line.startswith("adamw 8-bit ")]
+    assert steps == ["1/4", "2/4", "3/4", "4/4"] * 4
+    assert re.search(r"\nmedian step, seconds +\d\.\d{4}\n", shown)
+    assert re.search(r"\nValidation loss \d\.\d{4}; optimizer state 2\.\d\d bytes per parameter\.\nPeak: ", shown)
+
+
+def test_the_comparison(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["train", "--data", str(text), "--compare", "--activation-bits", "3", "--out", str(tmp_path), *OPTIONS])
+    shown = capsys.readouterr().out
+    written = json.loads((tmp_path / "results.json").read_text())
+    baseline, ours = written["runs"]
+    assert (baseline["optimizer"], ours["optimizer"]) == ("torch-adamw", "adamw 8-bit")
+    assert baseline["history"]["train_loss"][0] == pytest.approx(ours["history"]["train_loss"][0], rel=1e-3)
+    for result in (baseline, ours):
+        assert [step for step, _ in result["history"]["validation"]] == [2, 4]
+        assert result["history"]["validation"][-1][1] == result["validation_loss"]
+        assert f"{result['validation_loss']:.4f}" in shown
+    ratio = {name: ours[name] / baseline[name] for name in ("validation_loss", "optimizer_bytes", "saved_bytes")}
+    assert f" {ratio['optimizer_bytes']:.3f}\n" in shown
+    assert written["summary"] in shown
+    assert written["summary"] == (
+        f"Validation loss {ours['validation_loss']:.4f}, {100 * ratio['validation_loss'] - 100:+.2f} % against "
+        f"torch-adamw; optimizer state {100 * ratio['optimizer_bytes']:.1f} %, saved for the backward pass "
+        f"{100 * ratio['saved_bytes']:.1f} % of its run's."
+    )
+    assert written["config"]["lr"] == 1e-3
+    picture = (tmp_path / "losses.png").read_bytes()
+    assert picture.startswith(b"\x89PNG\r\n")
+    assert len(picture) > 20_000
+
+
+def test_resume_takes_the_options_it_is_not_given(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(tmp_path / "run.pt")
+    main(["train", "--data", str(text), *OPTIONS, "--lr", "5e-4", "--save", path, "--out", str(tmp_path / "first")])
+    main(["train", "--data", str(text), "--resume", path, "--eval-every", "1", "--out", str(tmp_path / "again")])
+    first, again = (json.loads((tmp_path / name / "results.json").read_text()) for name in ("first", "again"))
+    assert again["runs"] == first["runs"]
+    assert again["config"] == first["config"] | {"eval_every": 1}
+    capsys.readouterr()
+    assert "--lr: 0.002 given; allowed: 0.0005, with which" in refused(capsys, "--resume", path, "--lr", "2e-3")
+    state = checkpoint.load(Path(path))
+    torch.save(state | {"optimizer": {}}, path)
+    assert "--resume: " in (line := refused(capsys, "--resume", path))
+    assert "cannot be continued" in line
+
+
+@pytest.mark.parametrize(
+    ("variables", "start"),
+    [
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE: 'two' given in the environment"),
+        ({"WORLD_SIZE": "2", "RANK": "1"}, "WORLD_SIZE: '2' given in the environment"),
+        ({"MEMKERN_BACKEND": "xx"}, "MEMKERN_BACKEND: backend must be one of cpu, cuda"),
+    ],
+    ids=str,
+)
+def test_a_bad_environment_is_named(
+    text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, variables: Any, start: str
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    backend.from_environment.cache_clear()
+    try:
+        assert refused(capsys, "--data", str(text), *OPTIONS).startswith(start)
+    finally:
+        monkeypatch.undo()
+        backend.from_environment.cache_clear()
+
+
+def test_runs_that_end_with_a_line(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SystemExit, match=r"the loss is nan at step .* try a lower --lr"):
+        main(["train", "--data", str(text), *OPTIONS, "--lr", "1e30", "--clip", "0"])
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit, match=r"needs matplotlib, which the extra memkern\[train\] brings"):
+        main(["train", "--data", str(text), *OPTIONS, "--out", str(tmp_path / "new")])
+    assert not (tmp_path / "new").exists()
+
+
+# --fit
+
+
+class Asked(Exception):
+    """What the planner is asked."""
+
+
+@pytest.mark.parametrize(("device", "limit"), [("cuda", 8 << 30), ("cpu", None)])
+def test_what_the_planner_is_asked(monkeypatch: pytest.MonkeyPatch, device: str, limit: int | None) -> None:
+    def plan(**options: Any) -> Any:
+        raise Asked(options)
+
+    monkeypatch.setattr(importlib.import_module("memkern.train.fit"), "plan", plan)
+    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2 << 20}.__getitem__)
+
+    def asked(config: TrainConfig, *given: str) -> dict[str, Any]:
+        with pytest.raises(Asked) as raised:
+            fit(config, "2GiB", given, device)
+        return raised.value.args[0]
+
+    config = SMALL.replace(precision="fp16-mixed", compile=True, saved_bits="exact", accumulation=2)
+    found = asked(config, "precision", "saved_bits", "steps")
+    assert found["techniques"] == {"optimizer": "adamw", "precision": "fp16-mixed", "saved_bits": "exact"}
+    assert (found["memory"], found["host_memory"], found["batch_size"], found["clip"]) == (2 << 30, limit, 8, 0.0)
+    micro_batches = {"micro_batch": 4, "accumulation": 6}  # all of a step, with those of --batch-factor
+    assert asked(config.replace(batch_factor=3, clip=0.5))["techniques"] == {"optimizer": "adamw", **micro_batches}
+    assert asked(config, "micro_batch")["techniques"] == {"optimizer": "adamw", "micro_batch": 4, "accumulation": 2}
+
+
+@pytest.mark.full
+def test_fit_on_the_command_line(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--data", str(text), *OPTIONS, "--batch-factor", "3", "--out", str(tmp_path)]
+    main(
+        ["train", *options, "--fit", "2GiB", "--optimizer", "lion", "--precision", "bf16", "--checkpointing", "blocks"]
+    )
+    assert "2GiB fit " in capsys.readouterr().out
+    written = json.loads((tmp_path / "results.json").read_text())
+    assert written["plan"]["peak"] < 2 * 2**30
+    assert (written["plan"]["techniques"]["accumulation"], written["config"]["accumulation"]) == (3, 1)
+    assert written["config"] | {"optimizer": "lion", "precision": "bf16"} == written["config"]
+    assert refused(capsys, *options, "--fit", "1MiB").startswith("--fit: 1MiB given; allowed: 0.")
