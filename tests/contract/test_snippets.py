@@ -186,7 +186,6 @@ LARGE = [command for command in MEMKERN if "gpt2-xl" in command or "llama-3.1-8b
 @pytest.fixture
 def as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Runs a command with its own arguments, in a folder with the files that it names; a run ends after 2 steps."""
-    pytest.importorskip("rich")
     from memkern.__main__ import main
     from memkern.train import cli
 
@@ -237,7 +236,7 @@ def test_commands_for_large_models_run_up_to_the_plan(
     def no_trainer(*_: Any) -> None:
         raise Planned
 
-    monkeypatch.setattr("memkern.train.loop.Trainer", no_trainer)
+    monkeypatch.setattr("memkern.train.cli.Trainer", no_trainer)
     with pytest.raises(Planned):
         as_printed(command)
 

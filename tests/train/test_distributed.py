@@ -1,5 +1,6 @@
 """The recipe on several processes: gloo on the CPU."""
 
+import argparse
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,10 @@ import torch
 
 from memkern import OptionError
 from memkern.__main__ import main
-from memkern.train import Corpus, Trainer, checkpoint, distributed, load_corpus
+from memkern.train import Corpus, Trainer, checkpoint, cli, distributed, load_corpus
 from tests.support.helpers import first_full
 from tests.support.ranks import TORCHRUN_TWO, Ranks, of_session
-from tests.support.train_helpers import SMALL, refused, small_run, straight_and_resumed, train_by_two
+from tests.support.train_helpers import SMALL, small_run, straight_and_resumed, train_by_two
 
 ranks = pytest.fixture(scope="module")(of_session)
 OPTIONS = [*small_run(layers=2, batch_size=2, steps=5), "--save-every", "3"]
@@ -103,9 +104,8 @@ def test_what_several_processes_do_not_have(
     monkeypatch.setattr(distributed, "world", lambda: 2)
     with pytest.raises(OptionError, match=message):
         Trainer(SMALL.replace(**changes), corpus)
-
-
-def test_modes_of_one_process(text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("memkern.train.cli.world", lambda: 2)
-    for mode in (["--compare"], ["--fit", "2GiB"]):
-        assert refused(capsys, "--data", str(text), *OPTIONS, *mode).startswith(f"{mode[0]}: given in 2 processes")
+    monkeypatch.setattr(cli, "world", lambda: 2)
+    for mode in ({"compare": True, "fit": None}, {"compare": False, "fit": "2GiB"}):
+        args = argparse.Namespace(save=None, resume=None, export=None, **mode)
+        with pytest.raises(OptionError, match="given in 2 processes; allowed in one"):
+            cli.check_modes(args, SMALL)

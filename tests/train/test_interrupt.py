@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -47,7 +48,7 @@ def interrupt_at(monkeypatch: pytest.MonkeyPatch, step: int, times: int = 1, num
     monkeypatch.setattr(Trainer, "loss", loss)
 
 
-def ends_with(status: Any, *arguments: str) -> None:
+def ends_with(status: int, *arguments: str) -> None:
     with pytest.raises(SystemExit) as ended:
         main([*arguments])
     assert ended.value.code == status
@@ -100,12 +101,6 @@ def test_signals(run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         signal.signal(number, before)
     path = tmp_path / "run.pt"
     assert (checkpoint.load(path)["step"] if path.exists() else 0) == saved
-
-
-def test_without_a_file_ctrl_c_ends_at_once(run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    interrupt_at(monkeypatch, 2)
-    ends_with(130, *run[:-2])
-    assert not (tmp_path / "run.pt").exists()
 
 
 def closed_pipe(mode: str) -> IO[str]:
@@ -171,46 +166,26 @@ def no_room_at(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
     monkeypatch.setattr(checkpoint, "save", in_a_full_disk)
 
 
-def test_training_goes_on_where_a_checkpoint_cannot_be_written(
+def test_checkpoints_and_results_that_cannot_be_written_are_said(
     run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Training goes on, and what can be written is."""
     path = tmp_path / "run.pt"
-    no_room_at(monkeypatch, 1, 3)
-    main([*run, "--save-every", "1"])
-    said = [f"Step {step} of 4 not saved: [Errno 27] File too large. {path} is as it was\n" for step in (1, 3)]
-    assert capsys.readouterr().err == "".join(said)
-    assert checkpoint.load(path)["step"] == 4
-    assert not [*tmp_path.glob(".*.tmp")]
-
-
-@pytest.mark.parametrize("interrupted", [True, False])
-def test_a_last_checkpoint_that_cannot_be_written_is_said(
-    run: list[str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    interrupted: bool,
-) -> None:
-    no_room_at(monkeypatch, 3, 4)
-    if interrupted:
-        interrupt_at(monkeypatch, 3)
-    reason = f"[Errno 27] File too large. {tmp_path / 'run.pt'} is as it was"
-    said = f"memkern train: the last checkpoint could not be written: {reason}"
-    ends_with(130 if interrupted else said, *run, "--save-every", "2")
-    shown = capsys.readouterr()
-    assert f"Step {3 if interrupted else 4} of 4 not saved: {reason}" in shown.err
-    assert ("validation loss" in shown.out) != interrupted  # the results are there all the same
-    assert checkpoint.load(tmp_path / "run.pt")["step"] == 2
-
-
-def test_results_that_cannot_be_written_end_with_a_line(
-    run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    no_room_at(monkeypatch, 1, 3, 4)
     monkeypatch.setattr(report, "losses", lambda results: (tmp_path / "absent/x").touch())
-    with pytest.raises(SystemExit, match=r"memkern train: results could not be written: .*No such file"):
-        main([*run, "--out", str(tmp_path / "out")])
-    assert "validation loss" in capsys.readouterr().out
+    reason = f"[Errno 27] File too large. {path} is as it was"
+    with pytest.raises(SystemExit, match=rf"could not be written: {re.escape(reason)}; results could not be .*No such"):
+        main([*run, "--save-every", "1", "--out", str(tmp_path / "out")])
+    shown = capsys.readouterr()
+    assert shown.err == "".join(f"Step {step} of 4 not saved: {reason}\n" for step in (1, 3, 4))
+    assert "validation loss" in shown.out
     assert os.listdir(tmp_path / "out") == ["results.json"]
+    assert checkpoint.load(path)["step"] == 2
+    assert not [*tmp_path.glob(".*.tmp")]
+    interrupt_at(monkeypatch, 3)
+    ends_with(130, *run)
+    assert capsys.readouterr().err == f"Step 3 of 4 not saved: {reason}\n"
+    assert checkpoint.load(path)["step"] == 2
 
 
 @pytest.mark.parametrize("option", ["--out", "--save"])

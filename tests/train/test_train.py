@@ -10,28 +10,21 @@ from torch import Tensor
 from memkern import memory, optim
 from memkern.techniques.options import OPTIMIZERS
 from memkern.train import Corpus, Trainer, run
-from memkern.train.loop import warmup_cosine
 from tests.support.train_helpers import SMALL, TORCH_ADAMW, assert_same_run, step_peak, trained, weights
 
 BF16 = {"precision": "bf16"}
 TORCH_SGD = {"optimizer": "torch-sgd", "state_bits": 32}
 LONGER = {"steps": 30, "lr": 2e-3, "micro_batch": 8, "width": 128}
+SHORT = {"clip": 0.0, "micro_batch": 1, "seq_len": 16}  # gradients, not what the forward pass saves, make the peak
 
 # A technique, the run that it is compared with, how far losses may be (0: the same bits), and what it needs less of.
-# One short sequence where the gradients, not what the forward pass saves, shall make the peak.
 ROWS: dict[str, tuple[dict[str, Any], dict[str, Any], float, str | None]] = {
-    "step in backward": ({"step_in_backward": True}, {"clip": 0.0, "micro_batch": 1, "seq_len": 16}, 0, "peak"),
-    "in bf16": ({"step_in_backward": True}, {"clip": 0.0, "micro_batch": 1, "seq_len": 16, **BF16}, 0, "peak"),
-    "of torch's": (
-        {"step_in_backward": True},
-        {"clip": 0.0, "micro_batch": 1, "seq_len": 16, **TORCH_ADAMW},
-        0,
-        "peak",
-    ),
+    "step in backward": ({"step_in_backward": True}, SHORT, 0, "peak"),
+    "of torch's": ({"step_in_backward": True}, SHORT | TORCH_ADAMW, 0, "peak"),
     "checkpoints": ({"checkpointing": "blocks"}, {"layers": 6, "micro_batch": 8}, 0, "peak"),
     "every other": ({"checkpointing": "blocks", "checkpoint_every": 2}, {"layers": 6, "micro_batch": 8}, 0, "saved"),
     "offload": ({"offload": True}, {"accumulation": 2, "clip": 0.0}, 0, None),
-    "offload torch's": ({"offload": True}, {"accumulation": 2, "clip": 0.0, **TORCH_ADAMW}, 0, None),
+    "offload torch's": ({"offload": True}, {"accumulation": 2, "clip": 0.05, **TORCH_ADAMW}, 0, None),
     "offload clips": ({"offload": True}, {"clip": 0.05, "accumulation": 2, "steps": 10}, 1e-3, None),
     "weights on the host": ({"weights_on_host": "layers"}, {"clip": 0.0, "master_weights": "bf16+8", **BF16}, 0, None),
     "torch's on the host": ({"weights_on_host": "layers"}, BF16 | TORCH_SGD, 0, None),
@@ -131,13 +124,6 @@ def test_larger_batches(corpus: Corpus) -> None:
         assert (a - b).norm() <= 1e-3 * b.norm()
 
 
-def test_measuring_the_last_step_changes_no_bit(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = {"activation_bits": 3, "linear_share": 0.25}
-    measured = trained(corpus, **options)
-    monkeypatch.setattr(memory, "saved_bytes", lambda fn, *held: fn() or 0)
-    assert_same_run(measured, trained(corpus, **options))
-
-
 @pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name.startswith("torch-")])
 def test_torchs_optimizers_step_as_torchs_loops_over_tensors(corpus: Corpus, optimizer: str) -> None:
     def after_steps(**options: bool) -> Tensor:
@@ -151,18 +137,6 @@ def test_torchs_optimizers_step_as_torchs_loops_over_tensors(corpus: Corpus, opt
 
     found, expected = after_steps(), after_steps(fused=False, foreach=False)
     assert (found - expected).norm() <= 1e-2 * expected.norm()
-
-
-def test_fp16_overflow_skips_the_step_and_lowers_the_scale(corpus: Corpus) -> None:
-    trainer = Trainer(SMALL.replace(precision="fp16-mixed"), corpus)
-    trainer.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
-    before = [weight.clone() for weight in weights(trainer)]
-    assert math.isfinite(trainer.step())
-    assert all(torch.equal(a, b) for a, b in zip(before, weights(trainer), strict=True))
-    assert trainer.scaler.get_scale() == 2.0**39
-    trainer.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
-    trainer.step()
-    assert not any(torch.equal(a, b) for a, b in zip(before, weights(trainer), strict=True))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16-mixed"])
@@ -186,27 +160,16 @@ def test_matrices_decay_and_vectors_do_not(corpus: Corpus) -> None:
 
 
 @pytest.mark.parametrize("warmup", [0, 1, 4])
-def test_learning_rates(warmup: int) -> None:
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.5)
-    scheduler = warmup_cosine(optimizer, warmup=warmup, steps=20)
+def test_learning_rates(corpus: Corpus, warmup: int) -> None:
+    trainer = Trainer(SMALL.replace(lr=0.5, clip=1e-6, warmup=warmup, steps=20), corpus)
     for step in range(20):
         if step < warmup:
             expected = 0.5 * (step + 1) / (warmup + 1)
         else:
             expected = 0.05 + 0.225 * (1 + math.cos(math.pi * (step - warmup) / (20 - warmup)))
-        assert optimizer.param_groups[0]["lr"] == pytest.approx(expected)
-        optimizer.step()
-        scheduler.step()
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
-
-
-def test_the_rate_is_used(corpus: Corpus) -> None:
-    trainer = Trainer(SMALL.replace(lr=1e-3, warmup=3), corpus)
-    rates = []
-    for _ in range(4):
-        rates.append(trainer.optimizer.param_groups[0]["lr"])
+        assert [group["lr"] for group in trainer.optimizer.param_groups] == pytest.approx([expected] * 2)
         trainer.step()
-    assert rates == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3])
+    assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(corpus: Corpus) -> None:
