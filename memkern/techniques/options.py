@@ -10,7 +10,10 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 PRECISIONS = ("fp32", "bf16-mixed", "fp16-mixed", "bf16")
 # The classes of memkern.optim; after "torch-" those of torch.optim.
@@ -299,7 +302,7 @@ class Techniques:
         """Whether offload holds bf16 weights with the bits of fp32 on the host."""
         return self.offload == "cpu" and self.precision == "bf16" and self.master_weights is None
 
-    def replace(self, **changes: Any) -> Techniques:
+    def replace(self, **changes: Any) -> Self:
         """A copy with other values."""
         return dataclasses.replace(self, **changes)
 

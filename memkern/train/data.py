@@ -111,7 +111,8 @@ def load_corpus(data: Sequence[str] = (), *, seq_len: int, text_field: str = "te
             texts[0].append(text[:cut])
             texts[1].append(text[cut:])
     ids = [encode([*filter(None, some)], tokenizer) for some in texts]
-    corpus = Corpus(*ids, name, len(files) - len(left_out), left_out, tokenizer)
+    training, validation = ids
+    corpus = Corpus(training, validation, name, len(files) - len(left_out), left_out, tokenizer)
     shortest = min(map(len, ids))
     if shortest <= seq_len:
         allowed = f"1 to {shortest - 1}, or more text with --data" if shortest > 1 else "more text with --data"

@@ -82,7 +82,8 @@ def data_parallel(objective: nn.Module, config: TrainConfig, device: torch.devic
     for blocks in block_lists(objective):
         for block in blocks:
             fully_shard(block, mesh=mesh)
-    return fully_shard(objective, mesh=mesh)
+    fully_shard(objective, mesh=mesh)  # in place
+    return objective
 
 
 def synchronized(parallel: Any, last: bool, on_host: bool = False) -> AbstractContextManager[Any]:

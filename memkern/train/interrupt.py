@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from . import checkpoint
 from .distributed import gathered, rank
@@ -30,7 +31,9 @@ def deferred() -> Iterator[list[int]]:
         if number == signal.SIGINT and "RANK" not in os.environ:
             signal.signal(number, before[number])
 
-    before = {number: signal.getsignal(number) or signal.SIG_DFL for number in (signal.SIGINT, signal.SIGTERM)}
+    before: dict[int, Any] = {
+        number: signal.getsignal(number) or signal.SIG_DFL for number in (signal.SIGINT, signal.SIGTERM)
+    }
     for number, handler in before.items():
         signal.signal(number, handler if handler is signal.SIG_IGN else handle)
     try:

@@ -30,7 +30,6 @@ def model() -> nn.Sequential:
         ({"memory_budget": 0.5}, "memory_budget: 0.5 given; allowed: None without compile"),
         ({"compile": True, "memory_budget": 1.5}, "memory_budget: 1.5 given; allowed: None or a number above 0"),
         ({"saved_bits": 8}, "saved_bits: 8 given; allowed: None without compile"),
-        ({"compile": True, "weights_on_host": "layers"}, "weights_on_host: 'layers' given; allowed: None with compile"),
         ({"compile": "blocks"}, "compile: 'blocks' given; allowed: False, True"),
     ],
 )

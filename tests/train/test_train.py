@@ -23,9 +23,10 @@ ROWS: dict[str, tuple[dict[str, Any], dict[str, Any], float, str | None]] = {
     "of torch's": ({"step_in_backward": True}, SHORT | TORCH_ADAMW, 0, "peak"),
     "checkpoints": ({"checkpointing": "blocks"}, {"layers": 6, "micro_batch": 8}, 0, "peak"),
     "every other": ({"checkpointing": "blocks", "checkpoint_every": 2}, {"layers": 6, "micro_batch": 8}, 0, "saved"),
-    "offload": ({"offload": True}, {"accumulation": 2, "clip": 0.0}, 0, None),
-    "offload torch's": ({"offload": True}, {"accumulation": 2, "clip": 0.05, **TORCH_ADAMW}, 0, None),
-    "offload clips": ({"offload": True}, {"clip": 0.05, "accumulation": 2, "steps": 10}, 1e-3, None),
+    "offload": ({"offload": "cpu"}, {"accumulation": 2, "clip": 0.0}, 0, None),
+    "offload torch's": ({"offload": "cpu"}, {"accumulation": 2, "clip": 0.05, **TORCH_ADAMW}, 0, None),
+    "offload clips": ({"offload": "cpu"}, {"clip": 0.05, "accumulation": 2, "steps": 10}, 1e-3, None),
+    "states on the host": ({"offload": "device", "step_in_backward": True}, SHORT, 0, None),
     "weights on the host": ({"weights_on_host": "layers"}, {"clip": 0.0, "master_weights": "bf16+8", **BF16}, 0, None),
     "torch's on the host": ({"weights_on_host": "layers"}, BF16 | TORCH_SGD, 0, None),
     "loss in chunks": ({"loss_chunk": 100}, {"steps": 20}, 1e-4, "saved"),
@@ -39,7 +40,8 @@ ROWS: dict[str, tuple[dict[str, Any], dict[str, Any], float, str | None]] = {
     "compiled, 8 bits": ({"compile": True, "saved_bits": 8}, {"precision": "bf16-mixed"}, 1e-3, "saved"),
     "compiled checkpoints": ({"compile": True, "checkpointing": "blocks"}, {"loss_chunk": 64}, 1e-4, "saved"),
     "compiled, stepping": ({"compile": True, "step_in_backward": True}, {"clip": 0.0}, 1e-5, None),
-    "compiled offload": ({"compile": True, "offload": True, "saved_bits": "exact"}, {}, 1e-5, None),
+    "compiled on the host": ({"compile": True, "weights_on_host": "layers"}, {"clip": 0.0, **BF16}, 1e-3, None),
+    "compiled offload": ({"compile": True, "offload": "cpu", "saved_bits": "exact"}, {}, 1e-5, None),
 }
 MEASURES = {
     "peak": step_peak,
@@ -69,8 +71,8 @@ def test_a_technique_follows_a_run_without_it(corpus: Corpus, row: str) -> None:
 
 def test_what_a_run_is_made_of(corpus: Corpus) -> None:
     assert isinstance(trained(corpus, step_in_backward=True, clip=0.0).optimizer, optim.StepInBackward)
-    assert isinstance(trained(corpus, offload=True).optimizer, optim.HostOffload)
-    assert trained(corpus, offload=True, clip=0.05).optimizer.defaults["max_grad_norm"] == 0.05
+    assert isinstance(trained(corpus, offload="cpu").optimizer, optim.HostOffload)
+    assert trained(corpus, offload="cpu", clip=0.05).optimizer.defaults["max_grad_norm"] == 0.05
     assert SMALL.replace(step_in_backward=True).max_norm == 0
     assert SMALL.max_norm == 1
     mixed = trained(corpus, precision="fp16-mixed")
