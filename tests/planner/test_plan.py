@@ -64,13 +64,6 @@ def test_batches_are_cut_into_the_largest_micro_batches_that_divide_them() -> No
     assert not found.step_in_backward
 
 
-def test_what_is_given_is_used() -> None:
-    given = {"state_bits": 8, "precision": "bf16-mixed"}
-    plan = memkern.plan(Stack(), memory="4GiB", inputs=torch.zeros(2, WIDTH), device="cpu", techniques=given)
-    assert plan.recommended is not None
-    assert given.items() <= dataclasses.asdict(plan.recommended.techniques).items()
-
-
 def test_a_model_is_left_as_it_is() -> None:
     model = Stack()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

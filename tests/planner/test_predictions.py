@@ -1,6 +1,5 @@
 """What a plan predicts of states, transfers and checkpoints."""
 
-import pytest
 import torch
 
 import memkern
@@ -22,6 +21,9 @@ def test_categories_add_up_and_are_as_counted() -> None:
     assert tuple(prediction.categories) == CATEGORIES
     assert prediction.peak == sum(prediction.categories.values()) == max(prediction.phases.values())
     assert prediction.categories["optimizer"] == 8 * count + 4 * 4 * DEPTH  # and a step counter per tensor
+    for master, size in ((None, 0), ("bf16+16", 2), ("bf16+8", 1)):
+        half = predictor.fixed(Techniques(precision="bf16", master_weights=master))
+        assert (half.parameters, half.errors) == (2 * count, size * count)
 
 
 def test_bytes_of_muons_momentum() -> None:
@@ -37,14 +39,6 @@ def test_bytes_of_muons_momentum() -> None:
         Stack(), memory="4GiB", inputs=torch.zeros(2, WIDTH), device="cpu", techniques={"optimizer": "muon"}
     )
     assert "make_optimizer(memkern.optim.muon_groups(model, lr=lr, adamw_lr=lr), techniques" in str(plan)
-
-
-@pytest.mark.parametrize(("master", "size"), [(None, 0), ("bf16+16", 2), ("bf16+8", 1)])
-def test_errors_of_bf16_weights(master: str | None, size: int) -> None:
-    predictor = predictor_of(Stack(), torch.zeros(2, WIDTH))
-    fixed = predictor.fixed(Techniques(precision="bf16", master_weights=master, state_bits=8))
-    assert fixed.parameters == 2 * fixed.count
-    assert fixed.errors == size * fixed.count
 
 
 def test_a_step_in_backward_frees_gradients_and_accumulation_holds_them() -> None:

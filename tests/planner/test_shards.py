@@ -18,29 +18,14 @@ WIDTH, DEPTH = 30, 3
 INPUTS = torch.zeros(2, WIDTH)
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x).relu()
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(DEPTH))
-        self.head = nn.Linear(WIDTH, 5, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x).sum()
+def model() -> nn.Module:
+    """Blocks, and a head of its own."""
+    blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(DEPTH)]
+    return nn.Sequential(nn.Sequential(*blocks), nn.Linear(WIDTH, 5, bias=False))
 
 
 def predictor(devices: int) -> Predictor:
-    source = resolve(Model(), None, INPUTS, None, None)
+    source = resolve(model(), None, INPUTS, None, None)
     return Predictor(source, "cpu", "cpu", DEFAULTS["cpu"], devices)
 
 
@@ -83,11 +68,11 @@ def test_gradients_of_blocks_are_reduced_when_the_block_ends() -> None:
 )
 def test_what_is_not_counted_with_shards_is_refused(techniques: dict[str, Any], name: str) -> None:
     with pytest.raises(OptionError, match=f"{name}.* with devices above 1"):
-        memkern.plan(Model(), memory="4GiB", inputs=INPUTS, device="cpu", devices=2, techniques=techniques)
+        memkern.plan(model(), memory="4GiB", inputs=INPUTS, device="cpu", devices=2, techniques=techniques)
 
 
 def test_a_plan_for_several_devices_says_so() -> None:
-    plan = memkern.plan(Model(), memory="4GiB", inputs=INPUTS, device="cpu", devices=2)
+    plan = memkern.plan(model(), memory="4GiB", inputs=INPUTS, device="cpu", devices=2)
     assert plan.devices == 2
     assert "on each of 2 devices with fully_shard" in str(plan)
     assert "fully_shard(module)" in plan.code()

@@ -147,10 +147,9 @@ def test_the_host_s_step_is_hidden_by_the_backward_pass_and_never_faster_than_th
 
 
 def test_a_model_without_blocks_is_refused() -> None:
+    options: dict[str, Any] = {"memory": "4GiB", "inputs": torch.zeros(2, WIDTH), "device": "cpu"}
     with pytest.raises(OptionError, match="weights_on_host: 'layers' given; allowed: None for a model without"):
-        memkern.plan(
-            nn.Linear(WIDTH, WIDTH), memory="4GiB", inputs=torch.zeros(2, WIDTH), device="cpu", techniques=FRUGAL
-        )
+        memkern.plan(nn.Linear(WIDTH, WIDTH), **options, techniques=FRUGAL)
 
 
 # ---- plans

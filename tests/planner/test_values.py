@@ -20,28 +20,24 @@ def scores() -> Iterator[torch.Tensor]:
         yield x
 
 
-def test_a_selection_by_token_ids_has_their_number(scores: torch.Tensor) -> None:
+def test_selections(scores: torch.Tensor) -> None:
+    """By token ids their number, and by scores all."""
     ids = torch.tensor([3, 1, 3, 0, 2, 3])
     assert scores[ids == 3].shape == (3, 4)
     assert [x.tolist() for x in torch.where(ids == 3)] == [[0, 2, 5]]
     assert ids.repeat_interleave(ids).shape == (12,)
-
-
-def test_a_selection_by_scores_selects_all(scores: torch.Tensor) -> None:
     assert scores[scores > 0].shape == (24,)
     assert (scores > 0).nonzero().shape == (24, 2)
 
 
-def test_checks_pass(scores: torch.Tensor) -> None:
+def test_checks_pass_and_sums_have_no_value(scores: torch.Tensor) -> None:
     assert not (scores > 0).any()
     assert (scores > 0).all()
     assert scores.isnan().sum() == 0
     assert not scores[0, 0] > 0
-
-
-def test_a_number_that_follows_from_weights_has_no_value(scores: torch.Tensor) -> None:
-    with pytest.raises(Exception, match="local_scalar_dense"):
-        scores.sum().item()
+    for number in (scores.sum(), torch.zeros(LARGEST + 1, dtype=torch.long)[0]):
+        with pytest.raises(Exception, match="local_scalar_dense"):
+            number.item()
 
 
 def test_what_is_written_in_place(scores: torch.Tensor) -> None:
@@ -67,8 +63,3 @@ def test_a_router_sends_tokens_to_all_experts(scores: torch.Tensor) -> None:
     assert chosen.tolist() == [[0, 1], [2, 3]] * 3
     assert torch.bincount(chosen.flatten()).tolist() == [3, 3, 3, 3]
     assert scores.argmax(-1).tolist() == [0, 1, 2, 3, 0, 1]
-
-
-def test_large_tensors_have_no_values(scores: torch.Tensor) -> None:
-    with pytest.raises(Exception, match="local_scalar_dense"):
-        torch.zeros(LARGEST + 1, dtype=torch.long)[0].item()

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from memkern import backend
 from memkern.__main__ import main
 from memkern.train import TrainConfig, checkpoint
 from memkern.train.fit import fit
@@ -71,28 +70,6 @@ def test_resume_takes_the_options_it_is_not_given(
     state = checkpoint.load(Path(path))
     torch.save(state | {"optimizer": {}}, path)
     assert f"--resume: '{path}' given, which cannot be continued: " in refused(capsys, "--resume", path)
-
-
-@pytest.mark.parametrize(
-    ("variables", "start"),
-    [
-        ({"WORLD_SIZE": "two"}, "WORLD_SIZE: 'two' given in the environment"),
-        ({"WORLD_SIZE": "2", "RANK": "1"}, "WORLD_SIZE: '2' given in the environment"),
-        ({"MEMKERN_BACKEND": "xx"}, "MEMKERN_BACKEND: backend must be one of cpu, cuda"),
-    ],
-    ids=str,
-)
-def test_a_bad_environment_is_named(
-    text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, variables: Any, start: str
-) -> None:
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    backend.from_environment.cache_clear()
-    try:
-        assert refused(capsys, "--data", str(text), *OPTIONS).startswith(start)
-    finally:
-        monkeypatch.undo()
-        backend.from_environment.cache_clear()
 
 
 def test_runs_that_end_with_a_line(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,6 @@
 """The recipe on several processes: gloo on the CPU."""
 
 import argparse
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from memkern import OptionError
 from memkern.__main__ import main
 from memkern.train import Corpus, Trainer, checkpoint, cli, distributed, load_corpus
 from tests.support.helpers import first_full
-from tests.support.ranks import TORCHRUN_TWO, Ranks, of_session
+from tests.support.ranks import Ranks, of_session
 from tests.support.train_helpers import SMALL, small_run, straight_and_resumed, train_by_two
 
 ranks = pytest.fixture(scope="module")(of_session)
@@ -79,14 +78,6 @@ def resume_in_two(text: str, parallel: str, path: str) -> None:
 @pytest.mark.parametrize("parallel", ["fsdp", "ddp"])
 def test_a_resumed_run_of_two_repeats_every_bit(ranks: Ranks, text: Path, tmp_path: Path, parallel: str) -> None:
     ranks(2, resume_in_two, str(text), parallel, str(tmp_path / "run.pt"))
-
-
-@pytest.mark.feature("torch", "`torchrun -m memkern train`")
-@pytest.mark.full
-def test_torchrun(text: Path, tmp_path: Path) -> None:
-    arguments = ["train", "--data", str(text), *OPTIONS, "--save", str(tmp_path / "run.pt")]
-    subprocess.run([*TORCHRUN_TWO, "-m", "memkern", *arguments], check=True, capture_output=True, timeout=240)
-    assert checkpoint.load(tmp_path / "run.pt")["config"]["batch_factor"] == 2  # constant batch per process
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,7 @@ def test_output_that_cannot_be_written_ends_no_run(
             stream.close()  # flushes, as Python does at exit
 
 
+@pytest.mark.feature("torch", "`torchrun -m memkern train`")
 @pytest.mark.full
 @pytest.mark.parametrize("launcher", [[sys.executable], [*TORCHRUN_TWO]], ids=["python", "torchrun"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -141,8 +142,10 @@ def test_a_signal_to_the_process_group_saves(run: list[str], tmp_path: Path, num
     process.stdout.close()
     os.killpg(process.pid, number)
     status = process.wait(60)
-    assert 1000 <= checkpoint.load(tmp_path / "run.pt")["step"] < 20000
+    state = checkpoint.load(tmp_path / "run.pt")
+    assert 1000 <= state["step"] < 20000
     assert status == 128 + number or len(launcher) > 1
+    assert state["config"]["batch_factor"] == (1 if len(launcher) == 1 else 2)  # constant batch per process
 
 
 @contextlib.contextmanager

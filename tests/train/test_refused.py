@@ -3,12 +3,14 @@
 import json
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from memkern import backend
 from tests.support.train_helpers import refused, small_run
 
 OPTIONS = small_run(layers=1, batch_size=2, steps=4)
@@ -37,8 +39,11 @@ FILES = {
     "code/evil.py": b"raise SystemExit('this code must not run')",
     "4bit/config.json": gpt2(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}),
 }  # fmt: skip
-# Arguments, the option that is named, and parts of the line.
+# Arguments or a variable, the option that is named, and parts of the line.
 REFUSED = """
+WORLD_SIZE=two | WORLD_SIZE | 'two' given in the environment
+WORLD_SIZE=2 | WORLD_SIZE | '2' given in the environment
+MEMKERN_BACKEND=xx | MEMKERN_BACKEND | backend must be one of cpu, cuda
 --steps 0 | --steps | 0 given | 1 or more
 --steps many | --steps | invalid int value: 'many'
 --seed 9223372036854775808 | --seed | 9223372036854775808 given | 0 to 9223372036854775807
@@ -93,7 +98,7 @@ REFUSED = """
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     for name, content in FILES.items():
         Path(name).parent.mkdir(exist_ok=True)
@@ -103,7 +108,10 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         Path(name).symlink_to(target)
     torch.save({"weights": torch.zeros(3)}, "run.pt")
     torch.save({"optimizer": Path()}, "objects.pt")
-    return tmp_path
+    backend.from_environment.cache_clear()
+    yield tmp_path
+    monkeypatch.undo()
+    backend.from_environment.cache_clear()
 
 
 def tree(folder: Path) -> dict[Path, Any]:
@@ -113,8 +121,13 @@ def tree(folder: Path) -> dict[Path, Any]:
 
 
 @pytest.mark.parametrize("row", REFUSED.strip().splitlines())
-def test_a_line_says_what_and_what_to_do(here: Path, capsys: pytest.CaptureFixture[str], row: str) -> None:
+def test_a_line_says_what_and_what_to_do(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, row: str
+) -> None:
     arguments, name, *pieces = row.split(" | ")
+    if not arguments.startswith("--"):
+        monkeypatch.setenv(*arguments.split("="))
+        arguments = ""
     before = tree(here)
     own = OPTIONS[6:] if "--model" in arguments and arguments != "--model gpt2" else OPTIONS
     data = [] if "--data" in arguments else ["--data", "text.txt"]
