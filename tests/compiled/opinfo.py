@@ -44,7 +44,8 @@ OFF_FROM_EAGER = {
     "nn.functional.soft_margin_loss": "torch's own graph subtracts from 1: a gradient of 6e-7 is off by .14"
 }
 """Operations whose graphs of torch's own are off from eager torch, with the reason."""
-IN_CODES = {"kron": (0.1, "sums of few values, which cancel")}
+_OF_FEW = 0.1, "a sum of few values, which cancel"
+IN_CODES = dict.fromkeys(("kron", "native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update"), _OF_FEW)
 """Operations whose gradients may be further off in 8 bits, how far, and why."""
 COUNTS = collections.Counter[str]()
 """Graphs that were cut, and those whose gradients are not the exact ones in 8 bits."""
