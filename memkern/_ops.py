@@ -194,12 +194,11 @@ def grad_norm_(norm: Tensor, grads: Sequence[Tensor], grad_scale: Tensor | None)
 
 
 def few_bit_encode(x: Tensor, table: Levels) -> Tensor:
-    bits, _, thresholds, flips, symmetry = table
-    return _op("few_bit_encode", x.device)(x, bits, thresholds, flips, symmetry)
+    return _op("few_bit_encode", x.device)(x, table.bits, table.thresholds, table.flips, table.symmetry)
 
 
 def few_bit_forward(x: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
-    bits, _, thresholds, flips, symmetry = activation.levels
+    table = activation.levels  # by attributes: Dynamo of torch 2.11 iterates over no constants
     namespace = _namespace(x.device, backend._asked_for)
     eager = not torch.compiler.is_compiling() and not torch.is_grad_enabled()
     if eager and x.is_cpu and namespace == NAMESPACE:
@@ -207,7 +206,7 @@ def few_bit_forward(x: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
     else:
         forward = getattr(torch.ops, namespace).few_bit_forward.default
     fn = ACTIVATIONS[activation.name]
-    return forward(x, fn, activation.a, activation.b, bits, thresholds, flips, symmetry)
+    return forward(x, fn, activation.a, activation.b, table.bits, table.thresholds, table.flips, table.symmetry)
 
 
 def few_bit_backward(grad: Tensor, codes: Tensor, levels: Sequence[float]) -> Tensor:

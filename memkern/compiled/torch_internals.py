@@ -23,8 +23,8 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_kno
 if not hasattr(inductor_config, "custom_partitioner_fn"):
     raise ImportError("torch._inductor.config has no custom_partitioner_fn")
 
-HINT = "optimization_hint" if hasattr(partitioners, "optimization_hint") else "hint_int"
-"""By what torch's cut makes a number of a symbolic size: a name of its module."""
+HINT = next(name for name in ("optimization_hint", "hint_int", "size_hint") if hasattr(partitioners, name))
+"""By what torch's cut makes a number of a symbolic size: a name of its module, of torch 2.11's the last."""
 
 __all__ = [
     "HINT",

@@ -162,15 +162,20 @@ def no_second_derivative(grad: Tensor, tag: Tensor, reason: str = SavesLess.reas
     return grad
 
 
+@assume_constant_result  # which torch 2.11 does not trace
+def _has_autocast(device: str) -> bool:
+    return torch.amp.is_autocast_available(device)
+
+
 def autocast_dtype(device: str) -> torch.dtype | None:
     """The dtype of the autocast state that is on for a type of device; None for off."""
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+    if _has_autocast(device) and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return None
 
 
 def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Autocast off, on devices that have it (meta has not)."""
-    if torch.amp.is_autocast_available(device.type):
+    if _has_autocast(device.type):
         return torch.autocast(device.type, enabled=False)
     return contextlib.nullcontext()

@@ -261,7 +261,7 @@ class BlockwiseOptimizer(Optimizer):
     def _hyperparameter(self, group: dict[str, Any], name: str) -> float:
         """A group's value of one of the op's hyperparameters: by default the option of that name."""
         if name in ("beta1", "beta2"):
-            return group["betas"][name == "beta2"]
+            return group["betas"][0 if name == "beta1" else 1]
         return group[name]
 
     @torch.no_grad()
