@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 from .planner import cli as plan_cli
 from .techniques.flags import flag
 from .techniques.options import OptionError
-from .train import cli as train_cli
 
 
 def lines(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, str]]:
@@ -77,7 +76,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     plan_parser = commands.add_parser("plan", help=help_)
     plan_cli.add_arguments(plan_parser)
     train_parser = commands.add_parser("train", help="train a language model on text")
-    train_cli.add_arguments(train_parser)
+    argv = sys.argv[1:] if argv is None else argv
+    if [*argv[:1]] == ["train"]:
+        from .train import cli as train_cli  # and torch, which a plan on fake CUDA tensors needs in another process
+
+        train_cli.add_arguments(train_parser)
     args = parser.parse_args(argv)
     if args.command == "info":
         return info(args)

@@ -87,7 +87,6 @@ def test_an_applied_model_is_compiled_for_all_who_ask() -> None:
     for refused in (
         lambda: memkern.apply(of, Techniques(compile=True)),
         lambda: resolve(of, None, torch.ones(2, 8), None, None),
-        lambda: memkern.apply(of, Techniques(weights_on_host="layers")),
     ):
         with pytest.raises(OptionError, match="compile"):
             refused()

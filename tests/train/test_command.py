@@ -106,7 +106,7 @@ def test_what_the_planner_is_asked(monkeypatch: pytest.MonkeyPatch, device: str,
 
 @pytest.mark.full
 def test_fit_on_the_command_line(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--data", str(text), *OPTIONS, "--batch-factor", "3", "--out", str(tmp_path)]
+    options = ["--data", str(text), *OPTIONS, "--layers", "2", "--batch-factor", "3", "--out", str(tmp_path)]
     main(
         ["train", *options, "--fit", "2GiB", "--optimizer", "lion", "--precision", "bf16", "--checkpointing", "blocks"]
     )
