@@ -65,6 +65,7 @@ def _enter(stack: contextlib.ExitStack) -> None:
     from torch._C._dynamo import guards
     from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.codecache import PyCodeCache
+    from torch._inductor.fx_passes.joint_graph import UniformValueConstantFolder
 
     from ..compiled.torch_internals import functorch_config, inductor_config
 
@@ -78,6 +79,7 @@ def _enter(stack: contextlib.ExitStack) -> None:
         dynamo_config.patch(**dynamo),
         mock.patch.object(PyCodeCache, "modules", []),
         mock.patch.object(PyCodeCache, "modules_no_attr", {}),
+        mock.patch.object(UniformValueConstantFolder, "_deduce_value", _on_cpu(UniformValueConstantFolder)),
         mock.patch.object(guards, "assert_alignment", _nothing),
         mock.patch.object(guards, "copy_if_misaligned", lambda x: x),
         mock.patch.object(guards, "_reinterpret_tensor", _reinterpret),
@@ -104,6 +106,22 @@ def without_kernels(mode: FakeMode, model: nn.Module) -> Iterator[None]:
             yield
         finally:
             _Session.mode = before
+
+
+def _on_cpu(folder: Any) -> Any:
+    """What finds out which constants a graph fills tensors with, by tensors of one element on their device."""
+    plain = folder._deduce_value
+
+    def deduced(self: Any, node: torch.fx.Node) -> Any:
+        given = node.kwargs
+        if "device" in given:
+            node.kwargs = {**given, "device": torch.device("cpu")}
+        try:
+            return plain(self, node)
+        finally:
+            node.kwargs = given
+
+    return deduced
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

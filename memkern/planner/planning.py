@@ -38,9 +38,8 @@ COMPILED: dict[str, dict[str, Any]] = {
     "compiled blocks": {"compile": True},
     "compiled, saved once (exact)": {"compile": True, "saved_bits": "exact"},
     "compiled, saved in 8 bits": {"compile": True, "saved_bits": 8},
-    "compiled, checkpoint every block": {"compile": True, "checkpointing": "blocks"},
 }
-"""Rows beside these where ``compile`` is given: each takes seconds of the compiler."""
+"""Rows beside these, unless ``compile=False`` is given: each takes seconds of the compiler."""
 UNSHARDED: dict[str, Any] = {
     "step_in_backward": False, "offload": None, "loss_chunk": None, "saved_bits": None,
     "checkpoint_bits": None, "checkpoint_every": 1, "weights_on_host": None, "compile": False, "memory_budget": None,
@@ -103,8 +102,8 @@ def plan(
             one number, else the sum of the first tensor of the output.
         device: "cuda" or "cpu".
         techniques: None, to choose among all; a mapping of fields of :class:`Techniques` that are given, to choose the
-            others; or Techniques, to predict just these. ``compile`` is not chosen: where it is given, every block is
-            compiled up to its kernels, and their times are those of uncompiled blocks.
+            others; or Techniques, to predict just these. ``compile`` is not chosen, though its rows are there unless it
+            is given as False: every block is compiled up to its kernels, and times are those of uncompiled blocks.
         batch_size: sequences of an optimizer step. Several may be accumulated, which rules a step in backward out.
         clip: the norm that the gradients are clipped to, 0 for no clipping; clipping rules a step in backward out too.
         dropout: all of the configuration's dropout rates; None, as they are.
@@ -154,7 +153,7 @@ def plan(
     counted_on = device if why is None else ON_CPU_TENSORS
     predictor = Predictor(found, device, counted_on, hardware or default(device), devices)
     with contextlib.ExitStack() as stack:
-        if given.get("compile"):
+        if given.get("compile", predictor.has_blocks):
             from .graphs import session
 
             stack.enter_context(session())
@@ -217,7 +216,7 @@ def _alone(predictor: Predictor, rows: dict[str, dict[str, Any]]) -> tuple[dict[
 
 def _choose(predictor: Predictor, chooser: Chooser, memory: int) -> Plan:
     source, given, batch_size = predictor.source, chooser.given, chooser.batch_size
-    alone, ruled_out = _alone(predictor, ALONE | (COMPILED if given.get("compile") else {}))
+    alone, ruled_out = _alone(predictor, ALONE | (COMPILED if given.get("compile", predictor.has_blocks) else {}))
     limit = int(memory / (1 + BAND[predictor.counted_on][0]))
     best = chooser.fastest(limit)
     largest = 0

@@ -36,7 +36,7 @@ def fit(config: TrainConfig, size: str, given: Collection[str], device: str) -> 
     given: what stays. With --micro-batch, --accumulation or --batch-factor the micro-batches do, too.
     Raises OptionError where nothing fits, with the least that could, and for a size that is none.
     """
-    names = {field.name for field in dataclasses.fields(Techniques)} & {*given, "optimizer"}
+    names = {field.name for field in dataclasses.fields(Techniques)} & {*given, "optimizer", "compile"}
     techniques = {name: getattr(config, name) for name in names}
     if {"micro_batch", "accumulation"} & {*given} or config.batch_factor > 1:
         techniques |= {"micro_batch": config.micro_batch, "accumulation": config.batch_factor * config.accumulation}

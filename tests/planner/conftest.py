@@ -2,6 +2,23 @@ from pathlib import Path
 
 import pytest
 
+from memkern.planner import planning
+
+
+@pytest.fixture(autouse=True)
+def without_compiled_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a test does not ask for them: they take seconds of each plan."""
+    if "compiled_rows" not in request.fixturenames:
+        real = planning._alone
+        monkeypatch.setattr(
+            planning, "_alone", lambda p, rows: real(p, {n: c for n, c in rows.items() if "compile" not in c})
+        )
+
+
+@pytest.fixture
+def compiled_rows() -> None:
+    """Plans have the rows of compiled blocks, as they have for users."""
+
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

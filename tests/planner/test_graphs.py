@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 
 import memkern
 from memkern import Techniques, memory
-from memkern.planner import fake_cuda, fake_step, graphs
+from memkern.planner import fake_cuda, fake_step, graphs, planning
 from memkern.planner.models import resolve
 from memkern.planner.planning import plan
 from tests.support.helpers import first_full
@@ -112,7 +112,26 @@ def test_blocks_of_torch_s_own_classes_are_compiled_anew_afterwards() -> None:
         assert (p.grad - expected.grad).norm() < 0.03 * expected.grad.norm()
 
 
+@pytest.mark.full
+@pytest.mark.usefixtures("compiled_rows")
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_compiled_blocks_are_compared_by_default(device: str) -> None:
+    """Of a model with rotary embeddings, whose backward pass fills slices: torch folds such constants on the device."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"num_hidden_layers": 6, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 100}
+    config = transformers.Qwen3Config(hidden_size=64, intermediate_size=128, head_dim=32, **sizes)
+    made = plan(config, memory="2GiB", seq_len=256, device=device)
+    assert not made.ruled_out
+    saved = {name: made.alone[name].categories["saved activations"] for name in ("as it is", *planning.COMPILED)}
+    assert saved["compiled, saved in 8 bits"] < saved["compiled, saved once (exact)"] < saved["as it is"]
+    assert made.recommended is not None
+    assert not made.recommended.techniques.compile
+    without = plan(config, memory="2GiB", seq_len=256, device=device, techniques={"compile": False})
+    assert {*made.alone} - {*without.alone} == {*planning.COMPILED}
+
+
 @pytest.mark.long  # a graph for each size that is tried
+@pytest.mark.usefixtures("compiled_rows")
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_plan_with_compiled_blocks(device: str) -> None:
     transformers = pytest.importorskip("transformers")
