@@ -74,10 +74,13 @@ def test_what_is_not_resumed(corpus: Corpus, tmp_path: Path) -> None:
 def test_two_writers_of_one_path_do_not_mix(tmp_path: Path) -> None:
     path, link = tmp_path / "file", tmp_path / "link"
     link.symlink_to(path)
+    path.write_text("old")
+    opened = path.open()
     with checkpoint.replacing(link) as one, checkpoint.replacing(path) as two:
         one.write_text("one")
         two.write_text("two")
     assert path.read_text() == "one"  # the last to be done
+    assert opened.read() == "old"  # which was replaced, not written over
     assert link.is_symlink()
     assert not [*tmp_path.glob(".*")]
 

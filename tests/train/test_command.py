@@ -106,10 +106,8 @@ def test_what_the_planner_is_asked(monkeypatch: pytest.MonkeyPatch, device: str,
 
 @pytest.mark.full
 def test_fit_on_the_command_line(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--data", str(text), *OPTIONS, "--layers", "2", "--batch-factor", "3", "--out", str(tmp_path)]
-    main(
-        ["train", *options, "--fit", "2GiB", "--optimizer", "lion", "--precision", "bf16", "--checkpointing", "blocks"]
-    )
+    options = ["--data", str(text), *OPTIONS, "--batch-factor", "3", "--out", str(tmp_path)]
+    main(["train", *options, "--fit", "2GiB", "--optimizer", "lion", "--precision", "bf16"])
     assert "2GiB fit " in capsys.readouterr().out
     written = json.loads((tmp_path / "results.json").read_text())
     assert written["plan"]["peak"] < 2 * 2**30
