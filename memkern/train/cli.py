@@ -116,8 +116,8 @@ def main(args: argparse.Namespace) -> None:
         if rank() == 0:
             say(corpus.description())
         show = report.progress(trainers) if rank() == 0 else lambda trainer: None
-        scope: AbstractContextManager[list[int]] = deferred() if save else nullcontext([])
-        with scope as signals:
+        noting: AbstractContextManager[list[int]] = deferred() if save else nullcontext([])
+        with noting as signals:
             saver = Saver(save, signals) if save else None
 
             def on_step(trainer: Trainer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 from ..techniques.options import (
@@ -37,6 +38,8 @@ RATES = {
     "lars": (3e-2, 1e-4),
     "muon": (1e-3, 0.1),
 }
+
+LR_RULES = {"none": lambda factor: 1.0, "sqrt": math.sqrt, "linear": float}
 
 # RATES are those of small models from random weights: factors for transformers' models.
 FROM_CONFIG = 0.3  # AdamW 3e-4
@@ -110,7 +113,10 @@ class TrainConfig(Techniques):
         None, "largest global gradient norm, 0 for none", NOT_NEGATIVE, group=TRAINING,
         shown="1, with --step-in-backward 0",
     )  # fmt: skip
-    batch_factor: int = option(1, "--batch-size of a step", at_least(1), group=TRAINING, shown="one for each process")
+    batch_factor: int = option(
+        1, "how many --batch-size a step has", at_least(1), group=TRAINING, shown="the processes"
+    )
+    lr_rule: str = option("sqrt", "how --lr grows with --batch-factor", (*LR_RULES,), group=TRAINING)
     warmup: int | None = option(None, "linear warm-up", at_least(0), group=TRAINING, shown="a tenth, at most 100 steps")
     save_every: int = option(100, "steps between checkpoints", at_least(1), group=FILES)
 
@@ -140,10 +146,9 @@ class TrainConfig(Techniques):
 
     @property
     def peak_lr(self) -> float:
-        if self.lr is not None:
-            return self.lr
         factor = 1.0 if self.is_preset else FROM_CONFIG if self.from_config else FINE_TUNING
-        return RATES[self.algorithm][0] * factor
+        rate = RATES[self.algorithm][0] * factor if self.lr is None else self.lr
+        return rate * LR_RULES[self.lr_rule](self.batch_factor)
 
     @property
     def decay(self) -> float:

@@ -20,8 +20,7 @@ from .config import TrainConfig
 
 VALIDATION_SHARE = 10
 """The last tenth of a text, and every tenth row of JSON lines, is for validation."""
-CHARACTERS = 2**20
-"""Of text, encoded at once: an encoding takes some 100 bytes per token."""
+CHARACTERS = 2**20  # of text, encoded at once: an encoding takes some 100 bytes per token
 JSON_LINES = (".jsonl", ".ndjson")
 TABLES = (".csv", ".tsv", ".parquet", ".json")
 ALLOWED = "allowed: text in UTF-8 or JSON lines (.jsonl), which datasets' to_json writes of other tables"
@@ -110,10 +109,9 @@ def load_corpus(data: Sequence[str] = (), *, seq_len: int, text_field: str = "te
             cut = len(text) - len(text) // VALIDATION_SHARE
             texts[0].append(text[:cut])
             texts[1].append(text[cut:])
-    ids = [encode([*filter(None, some)], tokenizer) for some in texts]
-    training, validation = ids
-    corpus = Corpus(training, validation, name, len(files) - len(left_out), left_out, tokenizer)
-    shortest = min(map(len, ids))
+    train, validation = (encode([*filter(None, some)], tokenizer) for some in texts)
+    corpus = Corpus(train, validation, name, len(files) - len(left_out), left_out, tokenizer)
+    shortest = min(len(train), len(validation))
     if shortest <= seq_len:
         allowed = f"1 to {shortest - 1}, or more text with --data" if shortest > 1 else "more text with --data"
         text = "which is the last tenth of a text and every tenth row of JSON lines"

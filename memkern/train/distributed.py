@@ -82,7 +82,7 @@ def data_parallel(objective: nn.Module, config: TrainConfig, device: torch.devic
     for blocks in block_lists(objective):
         for block in blocks:
             fully_shard(block, mesh=mesh)
-    fully_shard(objective, mesh=mesh)  # in place
+    fully_shard(objective, mesh=mesh)
     return objective
 
 

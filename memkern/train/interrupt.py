@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from . import checkpoint
 from .distributed import gathered, rank
@@ -29,11 +28,9 @@ def deferred() -> Iterator[list[int]]:
     def handle(number: int, frame: FrameType | None) -> None:
         noted.append(number)
         if number == signal.SIGINT and "RANK" not in os.environ:
-            signal.signal(number, before[number])
+            signal.signal(number, before[signal.SIGINT])
 
-    before: dict[int, Any] = {
-        number: signal.getsignal(number) or signal.SIG_DFL for number in (signal.SIGINT, signal.SIGTERM)
-    }
+    before = {number: signal.getsignal(number) or signal.SIG_DFL for number in (signal.SIGINT, signal.SIGTERM)}
     for number, handler in before.items():
         signal.signal(number, handler if handler is signal.SIG_IGN else handle)
     try:

@@ -37,7 +37,7 @@ def step_peak(trainer: Trainer) -> int:
     return memory.peak_bytes(trainer.step, trainer.model, trainer.optimizer)
 
 
-def trained(corpus: Corpus, config: TrainConfig = SMALL, **changes: Any) -> Trainer:
+def trained(corpus: Corpus, config: TrainConfig = SMALL, /, **changes: Any) -> Trainer:
     trainer = Trainer(config.replace(**changes), corpus)
     run([trainer])
     return trainer

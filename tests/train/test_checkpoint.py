@@ -50,6 +50,7 @@ def test_a_resumed_run_repeats_every_bit(corpus: Corpus, tmp_path: Path, changes
 def test_what_is_not_resumed(corpus: Corpus, tmp_path: Path) -> None:
     state, path = Trainer(SMALL, corpus).state_dict(), tmp_path / "run.pt"
     without = {name: x for name, x in state.items() if name != "format"}
+    bad: Any
     for bad in ([], without, state | {"format": [[*names, "new"] for names in state["format"]]}):
         torch.save(bad, path)
         with pytest.raises(OptionError, match=r"resume: .* is no checkpoint of this version of memkern train"):

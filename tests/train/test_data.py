@@ -85,7 +85,8 @@ def test_batches_depend_on_seed_and_step_alone(corpus: Corpus) -> None:
 
 
 def test_windows_reach_the_last_byte() -> None:
-    corpus = Corpus(*[torch.arange(10, dtype=torch.uint8)] * 2, "ten")
+    text = torch.arange(10, dtype=torch.uint8)
+    corpus = Corpus(text, text, "ten")
     steps = [corpus.step(TrainConfig(seq_len=8), step) for step in range(40)]
     assert {x for [(inputs, _)] in steps for x in inputs[:, 0].tolist()} == {0, 1}
 

@@ -69,6 +69,12 @@ def test_a_technique_follows_a_run_without_it(corpus: Corpus, row: str) -> None:
             torch.distributed.destroy_process_group()
 
 
+@pytest.mark.parametrize(("rule", "factor"), [("none", 1), ("sqrt", 2), ("linear", 4)])
+def test_a_batch_factor_is_a_larger_batch_at_a_scaled_rate(corpus: Corpus, rule: str, factor: int) -> None:
+    scaled = trained(corpus, micro_batch=2, batch_factor=4, lr_rule=rule, lr=1e-3, steps=5)
+    assert_same_run(scaled, trained(corpus, micro_batch=2, accumulation=4, lr=1e-3 * factor, steps=5))
+
+
 def test_what_a_run_is_made_of(corpus: Corpus) -> None:
     assert isinstance(trained(corpus, step_in_backward=True, clip=0.0).optimizer, optim.StepInBackward)
     assert isinstance(trained(corpus, offload="cpu").optimizer, optim.HostOffload)
@@ -115,7 +121,8 @@ def test_8_bit_states_follow_the_baseline_beside_them(corpus: Corpus, optimizer:
 def test_larger_batches(corpus: Corpus) -> None:
     """By --batch-factor, by accumulation, and in one micro-batch, where gradients are sums in another order."""
     factor, accumulated = (
-        trained(corpus, micro_batch=2, **TORCH_ADAMW, **{n: 4}) for n in ("batch_factor", "accumulation")
+        trained(corpus, micro_batch=2, lr_rule="none", **TORCH_ADAMW, **{n: 4})
+        for n in ("batch_factor", "accumulation")
     )
     assert_same_run(factor, accumulated)
     whole = trained(corpus, micro_batch=8, **TORCH_ADAMW)
