@@ -100,7 +100,7 @@ def test_what_the_planner_is_asked(monkeypatch: pytest.MonkeyPatch, device: str,
     for each, given, techniques in asked:
         with pytest.raises(InterruptedError):
             fit(each, "2GiB", given, device)
-        assert found["techniques"] == {"optimizer": "adamw"} | techniques
+        assert found["techniques"] == {"optimizer": "adamw", "compile": True} | techniques
     assert (found["memory"], found["host_memory"], found["batch_size"], found["clip"]) == (2 << 30, limit, 8, 0.0)
 
 
