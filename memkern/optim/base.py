@@ -279,7 +279,7 @@ class BlockwiseOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if torch.compiler.is_compiling() and self._is_never_traced():
+        if torch.compiler.is_compiling() and self._reads_tensors():
             self._untraced_step()
             return loss
 
@@ -355,7 +355,7 @@ class BlockwiseOptimizer(Optimizer):
             return found
         return error
 
-    def _is_never_traced(self) -> bool:
+    def _reads_tensors(self) -> bool:
         """Whether hyperparameters are tensors. A compiled op would have the numbers of the first step."""
         options = [group[key] for group in self.param_groups for key in READ_AT_EACH_STEP[1:] if key in group]
         return any(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,17 +13,24 @@ from ..reference.muon import adjusted, orthogonalize
 from ..schemas import StepArgs
 
 Group = dict[str, Any]
+T = TypeVar("T")
 BUCKET_BYTES = 64 * 2**20
 """Matrices are stepped together up to so many bytes of updates, which are in bf16, or one by one where it has more."""
 
 
-def buckets(numbers: Sequence[int], params: Sequence[Tensor], bytes_of: Callable[[Tensor], int]) -> Iterator[list[int]]:
-    """The numbers of parameters whose step is taken together, in order. ``bytes_of``: of a parameter's update."""
+def buckets(
+    numbers: Sequence[int], items: Sequence[T], bytes_of: Callable[[T], int], most: int | None = None
+) -> Iterator[list[int]]:
+    """The numbers of items that are taken together, in order: up to ``most`` bytes, or one that has more.
+
+    most: None, BUCKET_BYTES.
+    """
+    most = BUCKET_BYTES if most is None else most
     bucket: list[int] = []
     size = 0
     for i in numbers:
-        more = bytes_of(params[i])
-        if bucket and size + more > BUCKET_BYTES:
+        more = bytes_of(items[i])
+        if bucket and size + more > most:
             yield bucket
             bucket, size = [], 0
         bucket.append(i)

@@ -153,11 +153,12 @@ def plan(
     counted_on = device if why is None else ON_CPU_TENSORS
     predictor = Predictor(found, device, counted_on, hardware or default(device), devices)
     with contextlib.ExitStack() as stack:
-        if given.get("compile", predictor.has_blocks):
+        if compares := given.get("compile", predictor.has_blocks):
             from .graphs import session
 
             stack.enter_context(session())
-        made = _choose(predictor, Chooser(predictor, given, batch_size, clip, on_host), limit)
+        rows = ALONE | COMPILED if compares else ALONE
+        made = _choose(predictor, Chooser(predictor, given, batch_size, clip, on_host), limit, rows)
     return dataclasses.replace(made, not_on_cuda=why)
 
 
@@ -214,9 +215,9 @@ def _alone(predictor: Predictor, rows: dict[str, dict[str, Any]]) -> tuple[dict[
     return alone, ruled_out
 
 
-def _choose(predictor: Predictor, chooser: Chooser, memory: int) -> Plan:
+def _choose(predictor: Predictor, chooser: Chooser, memory: int, rows: dict[str, dict[str, Any]]) -> Plan:
     source, given, batch_size = predictor.source, chooser.given, chooser.batch_size
-    alone, ruled_out = _alone(predictor, ALONE | (COMPILED if given.get("compile", predictor.has_blocks) else {}))
+    alone, ruled_out = _alone(predictor, rows)
     limit = int(memory / (1 + BAND[predictor.counted_on][0]))
     best = chooser.fastest(limit)
     largest = 0

@@ -188,7 +188,7 @@ class Predictor:
         """Bytes of the two buffers through which states come to the device: those of the largest gradient, at most."""
         from ..optim.offload.device import BUCKET_BYTES, LARGE_BYTES
 
-        if not self._is_on_host(techniques) or self._steps_on_host(techniques):
+        if self._steps_on_host(techniques):
             return 0
         fixed = self.fixed(techniques)
         states = fixed.errors + fixed.optimizer

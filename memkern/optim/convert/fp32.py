@@ -60,7 +60,7 @@ def to_fp32_state_dict(model: nn.Module, optimizer: BlockwiseOptimizer | HostOff
             x = host.to(p.device, torch.float32)
             state_dict[name] = torch.where(x.to(p.dtype) == p, x, p.detach().float())
         elif p.dtype == torch.bfloat16:
-            kept = {key: x.to(p.device) for key, x in states.get(p, {}).items() if key in KEYS}
+            kept = {key: x for key, x in states.get(p, {}).items() if key in KEYS}
             state_dict[name] = x = fp32_weight(p, kept)
             weight = local(p.detach())  # what is kept beside a zero is at most 4.6e-41
             local(x).copy_(torch.where(weight == 0, weight.float(), local(x)))

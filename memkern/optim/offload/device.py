@@ -17,6 +17,7 @@ from .. import replaced
 from ..backward import without_hooks
 from ..base import BlockwiseOptimizer
 from ..dtensor.shards import is_dtensor, largest_shard, local, on_mesh, ranks_of
+from ..muon_step import buckets
 from ..state import State, own_entries, state_args
 from .pinned import Slabs
 from .transfers import Transfers, transfers_of
@@ -169,7 +170,7 @@ class Stage:
                 known = bucket is not None and bucket.stage is self and bucket.has(states[i])
                 of_bucket.setdefault(bucket if known else None, []).append(i)
             loose = of_bucket.pop(None, [])
-            fresh = [loose] if whole and loose else _cut(loose, states)
+            fresh = [loose] if whole and loose else [*buckets(loose, states, _bytes_of_largest, BUCKET_BYTES)]
             new += fresh
             found += [*of_bucket.values(), *fresh]
         self.slabs.plan(sum(bytes_of(states[i]) for i in some) for some in new)
@@ -224,18 +225,9 @@ def bytes_of(state: State) -> int:
     return sum(_aligned(local(x).nbytes) for x in own_entries(state).values())
 
 
-def _cut(numbers: Sequence[int], states: Sequence[State]) -> list[list[int]]:
-    """Neighbours together, up to ``BUCKET_BYTES`` of the largest shards: every rank has the same buckets."""
-    found: list[list[int]] = []
-    size = BUCKET_BYTES
-    for i in numbers:
-        own = sum(math.prod(largest_shard(x)) * x.element_size() for x in own_entries(states[i]).values())
-        size += own
-        if size > BUCKET_BYTES:
-            found.append([])
-            size = own
-        found[-1].append(i)
-    return found
+def _bytes_of_largest(state: State) -> int:
+    """Bytes of a state's largest shards, so that every rank has the same buckets."""
+    return sum(math.prod(largest_shard(x)) * x.element_size() for x in own_entries(state).values())
 
 
 def _view(memory: Tensor, offset: int, like: Tensor, by_itself: bool = False) -> Tensor:

@@ -116,14 +116,11 @@ def logged(monkeypatch: pytest.MonkeyPatch, way: str, count: int = 3) -> list[An
     monkeypatch.setattr(device, "BUCKET_BYTES", 500)
     layers = [nn.Linear(20, 20, bias=False) for _ in range(count)]
     optimizer = Logged(optim.AdamW, [layer.weight for layer in layers], **ON_DEVICE[way])
-    real = device.Staged.tensors
-    monkeypatch.setattr(device.Staged, "tensors", lambda self: (log.append("prepares"), real(self))[1])
     for _ in range(3):
         log.clear()
         nn.Sequential(*layers)(torch.randn(2, 20)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    log = [e for e in log if e != "prepares"]
     first = {way: min(e[1] for e in log if e[0] == way) for way in ("down", "up")}
     number = lambda e: (e[0], e[1] - first[e[0]])  # noqa: E731
     return [number(e) if e[0] in first else (e[0], *number(e[1])) for e in log]
@@ -353,7 +350,6 @@ def test_copies_go_on_by_themselves(copied: Callable[[Any], Any], way: str) -> N
 def test_a_run_goes_on_between_the_forms(tmp_path: Any) -> None:
     """From a plain optimizer to the host, to steps in the backward pass, to the CPU's, and back, through files."""
     options = {"lr": 1e-2, "min_8bit_size": 0, "master_weights": "bf16+16"}
-    expected, _, _ = run(lambda params: optim.AdamW8bit(params, **options), dtype=torch.bfloat16, steps=1)
     forms = [
         lambda p: optim.AdamW8bit(p, **options),
         on_device(optim.AdamW8bit, "device", **options),
@@ -378,7 +374,6 @@ def test_a_run_goes_on_between_the_forms(tmp_path: Any) -> None:
             torch.save(state, tmp_path / "state.pt")
         results.append(({i: dict(x) for i, x in sorted(state["state"].items())}, [*model.parameters()]))
     assert_same(results[0], results[1])
-    assert expected is not None
 
 
 def test_an_export_and_an_import_of_fp32_weights() -> None:
