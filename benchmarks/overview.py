@@ -310,14 +310,14 @@ def compiled_nets_table() -> str:
 
 def compiled_blocks_table() -> str:
     """Blocks that are compiled by themselves, beside the whole model (lab.studies.compiled_steps --blocks)."""
-    found = _last(machine.ROOT / "lab/results/compiled-steps.csv", "model", "mode")
+    found = _last(CPU_STEPS, "model", "mode", "budget")
     heads = "first step", "time", "saved", "peak"
     lines = ["| over torch.compile of the whole | | " + " | ".join(heads) + " |", "|---|---|" + "---:|" * len(heads)]
-    for model in dict.fromkeys(model for model, mode in found if mode.startswith("blocks")):
+    for model in dict.fromkeys(model for model, mode, _ in found if mode.startswith("blocks")):
         name = model
         for bits in ("torch", "exact", "8"):
             for mode in (bits, f"blocks, {bits}"):
-                row = found[model, mode]
+                row = found[model, mode, ""]
                 shares = [row[column] for column in ("first_ratio", "time_ratio", "saved_share", "peak_share")]
                 words = {"torch": "torch.compile", "exact": '`"exact"`', "8": "8 bits"}[bits]
                 cells = [f"{float(share):.2f}" for share in shares]
@@ -328,31 +328,69 @@ def compiled_blocks_table() -> str:
     return "\n".join(lines)
 
 
-def gpu_points() -> dict[str, dict[str, tuple[float, float]]]:
-    """Of models on a GPU, the peak and the time of a step by each way of saving less, over torch's own."""
-    found: dict[str, dict[str, tuple[float, float]]] = {}
+Points = dict[str, dict[str, tuple[float, float, float]]]
+"""By model and way of saving less: the time of a step, its peak, and what is saved, each over torch's own."""
+CPU_STEPS = machine.ROOT / "lab/results/compiled-steps.csv"
+CPU_MODES = {  # of lab.studies.compiled_steps --ways, in the words of the GPU's rows
+    ("eager", ""): "torch",
+    ("checkpointing", ""): "checkpointing",
+    ("torch", ""): "torch.compile",
+    ("blocks, 8", ""): "memkern.compile, 8 bits",
+    ("blocks, exact", ""): "memkern.compile, exact",
+    ("torch", "0.5"): "torch.compile, budget 0.5",
+    ("half checkpointed", ""): "half checkpointed",
+    ("compress", ""): "compress",
+}
+
+
+def gpu_points() -> Points:
+    """Of models on a GPU."""
+    found: Points = {}
     for name in ("gpu-compiled.csv", "gpu-models.csv"):
         rows = _last(name, "model", "precision", "mode")
         for (model, precision, mode), row in rows.items():
             if not model.startswith("small") and (name == "gpu-compiled.csv" or f"{model}, {precision}" in found):
                 torchs = rows[model, precision, "torch"]
-                peak, ms = (float(row[figure]) / float(torchs[figure]) for figure in ("peak_mib", "ms"))
-                found.setdefault(f"{model}, {precision}", {}).setdefault(mode, (peak, ms))
+                time, peak, saved = (float(row[x]) / float(torchs[x]) for x in ("ms", "peak_mib", "saved_mib"))
+                found.setdefault(f"{model}, {precision}", {}).setdefault(mode, (time, peak, saved))
     return found
 
 
-def gpu_ways_table() -> str:
-    """The points of the picture."""
-    models = gpu_points()
+def cpu_points() -> Points:
+    """Of models on a CPU."""
+    rows = _last(CPU_STEPS, "model", "precision", "mode", "budget")
+    found: Points = {}
+    for model, precision in dict.fromkeys((key[0], key[1]) for key in rows if key[2] == "checkpointing"):
+        torchs = rows[model, precision, "eager", ""]
+        for key, mode in CPU_MODES.items():
+            row = rows[(model, precision, *key)]
+            time, peak, saved = (
+                float(row[x]) / float(torchs[x]) for x in ("time_ratio", "peak_per_token", "saved_per_token")
+            )
+            found.setdefault(f"{model}, {precision}", {})[mode] = time, peak, saved
+    return found
+
+
+def _ways_table(models: Points) -> str:
     modes = dict.fromkeys(mode for points in models.values() for mode in points)
     lines = [
-        "| over torch: time / peak | " + " | ".join(models) + " |",
+        "| over torch: time / peak / saved | " + " | ".join(models) + " |",
         "|---|" + "---:|" * len(models),
     ]
     for mode in modes:
-        cells = [f"{p[mode][1]:.2f} / {p[mode][0]:.2f}" if mode in p else "" for p in models.values()]
+        cells = [" / ".join(f"{share:.2f}" for share in p[mode]) if mode in p else "" for p in models.values()]
         lines.append("| " + " | ".join([GPU_MODES[mode], *cells]) + " |")
     return "\n".join(lines)
+
+
+def gpu_ways_table() -> str:
+    """The points of the picture's first row."""
+    return _ways_table(gpu_points())
+
+
+def cpu_ways_table() -> str:
+    """Those of its second row."""
+    return _ways_table(cpu_points())
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -361,6 +399,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "gpu": gpu_table,
     "gpu_models": gpu_models_table,
     "gpu_ways": gpu_ways_table,
+    "cpu_ways": cpu_ways_table,
     "gpu_compiled": gpu_compiled_table,
     "compiled": compiled_table,
     "compiled_nets": compiled_nets_table,
@@ -380,26 +419,29 @@ def fill(page: str, tables: Mapping[str, Callable[[], str]] = TABLES) -> str:
 
 
 def draw(path: Path = PICTURE) -> Path:
-    """The time of a step against its peak, a point for each way of saving less (``gpu_points``)."""
+    """The time of a step against its peak, a point for each way of saving less, on a GPU and on a CPU."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    models = gpu_points()
-    modes = list(dict.fromkeys(mode for points in models.values() for mode in points))
-    figure, every = plt.subplots(1, len(models), figsize=(4.2 * len(models), 4), layout="constrained", squeeze=False)
-    for axes, (model, points) in zip(every.flat, models.items(), strict=True):
-        for mode, (peak, time) in points.items():
+    machines = {"H200": gpu_points(), "one CPU thread": cpu_points()}
+    modes = list(dict.fromkeys(mode for models in machines.values() for points in models.values() for mode in points))
+    figure, every = plt.subplots(2, 2, figsize=(8.4, 7.2), layout="constrained", sharex=True)
+    panels = ((where, *item) for where, models in machines.items() for item in models.items())
+    for axes, (where, model, points) in zip(every.flat, panels, strict=True):
+        for mode, (time, peak, _) in points.items():
             ours = mode.startswith(("memkern", "compress"))
             label = GPU_MODES[mode].replace("`", "")
             axes.plot(peak, time, "osDv^P*X"[modes.index(mode)], color=OURS if ours else OTHERS, label=label)
-        axes.legend(fontsize=7, frameon=False, loc="upper left")
-        axes.set(title=model, xlabel="peak of a step over torch's", ylabel="time of a step over torch's")
+        axes.set_title(f"{where}: {model}", fontsize=10)
         axes.set_xlim(0, 1.15)
-        axes.set_ylim(0, 2.1)
+        axes.set_ylim(0, 1.5)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.suptitle("One H200: less memory to the left, less time below", fontsize=10)
+    figure.supxlabel("peak of a step over torch's", fontsize=10)
+    figure.supylabel("time of a step over torch's", fontsize=10)
+    handles, labels = every.flat[0].get_legend_handles_labels()
+    figure.legend(handles, labels, fontsize=8, frameon=False, loc="outside lower center", ncols=2)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
     plt.close(figure)

@@ -1,10 +1,11 @@
 """Steps of compiled models: peak, time and compile time, by what is saved and by memory_budget.
 
-Models of zoo.py, one sequence, Inductor, beside the same model under torch.compile. Saved: as in saved_compiled.py.
+Models of zoo.py, one sequence, Inductor, beside the same model under torch.compile. Saved: memkern.memory.saved_bytes.
 Peak: of torch's CPU allocator in a forward and backward pass, gradients included. Time: processor time, the lowest of
 rounds that are interleaved. First: of the first step, in this process, which is not that of the C++ compilers, after a
 small model that each way has compiled before, as what is compiled first in a process pays for what is loaded then.
 --blocks: blocks compiled by themselves (memkern.apply with compile=True), beside the whole.
+--ways: all ways of saving less, eager ones too.
 --empty-kernels: Inductor's C++ kernels are not compiled and do nothing, so that what allocates is as it is.
 """
 
@@ -21,11 +22,13 @@ import torch
 import memkern
 from benchmarks import report
 from benchmarks.harness import largest_temporary
+from lab.gpu import models as gpu_models
 from lab.studies import study
 from memkern.compiled.torch_internals import functorch_config, inductor_config
+from memkern.memory import saved_bytes
 from tests.support import zoo
 
-from .saved_compiled import PRECISIONS, saved
+from .saved_compiled import PRECISIONS
 
 BUDGETS = tuple(tenths / 10 for tenths in range(10, 1, -1))
 FIGURES = ("saved_per_token", "saved_share", "peak_per_token", "peak_share", "time_ratio", "first_ratio")
@@ -52,9 +55,21 @@ class Contender(NamedTuple):
 
 
 BITS: dict[str, Any] = {"torch": None, "exact": "exact", "8": 8}
+EAGER = {"eager" if mode == "torch" else mode: way for mode, way in gpu_models.MODES.items()}
+"""Ways without a compiler, which change a model in place. After "eager", torch is torch.compile."""
+WAYS: list[tuple[str, float | None]] = [
+    *((mode, None) for mode in EAGER),
+    ("torch", 0.5),
+    ("exact", None),
+    ("8", None),
+    *((f"blocks, {bits}", None) for bits in BITS),
+]
 
 
 def _compiled(model: Any, mode: str, budget: float | None) -> Any:
+    if mode in EAGER:
+        EAGER[mode](model)
+        return model
     if mode.startswith("blocks, "):
         bits = BITS[mode.removeprefix("blocks, ")]
         memkern.apply(model, memkern.Techniques(compile=True, saved_bits=bits, memory_budget=budget))
@@ -73,8 +88,7 @@ def contender(name: str, precision: str, tokens: int, mode: str, budget: float |
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     changes = {} if layers is None else {DEPTHS.get(name, "num_hidden_layers"): layers}
     model, batch = zoo.build(name, tokens, **changes).to(dtype), zoo.batch(name, tokens, dtype)
-    own = {x.untyped_storage()._cdata for x in (*model.parameters(), *model.buffers(), *zoo.tensors(batch))}
-    compiled = model if mode == "eager" else _compiled(model, mode, budget)
+    compiled = _compiled(model, mode, budget)
 
     def forward() -> Any:
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16 autocast"):
@@ -84,10 +98,12 @@ def contender(name: str, precision: str, tokens: int, mode: str, budget: float |
         model.zero_grad()
         forward().backward()
 
+    own_budget = budget if mode == "torch" and budget is not None else 1.0
     start = time.process_time()
-    step()
+    with functorch_config.patch(activation_memory_budget=own_budget):
+        step()
     first = time.process_time() - start
-    count = sum(size for storage, size in saved([forward()]).items() if storage not in own)
+    count = saved_bytes(forward, model, *zoo.tensors(batch))
     step()
     model.zero_grad()
     return Contender(mode, budget, step, count, largest_temporary(step, "cpu"), first)
@@ -113,7 +129,7 @@ def compiling(empty: bool) -> Iterator[None]:
 def _warm_up(modes: Iterable[tuple[str, float | None]]) -> None:
     """Has each way compile a small model, with what is the same for every model loaded and initialized."""
     for mode, budget in modes:
-        if mode != "eager" and not mode.startswith("blocks, "):
+        if mode not in EAGER and not mode.startswith("blocks, "):
             torch._dynamo.reset()
             model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.LayerNorm(128), torch.nn.GELU())
             _compiled(model, mode, budget)(torch.randn(32, 64)).square().mean().backward()
@@ -167,6 +183,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--budgets", action="store_true", help="those of .2 to 1, of both modes")
     parser.add_argument("--blocks", action="store_true", help="compiled by themselves, beside the whole")
+    parser.add_argument("--ways", action="store_true", help="all ways of saving less, eager ones too")
     parser.add_argument("--layers", type=int, metavar="N", help="default: the model's in zoo.py")
     parser.add_argument("--empty-kernels", action="store_true", help="peaks alone")
     args = parser.parse_args(argv)
@@ -176,6 +193,8 @@ def main(argv: list[str] | None = None) -> None:
         modes = [(mode, budget) for mode in ("exact", "8") for budget in BUDGETS]
     if args.blocks:
         modes = [(mode, None) for mode in ("eager", "exact", "8", *(f"blocks, {bits}" for bits in BITS))]
+    if args.ways:
+        modes = WAYS
     for name in args.models:
         rounds = 0 if args.empty_kernels else args.rounds
         found = rows(name, args.precision, args.tokens, modes, rounds, args.empty_kernels, args.layers)
