@@ -362,8 +362,8 @@ def cpu_points() -> Points:
     found: Points = {}
     for model, precision in dict.fromkeys((key[0], key[1]) for key in rows if key[2] == "checkpointing"):
         torchs = rows[model, precision, "eager", ""]
-        for key, mode in CPU_MODES.items():
-            row = rows[(model, precision) + key]
+        for (way, budget), mode in CPU_MODES.items():
+            row = rows[model, precision, way, budget]
             time, peak, saved = (
                 float(row[x]) / float(torchs[x]) for x in ("time_ratio", "peak_per_token", "saved_per_token")
             )

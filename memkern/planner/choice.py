@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ..techniques.options import STATE_BITS, OptionError, Techniques, not_allowed
+from ..techniques.options import STATE_BITS, WAYS_OF_SAVING, OptionError, Techniques, not_allowed
 from .prediction import Prediction, Predictor
 
 PRECISIONS: tuple[dict[str, Any], ...] = (
@@ -19,19 +19,11 @@ PRECISIONS: tuple[dict[str, Any], ...] = (
     {"precision": "bf16", "master_weights": "bf16+16"},
     {"precision": "bf16", "master_weights": "bf16+8"},
 )
-SAVING: tuple[dict[str, Any], ...] = (
-    {},
-    {"activation_bits": 3},
-    {"activation_bits": 3, "checkpointing": "blocks", "checkpoint_every": 2},
-    {"activation_bits": 3, "checkpointing": "blocks"},
-    {"activation_bits": 3, "checkpointing": "blocks", "checkpoint_bits": 8},
-)
-"""Candidates for what is saved for the backward pass. The last needs the least memory on the device."""
 PLACES: tuple[dict[str, Any], ...] = (
     {}, {"offload": "device"}, {"offload": "cpu"}, {"weights_on_host": "layers"},
 )  # fmt: skip
 """Candidates for where the optimizer's states, and with the last the weights, are."""
-NO_SAVING: dict[str, Any] = {"checkpointing": None, "checkpoint_bits": None, "checkpoint_every": 1, "saved_bits": None}
+NO_SAVING = {name: getattr(Techniques(), name) for way in WAYS_OF_SAVING.values() for name in way}
 LOSS_CHUNK = 4096  # classes
 MAX_MICRO_BATCH = 4096
 
@@ -50,9 +42,20 @@ class Chooser:
     host_memory: int | None = None
 
     @functools.cached_property
-    def saving(self) -> tuple[dict[str, Any], ...]:
-        """``SAVING`` without checkpoints where a model has no list of like blocks."""
-        return tuple(each for each in SAVING if self.predictor.has_blocks or "checkpointing" not in each)
+    def saving(self) -> list[dict[str, Any]]:
+        """Candidates for what is saved for the backward pass. The last needs the least memory on the device.
+
+        Checkpoints have 3-bit activations beside them, around compiled blocks what saves no value twice. Without
+        ``compile`` nothing is compiled, and a model that has no list of like blocks has no checkpoints.
+        """
+        compiled = bool(self.given.get("compile"))
+        checkpoints = [way for way in WAYS_OF_SAVING.values() if "checkpointing" in way and self.predictor.has_blocks]
+        without = [way for way in WAYS_OF_SAVING.values() if "checkpointing" not in way]
+        beside = {"saved_bits": "exact"} if compiled else {"activation_bits": 3}
+        return [
+            *(way for way in without if way.get("compile", False) == compiled),
+            *(beside | way for way in checkpoints),
+        ]
 
     @functools.cached_property
     def places(self) -> tuple[dict[str, Any], ...]:

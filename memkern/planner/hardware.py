@@ -34,6 +34,13 @@ DEFAULTS = {
     "cpu": Hardware(0.15e12, 0.5e12, 35e9, 35e9, 35e9, 576 << 20),
 }
 
+COMPILED: dict[str, dict[int | str | None, float]] = {
+    "cuda": {None: 0.6, "exact": 0.6, 8: 0.75},
+    "cpu": {None: 0.9, "exact": 0.9, 8: 0.95},
+}
+"""Time of both passes of compiled blocks over that of uncompiled ones, by saved_bits: the means of GPT-2's and Llama's
+rows in README.md's tables."""
+
 
 def default(device: str) -> Hardware:
     """The speeds of ``DEFAULTS``; on a CPU without bf16 instructions bf16 has the speed of fp32."""
@@ -46,7 +53,7 @@ def default(device: str) -> Hardware:
 
 
 def seconds(
-    hardware: Hardware, t: Techniques, fixed: Fixed, *, tokens: int, attention: float, saved: int, brought: int
+    hardware: Hardware, t: Techniques, fixed: Fixed, *, tokens: int, attention: float, compiled: float, brought: int
 ) -> float:
     """Seconds of an optimizer step.
 
@@ -60,14 +67,14 @@ def seconds(
     the device.
 
     tokens: of a sequence. attention: operations per token of the products of queries, keys, probabilities and values in
-    a forward pass. saved: bytes that a micro-batch saves for the backward pass without any technique. brought: bytes of
-    weights that each pass brings from the host.
+    a forward pass. compiled: ``COMPILED``'s share of the time of both passes. brought: bytes of weights that each pass
+    brings from the host.
     """
     rate = hardware.flops if t.precision == "fp32" else hardware.half_flops
     passes = 3.0 + (1 / t.checkpoint_every if t.checkpointing else 0)
     if t.linear_share is not None:
         passes -= 1 - t.linear_share
-    of_a_pass = t.micro_batch * tokens * (2 * fixed.count + attention) / rate
+    of_a_pass = compiled * t.micro_batch * tokens * (2 * fixed.count + attention) / rate
     micro_batch = passes * of_a_pass
     if t.loss_chunk:
         micro_batch += t.micro_batch * tokens * 2 * fixed.head / rate
@@ -76,8 +83,6 @@ def seconds(
     for hides in (of_a_pass, backward):
         micro_batch += max(0.0, brought / hardware.link - hides)
     total = t.accumulation * micro_batch
-    if t.saved_bits:
-        total += t.accumulation * 2 * saved / hardware.bandwidth
     on_host = t.offload == "cpu" or bool(t.weights_on_host)
     bandwidth = hardware.host_bandwidth if on_host else hardware.bandwidth
     accumulates = hardware.host_bandwidth if t.weights_on_host else hardware.bandwidth

@@ -10,21 +10,16 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..techniques.options import NOT_NEGATIVE, OptionError, Techniques, at_least, not_allowed
+from ..techniques.options import NOT_NEGATIVE, WAYS_OF_SAVING, OptionError, Techniques, at_least, not_allowed
 from . import fake_cuda
 from .choice import Chooser
 from .hardware import DEFAULTS, Hardware, default
 from .outcome import Plan
 from .prediction import BAND, ON_CPU_TENSORS, NotTraced, Prediction, Predictor
 
-ALONE: dict[str, dict[str, Any]] = {
-    "as it is": {},
-    "checkpoint every block": {"checkpointing": "blocks"},
-    "checkpoint every other block": {"checkpointing": "blocks", "checkpoint_every": 2},
+OTHERS: dict[str, dict[str, Any]] = {
     "bf16 autocast": {"precision": "bf16-mixed"},
     "8-bit states": {"state_bits": 8},
-    "3-bit activations": {"activation_bits": 3},
-    "checkpoints in 8 bits": {"checkpointing": "blocks", "checkpoint_bits": 8},
     "randomized linear, 20 %": {"linear_share": 0.2},
     "bf16 weights, 8-bit errors": {"precision": "bf16", "master_weights": "bf16+8"},
     "step in backward": {"step_in_backward": True, "accumulation": 1},
@@ -33,13 +28,8 @@ ALONE: dict[str, dict[str, Any]] = {
     "states and step on the host": {"offload": "cpu"},
     "weights on the host": {"weights_on_host": "layers"},
 }
-"""The rows of the table: each technique by itself."""
-COMPILED: dict[str, dict[str, Any]] = {
-    "compiled blocks": {"compile": True},
-    "compiled, saved once (exact)": {"compile": True, "saved_bits": "exact"},
-    "compiled, saved in 8 bits": {"compile": True, "saved_bits": 8},
-}
-"""Rows beside these, unless ``compile=False`` is given: each takes seconds of the compiler."""
+ROWS = WAYS_OF_SAVING | OTHERS
+"""The rows of the table: each technique by itself. Those with ``compile`` take seconds of the compiler each."""
 UNSHARDED: dict[str, Any] = {
     "step_in_backward": False, "offload": None, "loss_chunk": None, "saved_bits": None,
     "checkpoint_bits": None, "checkpoint_every": 1, "weights_on_host": None, "compile": False, "memory_budget": None,
@@ -102,8 +92,8 @@ def plan(
             one number, else the sum of the first tensor of the output.
         device: "cuda" or "cpu".
         techniques: None, to choose among all; a mapping of fields of :class:`Techniques` that are given, to choose the
-            others; or Techniques, to predict just these. ``compile`` is not chosen, though its rows are there unless it
-            is given as False: every block is compiled up to its kernels, and times are those of uncompiled blocks.
+            others; or Techniques, to predict just these. ``compile`` is chosen where it is given; its rows are there
+            unless it is given as False: every block is compiled up to its kernels.
         batch_size: sequences of an optimizer step. Several may be accumulated, which rules a step in backward out.
         clip: the norm that the gradients are clipped to, 0 for no clipping; clipping rules a step in backward out too.
         dropout: all of the configuration's dropout rates; None, as they are.
@@ -153,11 +143,12 @@ def plan(
     counted_on = device if why is None else ON_CPU_TENSORS
     predictor = Predictor(found, device, counted_on, hardware or default(device), devices)
     with contextlib.ExitStack() as stack:
-        if compares := given.get("compile", predictor.has_blocks):
+        compares = given.get("compile", predictor.has_blocks)
+        if compares:
             from .graphs import session
 
             stack.enter_context(session())
-        rows = ALONE | COMPILED if compares else ALONE
+        rows = {name: changes for name, changes in ROWS.items() if compares or not changes.get("compile")}
         made = _choose(predictor, Chooser(predictor, given, batch_size, clip, on_host), limit, rows)
     return dataclasses.replace(made, not_on_cuda=why)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..techniques.options import OptionError, Techniques, not_allowed, spelled
-from .hardware import Hardware, seconds
+from .hardware import COMPILED, Hardware, seconds
 
 CATEGORIES = (
     "parameters", "errors", "gradients", "optimizer", "saved activations", "temporaries", "process and context",
@@ -285,18 +285,12 @@ class Predictor:
 
     def seconds(self, techniques: Techniques) -> float:
         """Seconds of a step."""
-        plain = Techniques(precision=techniques.precision, micro_batch=techniques.micro_batch)
         return seconds(
             self.hardware,
             techniques,
             self.fixed(techniques),
             tokens=self.source.tokens,
             attention=self.source.attention * self.source.tokens,
-            saved=self._saved(plain) if techniques.saved_bits and self.runs(plain) else 0,
+            compiled=COMPILED[self.device][techniques.saved_bits] if techniques.compile else 1.0,
             brought=self._brought(techniques),
         )
-
-    def _saved(self, techniques: Techniques) -> int:
-        """Bytes that a micro-batch saves for its backward pass."""
-        traces, more = self.traces(techniques)
-        return traces[0].saved + more * (traces[-1].saved - traces[0].saved)

@@ -39,6 +39,19 @@ OFFLOAD = (None, "device", "cpu")
 WEIGHTS_ON_HOST = (None, "layers")
 
 
+WAYS_OF_SAVING: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "3-bit activations": {"activation_bits": 3},
+    "checkpoint every other block": {"checkpointing": "blocks", "checkpoint_every": 2},
+    "checkpoint every block": {"checkpointing": "blocks"},
+    "checkpoints in 8 bits": {"checkpointing": "blocks", "checkpoint_bits": 8},
+    "compiled blocks": {"compile": True},
+    "compiled, saved once (exact)": {"compile": True, "saved_bits": "exact"},
+    "compiled, saved in 8 bits": {"compile": True, "saved_bits": 8},
+}
+"""What a forward pass can save for the backward pass, by name: fields of Techniques. ``memkern.plan`` compares all."""
+
+
 def spelled(value: Any) -> str:
     """A value as it is typed on the command line: none, 8, bf16+8."""
     if value is None:

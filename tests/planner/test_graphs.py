@@ -11,9 +11,10 @@ from torch._dynamo.utils import counters
 
 import memkern
 from memkern import Techniques, memory
-from memkern.planner import fake_cuda, fake_step, graphs, planning
+from memkern.planner import fake_cuda, fake_step, graphs
 from memkern.planner.models import resolve
 from memkern.planner.planning import plan
+from memkern.techniques.options import WAYS_OF_SAVING
 from tests.support.helpers import first_full
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
@@ -33,6 +34,7 @@ def model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(64, 64), *(nn.Sequential(*(Block() for _ in range(3))),))
 
 
+COMPILED = [name for name, way in WAYS_OF_SAVING.items() if way.get("compile")]
 BATCH = torch.randn(128, 64, generator=torch.Generator().manual_seed(1))
 CASES: list[dict[str, Any]] = [
     {},
@@ -122,12 +124,14 @@ def test_compiled_blocks_are_compared_by_default(device: str) -> None:
     config = transformers.Qwen3Config(hidden_size=64, intermediate_size=128, head_dim=32, **sizes)
     made = plan(config, memory="2GiB", seq_len=256, device=device)
     assert not made.ruled_out
-    saved = {name: made.alone[name].categories["saved activations"] for name in ("as it is", *planning.COMPILED)}
+    saved = {name: made.alone[name].categories["saved activations"] for name in ("as it is", *COMPILED)}
     assert saved["compiled, saved in 8 bits"] < saved["compiled, saved once (exact)"] < saved["as it is"]
+    seconds = {name: made.alone[name].seconds for name in saved}
+    assert seconds["compiled, saved once (exact)"] < seconds["compiled, saved in 8 bits"] < seconds["as it is"]
     assert made.recommended is not None
     assert not made.recommended.techniques.compile
     without = plan(config, memory="2GiB", seq_len=256, device=device, techniques={"compile": False})
-    assert {*made.alone} - {*without.alone} == {*planning.COMPILED}
+    assert {*made.alone} - {*without.alone} == {*COMPILED}
 
 
 @pytest.mark.long  # a graph for each size that is tried
