@@ -197,9 +197,6 @@ class BlockwiseOptimizer(Optimizer):
         pairs = [(p, group) for group in self.param_groups for p in group["params"]]
         for p, group in self._all_ranks.order.sorted(pairs):
             self._convert_storage(p, group)
-        for state in self.state.values():
-            if isinstance(state, State):
-                state.plan = None
         self._snapshots = self._snapshot()
 
     def _prepare(self, pairs: Sequence[tuple[Tensor, dict[str, Any]]]) -> None:
@@ -209,7 +206,7 @@ class BlockwiseOptimizer(Optimizer):
             ValueError, TypeError, RuntimeError: a parameter that is not supported; before anything is changed.
         """
         pairs = self._all_ranks.order.sorted(pairs)
-        changed = [(p, group) for p, group in pairs if not self._known(p, group).is_checked(p)]
+        changed = [(p, group) for p, group in pairs if not self._known(p, group).is_as_stepped(p)]
         for p, group in changed:
             with step_errors.of_parameter(p, self.param_groups):
                 self._check_param(p, group)
@@ -221,7 +218,6 @@ class BlockwiseOptimizer(Optimizer):
                 state.replace({**state, **self._init_state(p, group)}, Format.of(group))
             else:
                 self._convert_storage(p, group)
-            state.note_checked(p)
         if changed:
             self._rounds = rounds_of([p for group in self.param_groups for p in self._trained(group)])
 
@@ -325,14 +321,14 @@ class BlockwiseOptimizer(Optimizer):
         if not torch.compiler.is_compiling():
             known = [states[p] for p in params]
             plan = getattr(known[0], "plan", None)
-            if plan is not None and plan.holds(params, group_of_each, known, len(groups)):
+            if plan is not None and plan.holds(params, group_of_each, known, groups, self._snapshots):
                 return plan
             self._prepare([(p, groups[k]) for p, k in zip(params, group_of_each, strict=True)])
         entries = [Entry(p, k, states[p], self._op_of(groups[k])) for p, k in zip(params, group_of_each, strict=True)]
-        plan = StepPlan(entries, groups, self._all_ranks, self._rounds, self._stage_of)
+        plan = StepPlan(entries, groups, self._all_ranks, self._rounds, self._snapshots, self._stage_of)
         if not torch.compiler.is_compiling():
             for entry in entries:
-                entry.state.plan = plan
+                entry.state.note_step(entry.param, plan)
         return plan
 
     def _values(self, grads: list[Tensor]) -> Values:

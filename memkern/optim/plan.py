@@ -87,6 +87,7 @@ class StepPlan:
         groups: the optimizer's.
         all_ranks: those that have a part of the optimizer's parameters.
         rounds: see :func:`rounds_of`.
+        snapshots: the groups as they are (memkern.optim.replaced), another object where they have changed.
         stage_of: through what states that are on the host come to a device (memkern.optim.offload.device.Stage).
     """
 
@@ -96,12 +97,13 @@ class StepPlan:
         groups: Sequence[Group],
         all_ranks: collectives.AllRanks,
         rounds: Mapping[int, int],
+        snapshots: Sequence[Any],
         stage_of: Callable[[torch.device], Any] = lambda device: None,
     ) -> None:
         self.all_ranks = all_ranks
         self.params = params = [entry.param for entry in entries]
         self.group_of_each = [entry.group for entry in entries]
-        self.group_count = len(groups)
+        self._groups = len(groups), snapshots
         sharded = bool(all_ranks.meshes)
         ranks = shards.ranks_of_each(params) if sharded else {}
         self.ranks = [ranks.get(p) for p in params] if sharded else [None] * len(params)
@@ -111,7 +113,6 @@ class StepPlan:
         self._is_checked = False
         if not torch.compiler.is_compiling():
             self._params, self._states = [*map(id, params)], [id(entry.state) for entry in entries]
-            self._layouts = _layouts(params)
 
         kinds: dict[Kind, list[int]] = {}
         for _, i in all_ranks.order.sorted(zip(params, range(len(params)), strict=True)):
@@ -166,18 +167,27 @@ class StepPlan:
 
     # ---- whether it holds
 
-    def holds(self, params: Sequence[Tensor], group_of_each: list[int], states: Sequence[Any], groups: int) -> bool:
+    def holds(
+        self,
+        params: Sequence[Tensor],
+        group_of_each: list[int],
+        states: Sequence[Any],
+        groups: Sequence[Group],
+        snapshots: Sequence[Any],
+    ) -> bool:
         """Whether the step of ``params``, each of the group of this number, is still this one.
 
         A state forgets its plan where an entry of it is replaced. Values, and gradients, are as they may be.
         """
         return (
-            [*map(id, params)] == self._params
+            len(groups) == self._groups[0]
+            and snapshots is self._groups[1]
+            and [*map(id, params)] == self._params
             and [*map(id, states)] == self._states
-            and all(getattr(state, "plan", None) is self for state in states)
             and group_of_each == self.group_of_each
-            and groups == self.group_count
-            and _layouts(params) == self._layouts
+            and all(
+                getattr(s, "plan", None) is self and s.is_as_stepped(p) for p, s in zip(params, states, strict=True)
+            )
         )
 
     # ---- the step
@@ -341,12 +351,6 @@ def _brought(call: Call) -> AbstractContextManager[Any]:
 
 def _on(x: Tensor | None, device: torch.device) -> Tensor | None:
     return None if x is None else x.to(device)
-
-
-def _layouts(params: Sequence[Tensor]) -> Any:
-    """Of each parameter strides, elements (so that another shape is seen, too), dtype and device."""
-    elements, devices = [*map(Tensor.numel, params)], [*map(Tensor.get_device, params)]
-    return [p.stride() for p in params], elements, [p.dtype for p in params], devices
 
 
 def _buffer(buffers: dict[Any, Tensor], p: Tensor) -> Tensor:

@@ -29,12 +29,12 @@ ENTRIES = {
 """memkern's own entries of a state. Wrappers may add others (timm's Lookahead), which stay as they are."""
 
 
-def _forgetting_plan(method: Any) -> Any:
+def _forgetting_step(method: Any) -> Any:
     """A method of dict that changes entries, for :class:`State`."""
 
     @functools.wraps(method)
     def changed(self: State, *args: Any, **kwargs: Any) -> Any:
-        self.plan = None
+        self.plan = self._layout = None
         return method(self, *args, **kwargs)
 
     return changed
@@ -45,22 +45,22 @@ class State(dict[str, Any]):
 
     format: None before the first step, where a wrapper's entries may be there already.
     plan: of the parameter's last step (:class:`memkern.optim.plan.StepPlan`), until an entry is replaced. States alone
-    hold a plan, so that the tensors in it are freed with them.
+    hold a plan, so that the tensors in it are freed with them: users move states to the host between two steps.
     """
 
     format: Format | None = None
     plan: Any = None
     bucket: Any = None  # on the host, in which the entries are (memkern.optim.offload.device.Bucket)
-    _checked: Any = None
+    _layout: Any = None  # of the parameter at its last step, until an entry is replaced
 
-    __setitem__ = _forgetting_plan(dict.__setitem__)
-    __delitem__ = _forgetting_plan(dict.__delitem__)
-    __ior__ = _forgetting_plan(dict.__ior__)
-    clear = _forgetting_plan(dict.clear)
-    pop = _forgetting_plan(dict.pop)
-    popitem = _forgetting_plan(dict.popitem)
-    setdefault = _forgetting_plan(dict.setdefault)
-    update = _forgetting_plan(dict.update)
+    __setitem__ = _forgetting_step(dict.__setitem__)
+    __delitem__ = _forgetting_step(dict.__delitem__)
+    __ior__ = _forgetting_step(dict.__ior__)
+    clear = _forgetting_step(dict.clear)
+    pop = _forgetting_step(dict.pop)
+    popitem = _forgetting_step(dict.popitem)
+    setdefault = _forgetting_step(dict.setdefault)
+    update = _forgetting_step(dict.update)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"format": self.format}
@@ -80,21 +80,13 @@ class State(dict[str, Any]):
         self.update(entries)
         self.format = format
 
-    def note_checked(self, p: Tensor) -> None:
-        """Notes that the parameter can be stepped, and that the entries are as it asks for."""
-        self._checked = self._layout_of(p)
+    def note_step(self, p: Tensor, plan: Any) -> None:
+        """Notes that a parameter's step has this plan: it can be stepped, and the entries are as it asks for."""
+        self.plan, self._layout = plan, _layout(p)
 
-    def note_moved(self) -> None:
-        """Notes that the same entries are other tensors now."""
-        if self._checked is not None:
-            self._checked = (*self._checked[:-1], [*map(id, self.values())])
-
-    def is_checked(self, p: Tensor) -> bool:
+    def is_as_stepped(self, p: Tensor) -> bool:
         """Whether neither the parameter nor the entries have changed since then, but for their values."""
-        return self._checked is not None and self._checked == self._layout_of(p)
-
-    def _layout_of(self, p: Tensor) -> Any:
-        return p.dtype, p.device, p.shape, p.stride(), [*map(id, self.values())]
+        return self._layout == _layout(p)
 
     def moved(self, new: Tensor) -> State:
         """The state for the parameter ``new`` in place of its own, on its device and ranks."""
@@ -114,6 +106,10 @@ class State(dict[str, Any]):
             x = x if shards.is_dtensor(x) else x.to(new.device)
             found[key] = shards.placed(key, x, new, format.block_size).to(new.device)
         return found
+
+
+def _layout(p: Tensor) -> Any:
+    return p.dtype, p.device, p.shape, p.stride()
 
 
 def _unflatten(values: Iterable[Any], context: tuple[list[str], Format | None]) -> State:

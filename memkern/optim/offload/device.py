@@ -72,7 +72,6 @@ class Bucket:
                 places[key], state[key] = (offset, view), view
                 offset += _aligned(local(x).nbytes)
             state.bucket = self
-            state.note_moved()
         slot.reserve(self.size)
 
     def has(self, state: State) -> bool:

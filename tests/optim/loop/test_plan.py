@@ -168,7 +168,7 @@ def test_a_step_after_an_edit_is_that_of_a_new_plan(edit: Callable[[optim.AdamW8
             edit(other)
         for state in other.state.values():
             if isinstance(state, State):
-                state.plan = state._checked = None
+                state.plan = state._layout = None
         step(one, i)
         step(other, i)
     assert_same(snapshot(one), snapshot(other))
@@ -195,7 +195,7 @@ def test_a_state_that_another_parameter_gets() -> None:
             if i == 2:
                 optimizer.state[a], optimizer.state[b] = optimizer.state[b], optimizer.state[a]
             for state in other.state.values():
-                state.plan = state._checked = None
+                state.plan = state._layout = None
             step(optimizer, i, without={0: None, 1: 1, 2: 0, 3: 1}[i])
     assert_same(snapshot(one), snapshot(other))
 
@@ -259,7 +259,7 @@ def test_each_way_to_change_entries_ends_the_plan(method: str) -> None:
     state = optimizer.state[params_of(optimizer)[0]]
     assert state.plan is not None
     METHODS[method](state)
-    assert state.plan is None
+    assert state.plan is state._layout is None
     # Nothing else that dict has changes entries.
     changing = {name for name in dir(dict) if name in METHODS}
     assert changing == {name for name in METHODS if getattr(State, name) is not getattr(dict, name)}

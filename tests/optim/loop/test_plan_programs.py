@@ -136,7 +136,7 @@ class Program:
                 p.grad = g if self.choice.random() < 0.85 else None
             for state in self.optimizer.state.values() if forget else ():
                 if isinstance(state, State):
-                    state.plan = state._checked = None
+                    state.plan = state._layout = None
             self.trying(self.optimizer.step)
             self.found.append([p.detach().clone() for p in self.params])
         return [*self.found, [dict(self.optimizer.state.get(p, {})) for p in self.params]]
