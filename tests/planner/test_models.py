@@ -83,15 +83,19 @@ def test_a_step_is_traced(case: str) -> None:
     assert trace(source, Techniques(precision="bf16"), "cpu").saved < one.saved
 
 
+def planned(model: nn.Module, device: str = "cpu", **options: Any) -> memkern.planner.Plan:
+    return memkern.plan(model, inputs=torch.ones(2, 8), memory="1GiB", device=device, **options)
+
+
 def test_a_model_with_batch_normalization_is_planned_for_with_two_sequences() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
-    plan = memkern.plan(model, inputs=torch.ones(2, 8), memory="1GiB", device="cpu", batch_size=2)
+    plan = planned(model, batch_size=2)
     assert {p.techniques.micro_batch for p in plan.alone.values()} == {2}
     assert "2 examples; time against" in str(plan)
     assert plan.recommended is not None
     assert plan.recommended.techniques.micro_batch == 2
     with pytest.raises(OptionError, match="more than 1 value per channel"):
-        memkern.plan(model, inputs=torch.ones(2, 8), memory="1GiB", device="cpu")
+        planned(model)
 
 
 def test_the_class_that_a_configuration_is_for() -> None:
@@ -122,23 +126,17 @@ class Stubborn(nn.Module):
 
 
 def test_a_technique_that_a_model_does_not_run_with_is_ruled_out() -> None:
-    plan = memkern.plan(Stubborn("fp32"), inputs=torch.ones(2, 8), memory="1GiB", device="cpu")
+    plan = planned(Stubborn("fp32"))
     reason = "techniques, precision=bf16-mixed: the model's step raises NotImplementedError: no kernel for bf16"
     assert plan.ruled_out == {"bf16 autocast": reason.removeprefix("techniques, ")}
     assert "bf16 autocast: not with this model. precision=bf16-mixed" in str(plan)
     assert plan.recommended is not None
     assert plan.recommended.techniques.precision != "bf16-mixed"
     with pytest.raises(OptionError, match="precision=bf16-mixed: the model's step raises"):
-        memkern.plan(
-            Stubborn("fp32"),
-            inputs=torch.ones(2, 8),
-            memory="1GiB",
-            device="cpu",
-            techniques={"precision": "bf16-mixed"},
-        )
+        planned(Stubborn("fp32"), techniques={"precision": "bf16-mixed"})
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.full)])
 def test_a_step_that_depends_on_values_is_one_error(device: str) -> None:
     with pytest.raises(OptionError, match=r"model: a plain training step raises on fake tensors(?s:.)*; allowed: "):
-        memkern.plan(Stubborn("values"), inputs=torch.ones(2, 8), memory="1GiB", device=device)
+        planned(Stubborn("values"), device)

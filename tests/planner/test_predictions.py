@@ -3,9 +3,7 @@
 import torch
 
 import memkern
-from memkern.planner.hardware import DEFAULTS
-from memkern.planner.models import resolve
-from memkern.planner.prediction import CATEGORIES, MARGIN, Predictor
+from memkern.planner.prediction import CATEGORIES, MARGIN
 from memkern.techniques.options import Techniques
 from tests.support.planned_models import DEPTH, WIDTH, Stack, predictor_of
 
@@ -56,8 +54,7 @@ def test_a_step_in_backward_frees_gradients_and_accumulation_holds_them() -> Non
 
 
 def test_offload_leaves_the_gpu_without_states() -> None:
-    source = resolve(Stack(), None, torch.zeros(2, WIDTH), None, None)
-    predictor = Predictor(source, "cuda", "cuda, on fake CPU tensors", DEFAULTS["cuda"])
+    predictor = predictor_of(Stack(), torch.zeros(2, WIDTH), "cuda")
     here, away = predictor.predict(Techniques()), predictor.predict(Techniques(offload="cpu"))
     assert away.categories["optimizer"] == 0
     assert away.host >= here.categories["optimizer"] > 0

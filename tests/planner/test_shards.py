@@ -8,11 +8,10 @@ from torch import nn
 
 import memkern
 from memkern.planner.hardware import DEFAULTS
-from memkern.planner.models import resolve
-from memkern.planner.prediction import Predictor
 from memkern.planner.shards import Groups
 from memkern.planner.trace import Trace
 from memkern.techniques.options import OptionError, Techniques
+from tests.support.planned_models import predictor_of
 
 WIDTH, DEPTH = 30, 3
 INPUTS = torch.zeros(2, WIDTH)
@@ -24,13 +23,8 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Sequential(*blocks), nn.Linear(WIDTH, 5, bias=False))
 
 
-def predictor(devices: int) -> Predictor:
-    source = resolve(model(), None, INPUTS, None, None)
-    return Predictor(source, "cpu", "cpu", DEFAULTS["cpu"], devices)
-
-
 def test_a_device_holds_its_rows_and_what_is_gathered() -> None:
-    found = predictor(4).fixed(Techniques())
+    found = predictor_of(model(), INPUTS, devices=4).fixed(Techniques())
     block, head = 8 * WIDTH + 8, 2 * WIDTH  # of 30 and 5 rows, rounded up
     assert found.count == DEPTH * WIDTH * (WIDTH + 1) + 5 * WIDTH
     assert found.parameters == found.gradients == 4 * (DEPTH * block + head)
@@ -50,9 +44,10 @@ def test_what_is_gathered_in_each_part_of_a_step() -> None:
 
 
 def test_gradients_of_blocks_are_reduced_when_the_block_ends() -> None:
-    one, many = (predictor(n).predict(Techniques(micro_batch=50)) for n in (1, 3))
+    predictors = [predictor_of(model(), INPUTS, devices=n) for n in (1, 3)]
+    one, many = (each.predict(Techniques(micro_batch=50)) for each in predictors)
     assert many.phases["step"] < one.phases["step"] / 2 + DEFAULTS["cpu"].process
-    gathered = predictor(3).fixed(Techniques())
+    gathered = predictors[1].fixed(Techniques())
     assert many.categories["temporaries"] >= gathered.root + gathered.block
 
 

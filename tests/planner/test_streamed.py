@@ -1,12 +1,10 @@
-"""memkern.plan with weights on the host: what a device and the host hold, the time, the loop, and what is refused."""
+"""memkern.plan with weights on the host: what a device and the host hold, and the time."""
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import memkern
@@ -14,12 +12,12 @@ from memkern.planner import fake_cuda
 from memkern.planner.choice import Chooser
 from memkern.planner.fake_step import Fixed
 from memkern.planner.hardware import DEFAULTS, seconds
-from memkern.planner.models import resolve
-from memkern.planner.prediction import ON_CPU_TENSORS, Predictor
+from memkern.planner.prediction import Predictor
 from memkern.planner.shards import Streamed
 from memkern.planner.trace import Trace
-from memkern.techniques.options import OptionError, Techniques
+from memkern.techniques.options import Techniques
 from tests.support.helpers import first_full
+from tests.support.planned_models import predictor_of
 
 WIDTH, DEPTH = 64, 4
 GIB = 2**30
@@ -45,17 +43,7 @@ class Stack(nn.Module):
 
 
 def predictor(model: nn.Module | None = None, device: str = "cuda") -> Predictor:
-    source = resolve(model or Stack(), None, torch.zeros(2, WIDTH), None, None)
-    counted_on = "cpu" if device == "cpu" else ON_CPU_TENSORS
-    return Predictor(source, device, counted_on, DEFAULTS[device])
-
-
-@pytest.fixture
-def group() -> Iterator[None]:
-    """Ends the process group that the printed loop makes."""
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    return predictor_of(model or Stack(), torch.zeros(2, WIDTH), device)
 
 
 # ---- the device
@@ -143,41 +131,7 @@ def test_the_host_s_step_is_hidden_by_the_backward_pass_and_never_faster_than_th
     assert of(inside, 150) > of(on_device, 150)
 
 
-# ---- what is refused
-
-
-def test_a_model_without_blocks_is_refused() -> None:
-    options: dict[str, Any] = {"memory": "4GiB", "inputs": torch.zeros(2, WIDTH), "device": "cpu"}
-    with pytest.raises(OptionError, match="weights_on_host: 'layers' given; allowed: None for a model without"):
-        memkern.plan(nn.Linear(WIDTH, WIDTH), **options, techniques=FRUGAL)
-
-
 # ---- plans
-
-
-def tiny(tied: bool = False) -> Any:
-    transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
-    return transformers.LlamaConfig(**sizes, vocab_size=256, max_position_embeddings=64, tie_word_embeddings=tied)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("chunk", [None, 100])
-def test_the_printed_loop_trains(chunk: int | None, group: None) -> None:
-    config = tiny()
-    given = FRUGAL | {"checkpointing": "blocks", "step_in_backward": True, "loss_chunk": chunk, "micro_batch": 2}
-    plan = memkern.plan(config, memory="4GiB", seq_len=32, device="cpu", batch_size=2, techniques=Techniques(**given))
-    import transformers
-
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(config)
-    ids = torch.randint(256, (2, 32), generator=torch.Generator().manual_seed(0))
-    losses: list[float] = []
-    code = plan.code().replace("    loss.backward()", "    losses.append(loss.item()); loss.backward()")
-    batches = iter([{"input_ids": ids, "labels": ids}] * 5)
-    exec(code, {"model": model, "batches": batches, "lr": 1e-2, "steps": 5, "losses": losses})
-    assert type(next(model.parameters())).__name__ == "DTensor"
-    assert losses[-1] < 0.9 * losses[0]
 
 
 @pytest.mark.full

@@ -11,9 +11,7 @@ from torch import nn
 import memkern
 from memkern import memory
 from memkern.planner import fake_step
-from memkern.planner.hardware import DEFAULTS
 from memkern.planner.models import resolve
-from memkern.planner.prediction import Predictor
 from memkern.planner.trace import Trace, aligned, peaks
 from memkern.techniques import applying
 from memkern.techniques.options import Techniques
@@ -68,9 +66,8 @@ def test_the_sum_of_a_tied_weights_gradients_is_made_as_autograd_makes_it(
     """In a buffer of its own where the first gradient is a view, as a linear layer's is; else over the first."""
     loss = lambda model, batch: model(batch[0], chunked)  # noqa: E731
     tokens = torch.arange(8)
-    source = resolve(Tied(), None, (tokens,), loss, None)
     techniques = Techniques(precision=precision, micro_batch=8)
-    found = peaks(*Predictor(source, "cpu", "cpu", DEFAULTS["cpu"]).traces(techniques), free_gradients=False, unit=1)
+    found = peaks(*predictor_of(Tied(), (tokens,), loss=loss).traces(techniques), free_gradients=False, unit=1)
     model = Tied()
 
     def step() -> None:
@@ -106,50 +103,13 @@ class Headed(Stack):
 @pytest.mark.parametrize("changes", [{}, {"checkpointing": "blocks"}], ids=str)
 def test_traces_are_aligned_where_the_blocks_are_not_in_the_middle(changes: dict[str, Any]) -> None:
     def traced(depth: int) -> Trace:
-        model = Headed()
-        model.blocks = nn.ModuleList(Block() for _ in range(depth))
-        source = resolve(model, None, torch.zeros(2, WIDTH), None, None)
+        source = resolve(Headed(depth), None, torch.zeros(2, WIDTH), None, None)
         return fake_step.trace(source, Techniques(micro_batch=100, **changes), "cpu")
 
     for options in ({"free_gradients": False, "unit": 1}, {"free_gradients": True, "unit": 64}):
         found = peaks([traced(3), traced(4)], 5, **options)
         assert found == peaks([traced(8)], 0, **options)
         assert all(size >= 0 for phase in found.values() for size in phase.values())
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("free_gradients", [False, True])
-@pytest.mark.parametrize(
-    ("family", "changes"),
-    [
-        ("GPT2", {}),
-        ("GPT2", {"activation_bits": 3}),
-        ("GPT2", {"precision": "bf16-mixed", "checkpointing": "blocks", "loss_chunk": 512}),
-        ("GPT2", {"checkpointing": "blocks", "checkpoint_every": 3}),
-        ("Llama", {"checkpointing": "blocks", "checkpoint_every": 2}),
-        ("Llama", {"precision": "bf16", "checkpointing": "blocks", "checkpoint_bits": 8, "loss_chunk": 128}),
-    ],
-    ids=str,
-)
-def test_few_blocks_tell_of_all(family: str, changes: dict[str, Any], free_gradients: bool) -> None:
-    """Where what a block has computed is freed in the next one, the first block is unlike the others."""
-    import transformers
-
-    sizes = {"vocab_size": 500, "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 14}
-    config = getattr(transformers, f"{family}Config")(**sizes, architectures=[f"{family}LMHeadModel"])
-    if family == "Llama":
-        config.architectures, config.intermediate_size = ["LlamaForCausalLM"], 176
-    source: Any = resolve(config, 64, None, None, None)
-    techniques = Techniques(micro_batch=4, **changes)
-    fake_step.trace(source.with_depth(2), techniques, "cpu")  # what is cached on first use
-    made, more = fake_step.traces(source, techniques, "cpu")
-    assert len(made) == 2
-    whole = [fake_step.trace(source, techniques, "cpu")]
-    found, expected = (peaks(*of, free_gradients=free_gradients, unit=64) for of in ((made, more), (whole, 0)))
-    assert {phase: sum(x.values()) for phase, x in found.items()} == {
-        phase: sum(x.values()) for phase, x in expected.items()
-    }
-    assert fake_step.fixed(source, techniques, "cpu") == fake_step._fixed(source, techniques, "cpu")
 
 
 def test_traces_of_blocks_that_differ_are_not_aligned() -> None:

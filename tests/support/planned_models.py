@@ -7,7 +7,7 @@ from torch import nn
 
 from memkern.planner.hardware import DEFAULTS
 from memkern.planner.models import resolve
-from memkern.planner.prediction import Predictor
+from memkern.planner.prediction import ON_CPU_TENSORS, Predictor
 
 WIDTH, DEPTH = 64, 4
 
@@ -22,9 +22,9 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, depth: int = DEPTH) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(DEPTH))
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -32,5 +32,7 @@ class Stack(nn.Module):
         return x.square().mean()
 
 
-def predictor_of(model: nn.Module, inputs: Any) -> Predictor:
-    return Predictor(resolve(model, None, inputs, None, None), "cpu", "cpu", DEFAULTS["cpu"])
+def predictor_of(model: nn.Module, inputs: Any, device: str = "cpu", devices: int = 1, loss: Any = None) -> Predictor:
+    """Of a GPU on fake CPU tensors."""
+    counted_on = "cpu" if device == "cpu" else ON_CPU_TENSORS
+    return Predictor(resolve(model, None, inputs, loss, None), device, counted_on, DEFAULTS[device], devices)
