@@ -66,7 +66,6 @@ def test_resume_takes_the_options_it_is_not_given(
     assert again["runs"] == first["runs"]
     assert again["config"] == first["config"] | {"eval_every": 1}
     capsys.readouterr()
-    assert "--lr: 0.002 given; allowed: 0.0005, with which" in refused(capsys, "--resume", path, "--lr", "2e-3")
     state = checkpoint.load(Path(path))
     torch.save(state | {"optimizer": {}}, path)
     assert f"--resume: '{path}' given, which cannot be continued: " in refused(capsys, "--resume", path)

