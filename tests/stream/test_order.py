@@ -180,27 +180,6 @@ def test_nothing_is_used_before_its_copy_or_written_while_it_is_used(device: Dev
     assert not device.errors
 
 
-def test_a_block_that_is_used_before_its_copy_has_ended_is_found(
-    device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Prefetch, "arrive", lambda self, group: None)
-    with pytest.raises(RaceError, match="forward of embedding of compute, and before it a copy of embedding of up"):
-        trained(device)
-
-
-def test_a_copy_into_memory_that_is_still_read_is_found(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    def bring(self: Prefetch, group: Any) -> None:
-        """Without waiting for what was given to the computing stream."""
-        if not group.is_there:
-            with self.streams.stream(self.up):
-                group.module.unshard()
-            self._copies[group] = self.up.record_event()
-
-    monkeypatch.setattr(Prefetch, "bring", bring)
-    with pytest.raises(RaceError, match=r"a copy of blocks\.\d of up, and before it forward of .* of compute"):
-        trained(device)
-
-
 # ---- gradients
 
 
@@ -223,10 +202,21 @@ def test_a_block_is_stepped_after_its_gradients_have_come(device: Device, monkey
     trained(device, TECHNIQUES.replace(step_in_backward=True))
 
 
-def test_a_step_before_the_copy_of_its_gradient_is_found(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("owner", "wait", "message"),
+    [
+        (Prefetch, "arrive", "forward of embedding of compute, and before it a copy of embedding of up"),
+        (Stream, "wait_stream", r"a copy of blocks\.\d of up, and before it forward of .* of compute"),
+        (Event, "synchronize", "a step of host, and before it a copy of a gradient of down"),
+    ],
+    ids=["of a copy", "of the last use of the memory", "of a gradient"],
+)
+def test_a_wait_that_is_left_out_is_found(
+    device: Device, monkeypatch: pytest.MonkeyPatch, owner: type, wait: str, message: str
+) -> None:
     stepping(device, monkeypatch)
-    monkeypatch.setattr(Event, "synchronize", lambda self: None)
-    with pytest.raises(RaceError, match="a step of host, and before it a copy of a gradient of down"):
+    monkeypatch.setattr(owner, wait, lambda self, other=None: None)
+    with pytest.raises(RaceError, match=message):
         trained(device, TECHNIQUES.replace(step_in_backward=True))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import memkern
-from memkern.stream.streaming import check, process_group
+from memkern.stream.streaming import process_group
 from memkern.techniques.options import OptionError
 from tests.stream.runs import STREAMED, Model, optimizer_for
 
@@ -102,9 +101,3 @@ def test_a_host_without_pinned_memory_says_what_to_do(monkeypatch: pytest.Monkey
     monkeypatch.setattr(streaming, "_shard_bytes", lambda *_: 2**30)
     with pytest.raises(RuntimeError, match=r"could not be moved to pinned memory .*ulimit -l.*pin_memory=False"):
         streaming.stream(Model(), torch.device("cuda"))
-
-
-def test_a_check_leaves_the_model_as_it_was() -> None:
-    model = Model()
-    check(model)
-    copy.deepcopy(model)
