@@ -9,6 +9,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from torch.nn.parameter import Parameter
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from memkern import optim
+from memkern.optim.offload import host_weights
 from tests.support.helpers import assert_same
 from tests.support.random_options import OPTIONS, set_option
 from tests.support.schedulers import SCHEDULERS
@@ -85,7 +87,9 @@ class Program:
         if self.can_clip:
             options["max_grad_norm"] = 0.5
         new = functools.partial(optim.HostOffload, build) if self.offloads else build
-        self.optimizer: Any = new(groups, **options)
+        least = self.choice.choice([1, host_weights.BUCKET_ELEMENTS])  # a bucket of each, or one of all
+        with patch.object(host_weights, "BUCKET_ELEMENTS", least):
+            self.optimizer: Any = new(groups, **options)
         self.scheduler: Any = None
 
     # ---- tensors

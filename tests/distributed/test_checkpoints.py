@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     set_model_state_dict,
@@ -97,42 +94,6 @@ def test_full_state_dict(ranks: Ranks, tmp_path: Path, new: Any, options: Any) -
         assert_same(rank, expected)
 
 
-def load_plain(new: Any, options: dict[str, Any], state: Any) -> Any:
-    model = in_shards(Odd())
-    optimizer = new(model.parameters(), **options)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        optimizer.load_state_dict(state)
-    return continued(model, optimizer), [str(w.message) for w in caught if "state was converted" in str(w.message)]
-
-
-def continued(model: nn.Module, optimizer: Any) -> Any:
-    """Two steps from parameters that are not in the state."""
-    with torch.no_grad():
-        for p in model.parameters():
-            p.zero_()
-    steps(model, optimizer, 2, 4)
-    return everything(model, optimizer)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("new", [optim.AdamW8bit, optim.AdamW])
-def test_a_state_dict_of_one_process(ranks: Ranks, new: Any) -> None:
-    """load_state_dict of shards takes whole tensors, and quantizes what has other bits, which it says once."""
-    model = Odd()
-    optimizer = new(model.parameters(), **OPTIONS)
-    steps(model, optimizer, 0, 2)
-    state = optimizer.state_dict()
-    optimizer = optim.AdamW8bit(model.parameters(), **OPTIONS)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        optimizer.load_state_dict(state)
-    expected = continued(model, optimizer)
-    for found, messages in ranks(2, load_plain, optim.AdamW8bit, OPTIONS, state):
-        assert_same(found, expected)
-        assert len(messages) == (new is optim.AdamW)
-
-
 def of_other_bits(path: str) -> str:
     model, optimizer = made(Odd, optim.AdamW8bit)
     steps(model, optimizer, 0, 2)
@@ -170,31 +131,3 @@ def test_async_save(ranks: Ranks, tmp_path: Path) -> None:
     expected = alone(Odd, optim.AdamW8bit, OPTIONS, 5)
     for rank in ranks(2, async_saved, str(tmp_path)):
         assert_same(rank, expected)
-
-
-class Killed(dcp.FileSystemWriter):
-    """Writes as usual, and ends its process before the checkpoint is complete."""
-
-    def write_data(self, *args: Any) -> Any:
-        result = super().write_data(*args)
-        result.wait()
-        os._exit(9)
-
-
-def killed(good: str, bad: str) -> None:
-    model, optimizer = made(Odd, optim.AdamW8bit)
-    steps(model, optimizer, 0, 2)
-    dcp.save(state_of(model, optimizer), checkpoint_id=good)
-    steps(model, optimizer, 2, 3)
-    dcp.save(state_of(model, optimizer), storage_writer=Killed(bad))
-
-
-@pytest.mark.full
-def test_a_killed_save_leaves_the_last_one(ranks: Ranks, tmp_path: Path) -> None:
-    good, bad = str(tmp_path / "2"), str(tmp_path / "3")
-    with pytest.raises(AssertionError, match="the process ended"):
-        ranks(2, killed, good, bad)
-    assert list(Path(bad).glob("*.distcp"))
-    assert not (Path(bad) / ".metadata").exists()
-    (state,) = ranks(1, resumed, Odd, optim.AdamW8bit, True, good, 2, 4)
-    assert_same(state, alone(Odd, optim.AdamW8bit, OPTIONS, 4))

@@ -202,25 +202,3 @@ def test_a_plain_matrix_changes_nothing_of_what_is_exchanged(ranks: Ranks, bucke
     optimizer.step()
     for rank in ranks(2, run_without_a_plain_gradient, bucket):
         assert_same(rank, [params[0].detach(), params[2].detach()])
-
-
-def run_mixed(least: int) -> Any:
-    """Shards that end inside blocks, one with codes and one with a momentum in fp32."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    generator = torch.Generator().manual_seed(0)
-    params = [
-        Parameter(_shard(mesh)(torch.randn(shape, generator=generator))) for shape in ((16, 40), (40, 256), (17, 40))
-    ]
-    optimizer = optim.Muon8bit(params, lr=0.02, min_8bit_size=least)
-    for _ in range(2):
-        for p in params:
-            p.grad = _shard(mesh)(torch.randn(p.shape, generator=generator))
-        optimizer.step()
-    return [p.detach().full_tensor() for p in params]
-
-
-@pytest.mark.parametrize("least", [650, 4096])
-def test_codes_and_floats_beside_each_other(ranks: Ranks, least: int) -> None:
-    (expected,) = ranks(1, run_mixed, least)
-    for rank in ranks(2, run_mixed, least):
-        assert_same(rank, expected)

@@ -8,13 +8,9 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.nn.parameter import Parameter
 
 from memkern.optim import muon_step
 from memkern.optim.dtensor import muon as dtensor_muon
-from tests.support import sharded
 from tests.support.helpers import assert_same
 from tests.support.ranks import Ranks
 from tests.support.sharded import Odd, alone, everything, gpt, in_shards, mesh, new_muon, steps
@@ -37,26 +33,6 @@ def test_bits_of_one_process(ranks: Ranks, bucket: int) -> None:
         assert_same(rank, expected)
 
 
-def run_with_nan(sizes: tuple[int, ...]) -> Any:
-    model = in_shards(Odd(), mesh=mesh(*sizes))
-    optimizer = new_muon(model.parameters(), min_8bit_size=0)
-    steps(model, optimizer, 0, 2)
-    with torch.no_grad():
-        grad = model.whole.grad.to_local()  # of a matrix
-        if grad.numel() and dist.get_rank() == dist.get_world_size() - 1:
-            grad[-1, -1] = torch.nan
-    optimizer.step()
-    assert not hasattr(optimizer, "found_inf")
-    steps(model, optimizer, 2, 4)
-    return everything(model, optimizer)
-
-
-def test_a_nan_on_one_rank_skips_the_step_on_all(ranks: Ranks) -> None:
-    expected = alone(Odd, new_muon, {"min_8bit_size": 0}, 4)
-    for rank in ranks(2, run_with_nan, (2,)):
-        assert_same(rank, expected)
-
-
 SHARDED = [(2,), (3,), (2, 2)]
 
 
@@ -70,47 +46,6 @@ def test_100_steps(ranks: Ranks, build: Any, last: int, sizes: Any, state_bits: 
     expected = alone(build, new_muon, options, last)
     for rank in ranks(torch.Size(sizes).numel(), run, sizes, build, options, last, 2**14):
         assert_same(rank, expected)
-
-
-def run_placed(
-    sizes: tuple[int, ...], shape: tuple[int, ...], placements: Any, dtype: torch.dtype, options: Any
-) -> Any:
-    matrices = []
-    for number in (7, 8, 9):
-        start = sharded.gradient(torch.zeros(shape, dtype=dtype), number, 0)
-        matrices.append(Parameter(distribute_tensor(start, mesh(*sizes), placements)))
-    holder = nn.ParameterDict({f"p{i}": p for i, p in enumerate(matrices)})
-    optimizer = new_muon(holder.parameters(), **options)
-    steps(holder, optimizer, 0, 4)
-    return everything(holder, optimizer)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("master_weights", [None, "bf16+8"])
-@pytest.mark.parametrize(
-    ("sizes", "shape", "placements"),
-    [
-        ((2,), (40, 512), [Shard(1)]),  # tensor parallelism by columns
-        ((3,), (40, 500), [Shard(1)]),  # whose shards end inside blocks
-        ((2,), (64, 40), [Replicate()]),
-        ((2,), (1, 40), [Shard(0)]),
-        ((2,), (6, 10, 70), [Shard(0)]),
-        ((2,), (6, 10, 70), [Shard(1)]),
-        ((3,), (6, 10, 70), [Shard(2)]),
-        ((2, 2), (40, 512), [Shard(0), Shard(1)]),  # fully_shard with tensor parallelism
-        ((2, 2), (41, 500), [Shard(1), Shard(0)]),
-        ((2, 2), (41, 30), [Shard(0), Shard(0)]),
-        ((1, 2), (41, 500), [Shard(1), Shard(0)]),
-    ],
-)
-def test_placements(ranks: Ranks, sizes: Any, shape: Any, placements: Any, master_weights: Any) -> None:
-    last = (
-        torch.bfloat16 if master_weights else torch.float32,
-        {"min_8bit_size": 0, "master_weights": master_weights},
-    )
-    expected = ranks(1, run_placed, (1,), shape, [Replicate()], *last)[0]
-    for state in ranks(torch.Size(sizes).numel(), run_placed, sizes, shape, placements, *last):
-        assert_same(state, expected)
 
 
 def count_exchanges() -> Any:

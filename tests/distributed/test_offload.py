@@ -10,20 +10,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 
 from memkern import optim
 from memkern.optim import HostOffload
 from memkern.optim.offload import device, host_weights
+from tests.support.dcp import load, state_of
 from tests.support.helpers import assert_same
 from tests.support.late_transfers import LateHostOffload
 from tests.support.ranks import Ranks
-from tests.support.sharded import Odd, gradient, in_shards, mesh, muon_groups, whole
+from tests.support.sharded import Odd, everything, gradient, in_shards, mesh, muon_groups
 
 MICRO_BATCHES = 2
 
@@ -64,17 +59,6 @@ def made(
     if build is optim.Muon8bit:
         params = muon_groups(params)
     return build(params, **options) if wrapper is None else wrapper(build, params, **own, **options)
-
-
-def everything(model: nn.Module, optimizer: Any) -> dict[str, Any]:
-    """All parameters and states as whole tensors, by the parameters' names."""
-    return {
-        name: {
-            "param": whole(p.detach()).clone(),
-            **{key: whole(x).clone() for key, x in sorted(optimizer.state[p].items())},
-        }
-        for name, p in model.named_parameters()
-    }
 
 
 def alone(build: Any, options: dict[str, Any], last: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
@@ -163,17 +147,10 @@ def resumed(build: Any, options: dict[str, Any], dtype: torch.dtype, path: str, 
     model = sharded(Given(dtype))
     optimizer = LateHostOffload(build, model.parameters(), **options)
     if path:
-        with torch.no_grad():
-            for p in model.parameters():
-                p.fill_(float("nan"))
-        state = [get_model_state_dict(model), get_optimizer_state_dict(model, optimizer)]
-        dcp.load({"model": state[0], "optim": state[1]}, checkpoint_id=path)
-        set_model_state_dict(model, state[0])
-        set_optimizer_state_dict(model, optimizer, optim_state_dict=state[1])
+        load(model, optimizer, path)
     steps(model, optimizer, first, last)
     if to:
-        state = [get_model_state_dict(model), get_optimizer_state_dict(model, optimizer)]
-        dcp.save({"model": state[0], "optim": state[1]}, checkpoint_id=to)
+        dcp.save(state_of(model, optimizer), checkpoint_id=to)
     return everything(model, optimizer)
 
 

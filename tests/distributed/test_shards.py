@@ -17,7 +17,7 @@ from memkern import optim, report
 from tests.support import sharded
 from tests.support.helpers import assert_same
 from tests.support.ranks import Ranks
-from tests.support.sharded import Odd, alone, everything, gpt, in_shards, mesh, steps
+from tests.support.sharded import Odd, alone, everything, gpt, in_shards, mesh, new_muon, steps
 
 LAYERWISE = {
     "LAMB8bit": (optim.LAMB8bit, {}),
@@ -71,37 +71,43 @@ def test_replicas_and_shards(ranks: Ranks, new: Any, codec: str) -> None:
         assert_same(rank, expected)
 
 
-def run_placed(sizes: tuple[int, ...], shape: tuple[int, ...], placements: Any, new: Any, options: Any) -> Any:
-    p = torch.nn.Parameter(distribute_tensor(sharded.gradient(torch.zeros(shape), 7, 0), mesh(*sizes), placements))
-    holder = nn.ParameterDict({"p": p})
-    optimizer = new(holder.parameters(), **options)
+def run_placed(
+    sizes: tuple[int, ...], shape: tuple[int, ...], placements: Any, new: Any, master_weights: str | None
+) -> Any:
+    """Steps of three parameters of a shape, and where the scales of the first are."""
+    dtype = torch.bfloat16 if master_weights else torch.float32
+    starts = [sharded.gradient(torch.zeros(shape, dtype=dtype), number, 0) for number in (7, 8, 9)]
+    holder = nn.ParameterList(nn.Parameter(distribute_tensor(x, mesh(*sizes), placements)) for x in starts)
+    optimizer = new(holder.parameters(), min_8bit_size=0, master_weights=master_weights)
     steps(holder, optimizer, 0, 4)
-    scale = optimizer.state[p]["exp_avg_scale"]
-    return everything(holder, optimizer), scale.placements
+    scales = next(x for key, x in optimizer.state[holder[0]].items() if key.endswith("_scale"))
+    return everything(holder, optimizer), scales.placements
 
 
 @pytest.mark.full
+@pytest.mark.parametrize(("new", "master_weights"), [(optim.AdamW8bit, None), (new_muon, None), (new_muon, "bf16+8")])
 @pytest.mark.parametrize(
     ("sizes", "shape", "placements", "scales"),
     [
-        ((2,), (40, 512), [Shard(1)], [Shard(1)]),  # whole blocks
-        ((2,), (40, 500), [Shard(1)], [Replicate()]),
+        ((2,), (40, 512), [Shard(1)], [Shard(1)]),  # whole blocks; tensor parallelism by columns
         ((3,), (40, 500), [Shard(1)], [Replicate()]),
-        ((3,), (64, 40), [Shard(1)], [Replicate()]),
         ((2,), (64, 40), [Replicate()], [Replicate()]),
-        ((2,), (6, 10, 70), [Shard(2)], [Replicate()]),
-        ((2, 2), (40, 512), [Shard(0), Shard(1)], [Shard(0), Shard(1)]),
+        ((3,), (64, 40), [Shard(1)], [Replicate()]),
+        ((2,), (1, 40), [Shard(0)], [Replicate()]),
+        ((2,), (6, 10, 70), [Shard(0)], [Shard(0)]),
+        ((3,), (6, 10, 70), [Shard(2)], [Replicate()]),
+        ((2, 2), (40, 512), [Shard(0), Shard(1)], [Shard(0), Shard(1)]),  # fully_shard with tensor parallelism
         ((2, 2), (41, 512), [Shard(0), Shard(0)], [Shard(0), Shard(0)]),
         ((2, 2), (41, 30), [Shard(0), Shard(0)], [Replicate(), Replicate()]),
         ((2, 2), (41, 500), [Shard(0), Shard(1)], [Replicate(), Replicate()]),
         ((1, 2), (41, 500), [Shard(1), Shard(0)], [Shard(1), Shard(0)]),
     ],
 )
-def test_placements(ranks: Ranks, sizes: Any, shape: Any, placements: Any, scales: Any) -> None:
-    new, options = optim.AdamW8bit, {"min_8bit_size": 0}
-    world = torch.Size(sizes).numel()
-    expected = ranks(1, run_placed, (1,), shape, [Replicate()], new, options)[0][0]
-    for state, at in ranks(world, run_placed, sizes, shape, placements, new, options):
+def test_placements(
+    ranks: Ranks, sizes: Any, shape: Any, placements: Any, scales: Any, new: Any, master_weights: str | None
+) -> None:
+    expected = ranks(1, run_placed, (1,), shape, [Replicate()], new, master_weights)[0][0]
+    for state, at in ranks(torch.Size(sizes).numel(), run_placed, sizes, shape, placements, new, master_weights):
         assert_same(state, expected)
         assert at == tuple(scales)
 
@@ -143,9 +149,9 @@ def test_max_grad_norm(ranks: Ranks, new: Any, sizes: Any) -> None:
 
 
 def count_collectives(new: Any, options: dict[str, Any]) -> list[int]:
+    """Of each of three steps."""
     model = in_shards(gpt())
     optimizer = new(model.parameters(), **options)
-    steps(model, optimizer, 0, 1)
     counts, reduce = [], dist.all_reduce
 
     def counted(*args: Any, **kwargs: Any) -> Any:
@@ -154,7 +160,7 @@ def count_collectives(new: Any, options: dict[str, Any]) -> list[int]:
 
     dist.all_reduce = counted
     try:
-        for step in (1, 2):
+        for step in range(3):
             counts.append(0)
             steps(model, optimizer, step, step + 1)
     finally:
@@ -166,64 +172,15 @@ def count_collectives(new: Any, options: dict[str, Any]) -> list[int]:
 @pytest.mark.parametrize(
     ("new", "options", "expected"),
     [
-        (optim.AdamW8bit, {}, 0),
-        (optim.AdamW8bit, {"max_grad_norm": 1.0}, 1),
-        (optim.LAMB8bit, {}, 1),
-        (optim.LARS8bit, {"max_grad_norm": 1.0}, 2),
+        (optim.AdamW8bit, {}, [0, 0, 0]),
+        (optim.AdamW8bit, {"max_grad_norm": 1.0}, [1, 1, 1]),
+        (optim.LAMB8bit, {}, [2, 1, 1]),
+        (optim.LARS8bit, {"max_grad_norm": 1.0}, [3, 2, 2]),
     ],
 )
-def test_collectives_of_a_step(ranks: Ranks, new: Any, options: dict[str, Any], expected: int) -> None:
-    assert ranks(2, count_collectives, new, options) == [[expected] * 2] * 2
-
-
-def scaled_steps(new: Any, options: dict[str, Any]) -> Any:
-    """Two steps under a GradScaler, the second with an infinite gradient on the last rank only."""
-    model = in_shards(Odd())
-    optimizer = new(model.parameters(), **options)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    scaler.scale(torch.zeros(()))
-    states = []
-    for step in (0, 1):
-        for number, p in enumerate(model.parameters()):
-            g = sharded.gradient(p, number, step) * 8.0
-            if step == 1 and number == 1:
-                g[-1] = float("inf")
-            p.grad = distribute_tensor(g, p.device_mesh, p.placements, src_data_rank=None)
-        scaler.step(optimizer)
-        scaler.update()
-        states.append(everything(model, optimizer))
-    return states, scaler.get_scale()
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("new", [optim.AdamW8bit, optim.LAMB8bit, optim.Lion])
-def test_all_ranks_skip_or_none(ranks: Ranks, new: Any) -> None:
-    options = {"min_8bit_size": 0}
-    expected = alone(Odd, new, options, 1)
-    for states, scale in ranks(2, scaled_steps, new, options):
-        if new is not optim.LAMB8bit:
-            assert_same(states[0], expected)
-        assert_same(states[1], states[0])
-        assert scale == 4.0
-
-
-def found_inf_of_one(new: Any) -> Any:
-    model = in_shards(Odd())
-    optimizer = new(model.parameters(), min_8bit_size=0)
-    before = everything_but_states(model)
-    optimizer.grad_scale, optimizer.found_inf = None, torch.tensor(float(dist.get_rank() == 1))
-    steps(model, optimizer, 0, 1)
-    return before, everything_but_states(model)
-
-
-def everything_but_states(model: nn.Module) -> Any:
-    return [sharded.whole(p.detach()).clone() for p in model.parameters()]
-
-
-@pytest.mark.full
-def test_found_inf_of_one_rank(ranks: Ranks) -> None:
-    for before, after in ranks(2, found_inf_of_one, optim.AdamW8bit):
-        assert_same(after, before)
+def test_collectives_of_a_step(ranks: Ranks, new: Any, options: dict[str, Any], expected: list[int]) -> None:
+    """Whether the order of parameters is the same on all ranks is asked once."""
+    assert ranks(2, count_collectives, new, options) == [expected] * 2
 
 
 def losses(new: Any, options: dict[str, Any], shards: bool, policy: Any = None) -> Any:
@@ -283,30 +240,6 @@ def test_policies(ranks: Ranks, policy: Any) -> None:
         torch.testing.assert_close(found, expected, rtol=2e-2 if "mp_policy" in policy else 1e-3, atol=0)
 
 
-def changed_options(changes: list[dict[str, Any]]) -> Any:
-    model = in_shards(Odd())
-    optimizer = optim.AdamW8bit(model.parameters(), min_8bit_size=0)
-    return changing(model, optimizer, changes)
-
-
-def changing(model: nn.Module, optimizer: Any, changes: list[dict[str, Any]]) -> Any:
-    for step, change in enumerate(changes):
-        optimizer.param_groups[0].update(change)
-        steps(model, optimizer, step, step + 1)
-    return everything(model, optimizer)
-
-
-@pytest.mark.full
-def test_options_change_between_steps(ranks: Ranks) -> None:
-    """States are converted in the blocks of the whole tensor."""
-    changes = [{}, {"block_size": 64}, {"state_bits": 32}, {"state_bits": 8}, {"codec": "dynamic"}]
-    model = Odd()
-    expected = changing(model, optim.AdamW8bit(model.parameters(), min_8bit_size=0), changes)
-    for world in (2, 3):
-        for rank in ranks(world, changed_options, changes):
-            assert_same(rank, expected)
-
-
 def refused() -> None:
     partial = nn.Parameter(DTensor.from_local(torch.randn(4, 4), mesh(), [Partial()]))
     with pytest.raises(ValueError, match="sharded or replicated"):
@@ -318,22 +251,6 @@ def refused() -> None:
 @pytest.mark.full
 def test_refused(ranks: Ranks) -> None:
     ranks(2, refused)
-
-
-def mixed() -> Any:
-    """A DTensor, and a tensor that every rank has, in one optimizer."""
-    sharded_one = nn.Parameter(distribute_tensor(torch.ones(8, 4), mesh(), [Shard(0)]))
-    holder = nn.ParameterList([sharded_one, nn.Parameter(torch.ones(6))])
-    optimizer = optim.AdamW(holder.parameters(), max_grad_norm=1e-3)
-    steps(holder, optimizer, 0, 2)
-    return everything(holder, optimizer)
-
-
-@pytest.mark.full
-def test_tensors_and_shards(ranks: Ranks) -> None:
-    (expected,) = ranks(1, mixed)
-    for rank in ranks(2, mixed):
-        torch.testing.assert_close(rank, expected, rtol=1e-6, atol=1e-9)
 
 
 def other_placements() -> Any:
