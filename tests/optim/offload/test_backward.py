@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import gc
-import pickle
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -88,27 +86,6 @@ def test_has_the_bits_of_the_ordinary_step(build: type, options: dict[str, Any],
     assert ours == losses
 
 
-def test_groups_with_options_of_their_own_and_a_change_of_storage() -> None:
-    results = []
-    for wrapped in (False, True):
-        torch.manual_seed(0)
-        model = Tied()
-        groups = optim.param_groups(model, weight_decay=0.1)
-        groups[0]["lr"] = 1e-2
-        make = (lambda p: StepInBackward(optim.AdamW8bit, p, min_8bit_size=0)) if wrapped else (
-            lambda p: optim.AdamW8bit(p, min_8bit_size=0)
-        )  # fmt: skip
-        optimizer = make(groups)
-        for step in range(4):
-            if step == 2:  # the next step converts the states
-                optimizer.param_groups[0]["state_bits"] = 32
-            model(torch.randint(VOCABULARY, (4, 9))).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        results.append(snapshot(optimizer))
-    assert_same(*results)
-
-
 def test_the_gradient_is_gone_and_step_changes_nothing() -> None:
     torch.manual_seed(0)
     model = Tied()
@@ -171,19 +148,6 @@ def test_state_dicts_are_those_of_the_ordinary_optimizer() -> None:
     ordinary.load_state_dict(optimizer.state_dict())
 
 
-@pytest.mark.parametrize("way", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
-def test_copies_step_in_their_own_backward(way: Callable[[Any], Any]) -> None:
-    torch.manual_seed(0)
-    model, tokens = Tied(), torch.randint(VOCABULARY, (4, 9))
-    optimizer = StepInBackward(optim.AdamW8bit, model.parameters(), min_8bit_size=0)
-    for m, o in ((model, optimizer), way((model, optimizer))):
-        m(tokens).backward()
-        assert all(p.grad is None for p in m.parameters())
-        o.step()
-        found = snapshot(o)
-    assert_same(found, snapshot(optimizer))
-
-
 def test_an_optimizer_that_is_dropped_steps_no_more() -> None:
     model, tokens = Tied(), torch.randint(VOCABULARY, (4, 9))
     optimizer = StepInBackward(optim.AdamW8bit, model.parameters())
@@ -195,19 +159,6 @@ def test_an_optimizer_that_is_dropped_steps_no_more() -> None:
     model(tokens).backward()
     assert all(p.grad is not None for p in model.parameters())
     assert_same([*model.parameters()], before)
-
-
-def test_hooks_of_the_step_run_once_a_step() -> None:
-    seen: list[str] = []
-    p = nn.Parameter(torch.ones(5))
-    optim.AdamW([p])  # torch wraps the step of a class with its first object
-    optimizer = StepInBackward(optim.AdamW, [p])
-    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
-    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
-    p.sum().backward()
-    assert not seen
-    optimizer.step()
-    assert seen == ["before", "after"]
 
 
 # ---- memory

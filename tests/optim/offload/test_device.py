@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 import time
 from collections.abc import Callable
 from typing import Any
@@ -13,13 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from memkern import memory, optim
-from memkern.optim import HostOffload, StepInBackward
+from memkern.optim import HostOffload
 from memkern.optim.offload import device
 from memkern.optim.offload import pinned as pinned_memory
 from memkern.optim.offload.transfers import StreamTransfers, Transfers
 from memkern.planner import fake_cuda
 from tests.optim.offload import on_cuda
-from tests.support.generic_optimizers import saved
 from tests.support.helpers import OPTIMIZERS, assert_same, name_of, snapshot
 from tests.support.late_transfers import LateHostOffload, LateTransfers
 from tests.support.offloaded import ON_DEVICE, losses, model_of, options_of, run
@@ -64,26 +61,6 @@ def test_bf16_weights(options: dict[str, Any], way: str) -> None:
     expected, _, _ = run(lambda params: optim.AdamW8bit(params, **options), dtype=torch.bfloat16)
     found, _, _ = run(on_device(optim.AdamW8bit, way, **options), dtype=torch.bfloat16)
     assert_same(found, expected)
-
-
-def test_accumulation_clipping_and_a_scaler() -> None:
-    make = on_device(optim.LAMB8bit, max_grad_norm=1e-2, min_8bit_size=0)
-    plain = lambda params: optim.LAMB8bit(params, max_grad_norm=1e-2, min_8bit_size=0)  # noqa: E731
-    assert_same(run(make, micro_batches=3)[0], run(plain, micro_batches=3)[0])
-    found = []
-    for build in (plain, make):
-        model = model_of()
-        optimizer = build(model.parameters())
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=2)
-        for step, loss in enumerate(losses(model, 1)[0] for _ in range(5)):
-            optimizer.zero_grad()
-            scaler.scale(loss).backward()
-            if step == 2:
-                model[0].weight.grad[0, 0] = torch.inf  # type: ignore[union-attr, index]
-            scaler.step(optimizer)
-            scaler.update()
-        found.append((snapshot(optimizer), scaler.get_scale()))
-    assert_same(found[1], found[0])
 
 
 def test_muon_keeps_matrices_together_that_a_plain_step_takes_together() -> None:
@@ -168,11 +145,6 @@ def test_calls_of_a_bucket_take_no_time() -> None:
 # ---- planted faults
 
 
-def skip_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bucket is used before its copy has ended."""
-    monkeypatch.setattr(LateTransfers, "device_waits", lambda self, event: None)
-
-
 def reuse_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """A buffer is written before the copy back from it has ended."""
     real = LateTransfers.to_device
@@ -190,14 +162,8 @@ def skip_copy_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LateTransfers, "to_host", some)
 
 
-def skip_settling(monkeypatch: pytest.MonkeyPatch) -> None:
-    """States are read before they are on the host."""
-    monkeypatch.setattr(device.Stage, "settle", lambda self: None)
-
-
-def keep_what_came(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is on the device from before the step is taken for the states, which were edited since."""
-    monkeypatch.setattr(device.Stage, "begin", lambda self: None)
+def without(owner: type, name: str) -> Callable[[pytest.MonkeyPatch], None]:
+    return lambda monkeypatch: monkeypatch.setattr(owner, name, lambda *args: None)
 
 
 def edited_between(make: Callable[[Any], Any]) -> Any:
@@ -211,89 +177,25 @@ def edited_between(make: Callable[[Any], Any]) -> Any:
     return snapshot(optimizer)
 
 
-@pytest.mark.parametrize("fault", [skip_wait, reuse_too_early, skip_copy_back, skip_settling, keep_what_came])
-def test_planted_faults_are_found(fault: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch) -> None:
+FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "used before its copy has ended": without(LateTransfers, "device_waits"),
+    "written before the copy back has ended": reuse_too_early,
+    "changes stay on the device": skip_copy_back,
+    "read before they are on the host": without(device.Stage, "settle"),
+    "what came before the states were edited": without(device.Stage, "begin"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_are_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, make = edited_between(optim.AdamW), on_device(optim.AdamW)
     assert_same(edited_between(make), expected)
-    fault(monkeypatch)
+    FAULTS[fault](monkeypatch)
     with pytest.raises((AssertionError, ValueError, RuntimeError)):  # other bits, or a counter that is none
         assert_same(edited_between(make), expected)
 
 
-# ---- what others do between the steps
-
-
-def set_options(**options: Any) -> Callable[[Any], None]:
-    def change(optimizer: Any) -> None:
-        for group in optimizer.param_groups:
-            group.update(options)
-
-    return change
-
-
-def replace_an_entry(optimizer: Any) -> None:
-    state = optimizer.state[optimizer.param_groups[0]["params"][1]]
-    state["exp_avg"] = state["exp_avg"].clone()
-
-
-def clear_a_state(optimizer: Any) -> None:
-    optimizer.state.pop(optimizer.param_groups[0]["params"][1])
-
-
-def in_place_of_another(optimizer: Any) -> None:
-    params = optimizer.param_groups[0]["params"]
-    params[1] = nn.Parameter(params[1].detach().clone())
-
-
-def load_own_state(optimizer: Any) -> None:
-    optimizer.load_state_dict(saved(optimizer.state_dict()))
-
-
-def freeze(optimizer: Any) -> None:
-    optimizer.param_groups[0]["params"][0].requires_grad_(False)
-
-
-def channels_last(optimizer: Any) -> None:
-    p = optimizer.param_groups[0]["params"][3]
-    p.data = p.data.contiguous(memory_format=torch.channels_last)
-
-
-BETWEEN: dict[str, Callable[[Any], Any]] = {
-    "lr": set_options(lr=0.5),
-    "block_size": set_options(block_size=64),
-    "codec": set_options(codec="dynamic"),
-    "state_bits": set_options(state_bits=32),
-    "min_8bit_size": set_options(min_8bit_size=2**20),
-    "state_dict": lambda optimizer: optimizer.state_dict(),
-    "load_state_dict": load_own_state,
-    "an entry replaced": replace_an_entry,
-    "a state cleared": clear_a_state,
-    "a parameter in place of another": in_place_of_another,
-    "frozen": freeze,
-    "memory format": channels_last,
-    "torch.compile": lambda optimizer: setattr(optimizer, "step", torch.compile(optimizer.step, backend="eager")),
-}
-
-
-@over_ways
-@pytest.mark.parametrize("between", BETWEEN)
-def test_what_is_done_between_steps(between: str, way: str) -> None:
-    found = []
-    plain = {"device": optim.AdamW8bit, "device, in backward": lambda p, **o: StepInBackward(optim.AdamW8bit, p, **o)}
-    for make in (plain[way], lambda p, **o: LateHostOffload(optim.AdamW8bit, p, **ON_DEVICE[way], **o)):
-        generator = torch.Generator().manual_seed(0)
-        shapes = ((20, 16), (64, 64), (33,), (8, 4, 3, 3))
-        optimizer = make([nn.Parameter(torch.randn(s, generator=generator)) for s in shapes], lr=0.1, min_8bit_size=0)
-        for step in range(5):
-            params = [p for p in optimizer.param_groups[0]["params"] if p.requires_grad]
-            sum((p * torch.randn(p.shape, generator=generator)).sum() for p in params).backward()  # type: ignore[union-attr]
-            optimizer.step()
-            optimizer.zero_grad()
-            if step == 2:
-                BETWEEN[between](optimizer)
-        states = {i: dict(x) for i, x in sorted(optimizer.state_dict()["state"].items())}
-        found.append(([p.detach() for p in optimizer.param_groups[0]["params"]], states))
-    assert_same(found[1], found[0])
+# ---- between the steps (what others do: test_host_groups.py, test_programs.py)
 
 
 def test_memory_of_former_states_is_let_go() -> None:
@@ -327,24 +229,6 @@ def test_parameters_that_have_a_gradient_now_and_then() -> None:
     found, places = trained(on_device(optim.AdamW))
     assert_same(found, expected)
     assert places == 6 * 3
-
-
-@over_ways
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
-def test_copies_go_on_by_themselves(copied: Callable[[Any], Any], way: str) -> None:
-    model = model_of()
-    optimizer = on_device(optim.AdamW8bit, way, min_8bit_size=0)(model.parameters())
-    results = []
-    for _ in range(2):
-        losses(model, 1)[0].backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    for m, o in (copied((model, optimizer)), (model, optimizer)):
-        assert type(o) is type(optimizer)
-        losses(m, 1)[0].backward()
-        o.step()
-        results.append(snapshot(o))
-    assert_same(results[1], results[0])
 
 
 def test_a_run_goes_on_between_the_forms(tmp_path: Any) -> None:
@@ -390,20 +274,6 @@ def test_an_export_and_an_import_of_fp32_weights() -> None:
         optimizer.step()
         found.append((weights, torch_state["state"], snapshot(optimizer)))
     assert_same(found[1], found[0])
-
-
-@over_ways
-def test_a_bad_gradient_is_refused_before_anything_is_changed(way: str) -> None:
-    a, b = nn.Parameter(torch.ones(400)), nn.Parameter(torch.ones(400, 2))
-    optimizer = on_device(optim.AdamW, way)([a, b])
-    a.grad = torch.ones(400)
-    b.grad = torch.sparse_coo_tensor([[0]], torch.ones(1, 2), (400, 2), check_invariants=True)
-    with pytest.raises(RuntimeError, match=r"dense"):
-        optimizer.step()
-    assert torch.equal(a, torch.ones(400))
-    b.grad = torch.ones(400, 2)
-    optimizer.step()
-    assert float(optimizer.state[a]["step"]) == 1
 
 
 # ---- memory

@@ -143,21 +143,17 @@ def test_max_grad_norm(build: type, mode: str, wrapper: type[HostOffload]) -> No
 
 
 @over_transfers
-def test_torch_s_clipping(wrapper: type[HostOffload]) -> None:
-    build = optim.AdamW8bit
-    expected, _, _ = run(lambda params: build(params), clip=1e-3)
-    found, _, _ = run(lambda params: wrapper(build, params), clip=1e-3)
-    assert_same(found, expected)
-
-
-@over_transfers
-@pytest.mark.parametrize("build", [optim.AdamW8bit, torch.optim.AdamW], ids=name_of)
-def test_grad_scaler(build: type, wrapper: type[HostOffload]) -> None:
+@pytest.mark.parametrize(
+    ("build", "mode"),
+    [(optim.AdamW8bit, {}), (torch.optim.AdamW, {}), (optim.LAMB8bit, {"step_on": "device"})],
+    ids=lambda x: name_of(x) or str(x),
+)
+def test_grad_scaler_and_torch_s_clipping(build: type, mode: dict[str, Any], wrapper: type[HostOffload]) -> None:
     results = []
     for offload in (False, True):
         model = model_of()
         params = model.parameters()
-        optimizer = wrapper(build, params) if offload else build(params)
+        optimizer = wrapper(build, params, **mode) if offload else build(params)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=2)
         for step, x in enumerate(torch.randn(5, 8, 16, generator=torch.Generator().manual_seed(1))):
             optimizer.zero_grad()

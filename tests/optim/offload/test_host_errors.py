@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from memkern import optim
 from memkern.optim import HostOffload
 from memkern.optim.offload.transfers import Transfers, transfers_of
 from tests.support.late_transfers import LateHostOffload
+from tests.support.offloaded import ON_DEVICE
 
 
 def test_bad_options() -> None:
@@ -57,14 +59,18 @@ def test_a_scaler_needs_gradients_on_the_device() -> None:
         scaler.step(optimizer)
 
 
-def test_a_bad_gradient_is_refused_before_anything_is_changed() -> None:
+@pytest.mark.parametrize("mode", [{}, *ON_DEVICE.values()], ids=str)
+def test_a_bad_gradient_is_refused_before_anything_is_changed(mode: dict[str, Any]) -> None:
     a, b = nn.Parameter(torch.ones(400)), nn.Parameter(torch.ones(400, 2))
-    optimizer = LateHostOffload(optim.AdamW, [a, b])
+    optimizer = LateHostOffload(optim.AdamW, [a, b], **mode)
     a.grad = torch.ones(400)
     b.grad = torch.sparse_coo_tensor([[0]], torch.ones(1, 2), (400, 2), check_invariants=True)
     with pytest.raises(RuntimeError, match=r"dense gradients, got torch\.sparse_coo"):
         optimizer.step()
     assert torch.equal(a, torch.ones(400))
+    b.grad = torch.ones(400, 2)
+    optimizer.step()
+    assert float(optimizer.state[a]["step"]) == 1
 
 
 def test_transfers_of_the_cpu_are_plain_copies() -> None:
