@@ -17,16 +17,10 @@ from tests.support.helpers import ISAS, fast_here, needs_cpp
 ROOT = Path(memkern.__file__).parents[1]
 
 
-def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    env = {k: v for k, v in os.environ.items() if not k.startswith("MEMKERN_")}
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env=env | environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+def python(code: str, folder: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+    env = {k: v for k, v in os.environ.items() if not k.startswith("MEMKERN_") and k != "PYTHONPATH"} | environment
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120)
 
 
 # ---- import
@@ -225,13 +219,6 @@ def python_files(to: Path) -> Path:
     return to
 
 
-def python_in(folder: Path, code: str, path: str | None = None) -> subprocess.CompletedProcess[str]:
-    env = {k: v for k, v in os.environ.items() if not k.startswith("MEMKERN_") and k != "PYTHONPATH"}
-    env |= {"PYTHONPATH": path} if path else {}
-    command = [sys.executable, "-c", code]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, env=env)
-
-
 @pytest.mark.full
 def test_the_package_works_without_the_library(tmp_path: Path) -> None:
     code = (
@@ -249,13 +236,12 @@ def test_the_package_works_without_the_library(tmp_path: Path) -> None:
         "assert report['selected']['cpu'] == 'reference'\n"
         "print(report['backends']['cpu']['reason'])\n"
     )
-    result = python_in(python_files(tmp_path), code)
+    result = python(code, python_files(tmp_path))
     assert result.returncode == 0, result.stderr
     assert "was not built; install a C++ compiler" in result.stdout
     assert result.stderr.count("cpu tensors run in plain PyTorch, which can be tens of times slower") == 1
     assert "the C++ extension was not built; install a C++ compiler" in result.stderr
-    chosen = f"import os; os.environ['MEMKERN_BACKEND'] = 'reference'\n{code}"
-    assert "plain PyTorch" not in python_in(tmp_path, chosen).stderr
+    assert "plain PyTorch" not in python(code, tmp_path, MEMKERN_BACKEND="reference").stderr
 
 
 @pytest.mark.full
@@ -270,7 +256,7 @@ def test_a_checkout_that_hides_a_compiled_install_says_so(tmp_path: Path) -> Non
         "for _ in range(2): memkern.quantize_blockwise(torch.ones(300))\n"
         "print(memkern.report()['backends']['cpu']['reason'])\n"
     )
-    result = python_in(checkout, code, path=str(installed.parent))
+    result = python(code, checkout, PYTHONPATH=str(installed.parent))
     assert result.returncode == 0, result.stderr
     said = f"{checkout}/memkern has no compiled library and hides the memkern in {installed}, which has one; run"
     assert said in result.stdout
@@ -308,6 +294,8 @@ def test_environment_asks_for_what_is_not_there(name: str, error: str, message: 
     last = result.stderr.strip().splitlines()[-1]
     assert last.startswith(error)
     assert message in last
+    told = python("import json, memkern; print(json.dumps(memkern.report()))", MEMKERN_BACKEND=name)
+    assert message in json.loads(told.stdout)["selected"]["cpu"]
 
 
 @needs_cpp
@@ -341,16 +329,6 @@ def test_report_is_json_and_complete() -> None:
     if fast_here():
         assert report["cpu"]["instruction_set"] in ISAS
         assert isinstance(report["cpu"]["features"], list)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("name", "message"), [("tpu", "backend must be one of"), ("triton", "is not available")])
-def test_the_report_tells_of_a_wish_that_cannot_be(name: str, message: str) -> None:
-    if backend.available().get(name, "") is None:
-        pytest.skip(f"{name} runs here")
-    result = python("import json, memkern; print(json.dumps(memkern.report()))", MEMKERN_BACKEND=name)
-    assert result.returncode == 0, result.stderr
-    assert message in json.loads(result.stdout)["selected"]["cpu"]
 
 
 def test_info_ends_quietly_where_nobody_reads_it() -> None:

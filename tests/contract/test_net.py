@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import pickle
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,48 +12,7 @@ import torch
 import memkern
 from memkern import optim
 from tests.fixtures import make_hashes
-from tests.support.helpers import ISAS, skip_other_norms
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-
-
-@contextlib.contextmanager
-def on(backend: str) -> Iterator[str]:
-    """Runs the ops on a backend, or on the C++ one with an instruction set; gives the device."""
-    with pytest.MonkeyPatch.context() as patch:
-        if backend in ISAS:
-            patch.setenv("MEMKERN_CPU_ISA", backend)
-        with memkern.use_backend("cpu" if backend in ISAS else backend):
-            yield _device_of(backend)
-
-
-def _device_of(backend: str) -> str:
-    return "cuda" if backend == "cuda" or (backend == "triton" and not INTERPRETED) else "cpu"
-
-
-def _why_not(backend: str) -> str | None:
-    if _device_of(backend) == "cuda" and not torch.cuda.is_available():
-        return "torch sees no CUDA device"
-    if backend not in ISAS:
-        return memkern.backend.available()[backend]
-    if reason := memkern.backend.available()["cpu"]:
-        return reason
-    with on(backend):
-        runs = memkern.report()["cpu"]["instruction_set"]
-    return None if runs == backend else f"this processor has no {backend}: {runs} would run"
-
-
-def _param(backend: str, *values: Any, slow: bool = False, long: bool = False) -> Any:
-    reason = _why_not(backend)
-    marks = [pytest.mark.skipif(reason is not None, reason=str(reason))]
-    if _device_of(backend) == "cuda":
-        marks.append(pytest.mark.gpu)
-    if slow:
-        marks.append(pytest.mark.full)
-    if long:
-        marks.append(pytest.mark.long)
-    return pytest.param(backend, *values, marks=marks, id="-".join((backend, *values)))
-
+from tests.support.helpers import ISAS, device_of, marks_of, on, skip_other_norms
 
 # ---- results
 
@@ -66,14 +22,19 @@ SLOW = ("reference", "generic")  # half a minute each for all groups
 LONG = ("Adam8bit", "LAMB8bit", "LARS8bit", "SGD8bit")  # 15 s each on the reference: AdamW8bit's and Lion8bit's moments
 
 
+def case(backend: str, group: str) -> Any:
+    marks = marks_of(backend)
+    if backend in SLOW and group not in QUICK:
+        marks.append(pytest.mark.full)
+    if backend == "reference" and group in LONG:
+        marks.append(pytest.mark.long)
+    return pytest.param(backend, group, marks=marks, id=f"{backend}-{group}")
+
+
 @pytest.mark.parametrize(
     ("backend", "group"),
     [
-        _param(
-            *(backend, group),
-            slow=backend in SLOW and group not in QUICK,
-            long=backend == "reference" and group in LONG,
-        )
+        case(backend, group)
         for group in make_hashes.GROUPS
         for backend in ("reference", *ISAS, "cuda", "triton")
         if group not in ("affine", "linear") or backend in ("reference", "cuda")  # these groups have no kernels
@@ -85,9 +46,9 @@ def test_results_are_those_of_the_hashes(backend: str, group: str) -> None:
     cases = make_hashes.GROUPS[group]()
     assert [*cases] == [*HASHES[group]], "cases were added or removed: see fixtures/make_hashes.py"
     wrong = []
-    with on(backend) as device:
+    with on(backend):
         for name, run in cases.items():
-            found, expected = run(device), HASHES[group][name]
+            found, expected = run(device_of(backend)), HASHES[group][name]
             # A state may have more entries than it had.
             if differing := [key for key in expected if found.get(key) != expected[key]]:
                 wrong.append(f"{name}: {', '.join(differing)}")

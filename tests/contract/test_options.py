@@ -23,6 +23,7 @@ from tests.support.train_helpers import typed
 
 PACKAGE = Path(memkern.__file__).parent
 NAMES = [field.name for field in dataclasses.fields(Techniques)]
+ON_HOST, TORCH_ADAM = {"weights_on_host": "layers"}, {"optimizer": "torch-adam"}
 
 
 def parser_of(command: Any) -> argparse.ArgumentParser:
@@ -34,13 +35,7 @@ def parser_of(command: Any) -> argparse.ArgumentParser:
 def flags_of(parser: argparse.ArgumentParser) -> dict[str, tuple[Any, ...]]:
     """For each flag: what it takes, and what --help says without the default."""
     return {
-        action.dest: (
-            action.option_strings,
-            action.metavar,
-            action.nargs,
-            (action.help or "").split(" (default")[0],
-        )
-        for action in parser._actions
+        a.dest: (a.option_strings, a.metavar, a.nargs, (a.help or "").split(" (default")[0]) for a in parser._actions
     }
 
 
@@ -53,11 +48,7 @@ def test_plan_and_train_have_the_same_flags_for_the_techniques() -> None:
     for name in ("batch_size", "clip"):
         assert plan[name][:2] == train[name][:2]
     shown = [" ".join(parser_of(command).format_help().split()) for command in (plan_cli, train_cli)]
-    for text in (
-        "--precision {fp32,bf16-mixed,fp16-mixed,bf16}",
-        "--saved-bits {none,exact,8}",
-        "--linear-share X",
-    ):
+    for text in ("--precision {fp32,bf16-mixed,fp16-mixed,bf16}", "--saved-bits {none,exact,8}", "--linear-share X"):
         assert all(text in each for each in shown)
 
 
@@ -80,18 +71,14 @@ def test_what_is_given_to_train(typed_flags: str, found: dict[str, Any]) -> None
     ("typed_flags", "message"),
     [
         ("--batch-size 6 --micro-batch 4", "6 given; allowed: --micro-batch times --accumulation, such as 4 times 1"),
-        ("--batch-size 2 --accumulation 4", "2 given; allowed: --micro-batch times --accumulation, such as 1 times 4"),
-        (
-            "--batch-size 9 --micro-batch 2 --accumulation 4",
-            "9 given; allowed: --micro-batch times --accumulation, such as 2 times 4",
-        ),
+        ("--batch-size 2 --accumulation 4", "2 given; allowed: .* such as 1 times 4"),
+        ("--batch-size 9 --micro-batch 2 --accumulation 4", "9 given; allowed: .* such as 2 times 4"),
         ("--batch-size 0", "0 given; allowed: a whole number, 1 or more"),
     ],
 )
 def test_a_batch_that_is_no_product_of_its_micro_batches(typed_flags: str, message: str) -> None:
-    with pytest.raises(OptionError) as raised:
+    with pytest.raises(OptionError, match=f"^batch_size: {message}$"):
         given_options(parser_of(train_cli).parse_args(typed_flags.split()))
-    assert str(raised.value) == f"batch_size: {message}"
 
 
 def test_every_field_of_a_run_is_a_flag() -> None:
@@ -127,13 +114,7 @@ def test_no_list_of_choices_stands_twice() -> None:
         for name, value in vars(options).items()
         if name.isupper() and isinstance(value, tuple) and len(value) > 1
     }
-    assert choices.keys() >= {
-        "OPTIMIZERS",
-        "PRECISIONS",
-        "MASTER_WEIGHTS",
-        "SAVED_BITS",
-        "CHECKPOINTING",
-    }
+    assert choices.keys() >= {"OPTIMIZERS", "PRECISIONS", "MASTER_WEIGHTS", "SAVED_BITS", "CHECKPOINTING"}
     empty = {None, "none", "off"}
     wanted = {values - empty: name for name, values in choices.items()}
     found: dict[str, list[str]] = {}
@@ -176,15 +157,13 @@ def test_a_copy_of_a_run_takes_techniques_by_name() -> None:
         ({"linear_share": True}, "linear_share: True given"),
         ({"precision": "fp16-mixed", "offload": "cpu"}, "precision: 'fp16-mixed' given"),
         ({"offload": True}, "offload: True given; allowed: None, 'device', 'cpu'"),
-        (
-            {"offload": "device", "optimizer": "torch-adam"},
-            "offload: 'device' given; allowed: None and 'cpu' with torch-adam",
-        ),
-        (
-            {"optimizer": "torch-adam", "precision": "bf16", "master_weights": "bf16+16"},
-            "allowed: None with torch-adam",
-        ),
+        ({"offload": "device", **TORCH_ADAM}, "offload: 'device' given; allowed: None and 'cpu' with torch-adam"),
+        ({"precision": "bf16", "master_weights": "bf16+16", **TORCH_ADAM}, "allowed: None with torch-adam"),
         ({"memory_budget": 0.5}, "memory_budget: 0.5 given; allowed: None without compile"),
+        ({"weights_on_host": "model"}, "weights_on_host: 'model' given; allowed: None, 'layers'"),
+        ({"offload": "cpu", **ON_HOST}, "offload: 'cpu' given; allowed: None with weights_on_host='layers'"),
+        ({"precision": "bf16-mixed", **ON_HOST}, "precision: 'bf16-mixed' given; allowed: 'fp32' and 'bf16' with"),
+        ({"precision": "fp16-mixed", **ON_HOST}, "precision: 'fp16-mixed' given"),
     ],
     ids=str,
 )

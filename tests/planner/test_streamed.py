@@ -147,6 +147,7 @@ def test_an_8b_model_fits_a_card_of_12_gb_if_the_host_has_the_memory() -> None:
     assert 5.06 * plan.parameters <= best.host <= 64 * GIB
     assert "weights_on_host='layers'" in plan.code()
     text = str(plan)
+    assert "weights and optimizer on the host" in text
     assert f"On the host: {best.host / GIB:.2f} GiB." in text
     assert "Weights: 14.96 GiB to the device in each pass, and gradients back: 0.64 s at 25 GB/s." in text
 

@@ -72,11 +72,17 @@ def _from(first: int, mark: pytest.MarkDecorator, values: Iterable[Any]) -> list
 
 def _param(backend: str, quick: tuple[str, ...] = ISAS[:1]) -> Any:
     """A backend or an instruction set. Of the sets, `make test` takes the best that runs here and ``quick``."""
-    reason = _why_not(backend)
-    marks = [pytest.mark.skipif(reason is not None, reason=str(reason))]
+    marks = marks_of(backend)
     if backend in ISAS[:-1] and backend not in quick and _why_not(ISAS[-1]) is None:
         marks.append(pytest.mark.full)
-    return pytest.param(backend, marks=[*marks, pytest.mark.gpu] if device_of(backend) == "cuda" else marks)
+    return pytest.param(backend, marks=marks)
+
+
+def marks_of(backend: str) -> list[pytest.MarkDecorator]:
+    """Of a test on a backend, or on an instruction set."""
+    reason = _why_not(backend)
+    marks = [pytest.mark.skipif(reason is not None, reason=str(reason))]
+    return [*marks, pytest.mark.gpu] if device_of(backend) == "cuda" else marks
 
 
 def device_of(backend: str) -> str:

@@ -47,7 +47,6 @@ MEMKERN_BACKEND=xx | MEMKERN_BACKEND | backend must be one of cpu, cuda
 --steps many | --steps | invalid int value: 'many'
 --seed 9223372036854775808 | --seed | 9223372036854775808 given | 0 to 9223372036854775807
 --batch-size -3 | --batch-size | -3 given | 1 or more
---batch-size 6 --micro-batch 4 | --batch-size | 6 given | such as 4 times 1
 --warmup 4 | --warmup | 4 given | fewer than the 4 steps
 --heads 3 | --heads | 3 given | divisors of the width, 64
 --bytes | --bytes | given with --model byte-tiny | models of transformers
