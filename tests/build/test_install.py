@@ -108,15 +108,6 @@ def assert_cpu_is_available(env: Environment) -> None:
     assert env.step()["backend"] == "cpu"
 
 
-def assert_pure(env: Environment) -> None:
-    assert not [name for name in env.installed() if name.endswith(".so")]
-    found = env.step()
-    assert found["backend"] == "reference"
-    assert Path(found["file"]).is_relative_to(env.site_packages)
-    assert "the C++ extension was not built" in found["reason"]
-    assert "install a C++ compiler and reinstall" in found["reason"]
-
-
 GENERATED = ("tables.h", "hyperparameters.h", "schemas.h")  # by csrc/generate.py
 
 
@@ -177,22 +168,26 @@ def test_one_wheel_serves_every_python(sdist: Path, tmp_path: Path) -> None:
     assert env.step()["backend"] == "cpu"
 
 
-def test_none_installs_a_pure_package(tree: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"MEMKERN_BUILD": "none"}, ""),
+        ({"CXX": "/nonexistent"}, "no C++ compiler ('/nonexistent'): installing without compiled kernels"),
+    ],
+    ids=["none", "auto without a compiler"],
+)
+def test_a_pure_package(changes: dict[str, str], said: str, tree: Path, tmp_path: Path) -> None:
     (tree / "memkern" / "libmemkern.so").touch()  # of a build before, which must not be picked up
     env = Environment(tmp_path / "env")
-    done = env.install(str(tree), MEMKERN_BUILD="none")
+    done = env.install("-v", str(tree), **changes)
     assert done.returncode == 0, done.stdout[-4000:]
-    assert_pure(env)
-
-
-def test_without_a_compiler_auto_installs_a_pure_package(tree: Path, tmp_path: Path) -> None:
-    (tree / "memkern" / "libmemkern.so").touch()  # of a build before, which must not be picked up
-    env = Environment(tmp_path / "env")
-    done = env.install("-v", str(tree), CXX="/nonexistent")
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert "no C++ compiler ('/nonexistent'): installing without compiled kernels" in done.stdout
-    assert_pure(env)
-    backends = env.info()["backends"]
+    assert said in done.stdout
+    assert not [name for name in env.installed() if name.endswith(".so")]
+    found, backends = env.step(), env.info()["backends"]
+    assert found["backend"] == "reference"
+    assert Path(found["file"]).is_relative_to(env.site_packages)
+    assert "the C++ extension was not built" in found["reason"]
+    assert "install a C++ compiler and reinstall" in found["reason"]
     assert backends["reference"]["available"]
     assert not backends["cpu"]["available"]
 

@@ -11,6 +11,11 @@ from torch.utils.data import Dataset
 import memkern
 
 VOCABULARY, TOKENS, WIDTH = 64, 16, 64
+TRAINER: dict[str, Any] = {
+    "learning_rate": 1e-3, "weight_decay": 0.1, "report_to": [], "save_strategy": "no", "use_cpu": True,
+    "disable_tqdm": True, "logging_steps": 1,
+}  # fmt: skip
+"""Arguments of transformers' Trainer."""
 
 
 def gpt2(seed: int = 0) -> Any:
@@ -19,17 +24,8 @@ def gpt2(seed: int = 0) -> Any:
 
     torch.manual_seed(seed)
     dropout = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
-    config = GPT2Config(
-        vocab_size=VOCABULARY,
-        n_positions=TOKENS,
-        n_embd=WIDTH,
-        n_layer=2,
-        n_head=2,
-        bos_token_id=0,
-        eos_token_id=0,
-        **dropout,
-    )
-    return GPT2LMHeadModel(config)
+    sizes = {"vocab_size": VOCABULARY, "n_positions": TOKENS, "n_embd": WIDTH, "n_layer": 2, "n_head": 2}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **dropout, bos_token_id=0, eos_token_id=0))
 
 
 def compiled_gpt2(seed: int = 0) -> Any:

@@ -18,13 +18,18 @@ from tests.support.ranks import TORCHRUN_TWO
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-NEEDS = {
-    "trainer": ["accelerate"],
-    "accelerate_loop": ["accelerate"],
-    "lightning_module": ["lightning"],
-    "peft_lora": ["peft"],
-}
 TINY: dict[str, Any] = {"steps": 12, "width": 32, "layers": 2, "length": 32}
+LLAMA = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
+# What each needs beside transformers, and its arguments.
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain_loop": ("transformers", TINY),
+    "trainer": ("accelerate", TINY),
+    "accelerate_loop": ("accelerate", TINY),
+    "lightning_module": ("lightning", TINY),
+    "peft_lora": ("peft", TINY),
+    "gpt2_xl": ("transformers", {"steps": 9, "sizes": {"n_embd": 64, "n_layer": 3, "n_head": 2, "n_positions": 64}}),
+    "llama_8b_12gb": ("transformers", {"steps": 12, "length": 64, "sizes": {**LLAMA, "vocab_size": 256}}),
+}
 
 
 def run(name: str, **arguments: Any) -> list[float]:
@@ -52,13 +57,18 @@ def test_they_are_short_and_listed() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["plain_loop", "trainer", "accelerate_loop", "lightning_module", "peft_lora"])
+@pytest.mark.parametrize("name", CASES)
 @pytest.mark.filterwarnings("ignore")  # the frameworks' advice about workers and loggers
 def test_it_trains(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for package in ("transformers", *NEEDS.get(name, ())):
-        pytest.importorskip(package)
+    package, arguments = CASES[name]
+    for each in ("transformers", package):
+        pytest.importorskip(each)
     monkeypatch.chdir(tmp_path)
-    assert_falls(run(name, **TINY))
+    try:
+        assert_falls(run(name, **arguments))
+    finally:
+        if dist.is_initialized():  # of this process alone
+            dist.destroy_process_group()
 
 
 @pytest.mark.full
@@ -85,22 +95,3 @@ def test_fsdp2_in_two_processes(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "parameters have states" in done.stdout
-
-
-@pytest.mark.full
-def test_gpt2_xl_s_techniques_on_a_small_gpt() -> None:
-    pytest.importorskip("transformers")
-    losses = run("gpt2_xl", steps=9, sizes={"n_embd": 64, "n_layer": 3, "n_head": 2, "n_positions": 64})
-    assert_falls(losses)
-
-
-@pytest.mark.full
-def test_8b_s_techniques_on_a_small_llama() -> None:
-    pytest.importorskip("transformers")
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
-    try:
-        losses = run("llama_8b_12gb", steps=12, length=64, sizes={**sizes, "vocab_size": 256})
-    finally:
-        if dist.is_initialized():  # of this process alone
-            dist.destroy_process_group()
-    assert_falls(losses)

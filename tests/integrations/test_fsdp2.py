@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from memkern import optim
-from tests.integrations.models import Texts, gpt2, tokens
+from tests.integrations.models import TRAINER, Texts, gpt2, tokens
 from tests.support.helpers import assert_same
 from tests.support.ranks import Ranks
 
@@ -36,13 +36,9 @@ def _of_process() -> None:
 
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-    for name, value in {
-        "RANK": dist.get_rank(),
-        "WORLD_SIZE": dist.get_world_size(),
-        "LOCAL_RANK": dist.get_rank(),
-    }.items():
-        os.environ[name] = str(value)
-    os.environ.update(MASTER_ADDR="localhost", LOCAL_WORLD_SIZE="2", OMP_NUM_THREADS="1")
+    rank, world = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
+    os.environ.update(MASTER_ADDR="localhost", OMP_NUM_THREADS="1")
     init = AcceleratorState.__init__
     if init.__name__ == "with_fsdp":
         return
@@ -130,21 +126,12 @@ def test_a_saved_state_resumes_bit_for_bit(ranks: Ranks, name: str, tmp_path: Pa
 def in_trainer(name: str, folder: str, checkpoint: str | None, seed: int) -> tuple[list[Tensor], list[float]]:
     _of_process()
     new, options = OPTIONS[name]
+    own = {"max_steps": 4, "weight_decay": 0.0, "max_grad_norm": 0.0, "save_strategy": "steps", "save_steps": 2}
+    fsdp = {"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["GPT2Block"], "version": 2}
     arguments = transformers.TrainingArguments(
-        output_dir=folder,
-        per_device_train_batch_size=4,
-        max_steps=4,
-        max_grad_norm=0.0,
-        report_to=[],
-        save_strategy="steps",
-        save_steps=2,
-        logging_steps=1,
-        use_cpu=True,
-        disable_tqdm=True,
-        ddp_backend="gloo",
-        fsdp=True,
-        fsdp_config={"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["GPT2Block"], "version": 2},
-    )
+        output_dir=folder, per_device_train_batch_size=4, ddp_backend="gloo", fsdp=True, fsdp_config=fsdp,
+        **TRAINER | own,
+    )  # fmt: skip
     options = {"lr": 1e-3, **options}
     trainer = transformers.Trainer(
         gpt2(seed), arguments, train_dataset=Texts(), optimizer_cls_and_kwargs=(getattr(optim, new), options)

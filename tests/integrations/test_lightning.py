@@ -42,28 +42,10 @@ class Module(lightning.LightningModule):  # type: ignore[misc,name-defined]
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
-def fit(
-    module: Module,
-    folder: Path,
-    steps: int,
-    *callbacks: Any,
-    resume: str | None = None,
-    rows: int = 32,
-    **options: Any,
-) -> Any:
-    trainer = lightning.Trainer(
-        accelerator="cpu",
-        max_steps=steps,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-        callbacks=[*callbacks],
-        **options,
-    )
-    data = torch.utils.data.DataLoader(Texts(rows), batch_size=4)
-    trainer.fit(module, data, ckpt_path=resume)
+def fit(module: Module, folder: Path, steps: int, resume: str | None = None, rows: int = 32, **options: Any) -> Any:
+    off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = lightning.Trainer(accelerator="cpu", max_steps=steps, default_root_dir=folder, **off, **options)
+    trainer.fit(module, torch.utils.data.DataLoader(Texts(rows), batch_size=4), ckpt_path=resume)
     return trainer
 
 

@@ -73,21 +73,14 @@ def test_the_factory_makes_them_with_groups(name: str) -> None:
 @pytest.mark.feature("timm", "layer decay")
 def test_layer_decay() -> None:
     model, other = Net(), Net()
-    optimizer = timm.create_optimizer_v2(
-        model,
-        "memkern_adamw8bit",
-        lr=1e-3,
-        weight_decay=0.05,
-        layer_decay=0.5,
-        betas=(0.9, 0.95),
-        block_size=64,
-    )
+    own = {"lr": 1e-3, "betas": (0.9, 0.95), "block_size": 64}
+    optimizer = timm.create_optimizer_v2(model, "memkern_adamw8bit", weight_decay=0.05, layer_decay=0.5, **own)
     scales = {group["lr_scale"] for group in optimizer.param_groups}
     assert len(scales) > 2
     assert {group["block_size"] for group in optimizer.param_groups} == {64}
     assert {group["betas"] for group in optimizer.param_groups} == {(0.9, 0.95)}
     groups = timm.param_groups_layer_decay(other, weight_decay=0.05, layer_decay=0.5)
-    same = optim.AdamW8bit(groups, lr=1e-3, betas=(0.9, 0.95), block_size=64)
+    same = optim.AdamW8bit(groups, **own)
     for group in (*optimizer.param_groups, *same.param_groups):
         group["lr"] *= group["lr_scale"]  # what timm's schedulers do
     assert_same(trained(model, optimizer), trained(other, same))

@@ -15,7 +15,7 @@ from memkern.compiled.blocks import is_compiled
 from memkern.planner.hardware import DEFAULTS
 from memkern.planner.models import resolve
 from memkern.planner.prediction import Predictor
-from tests.integrations.models import Texts, gpt2, parameters_of
+from tests.integrations.models import TRAINER, Texts, gpt2, parameters_of
 from tests.support.helpers import assert_same, first_quick
 
 transformers = pytest.importorskip("transformers")
@@ -23,14 +23,11 @@ pytest.importorskip("accelerate")
 
 from memkern.integrations.transformers import optimizer_cls_and_kwargs  # noqa: E402
 
-OPTIONS: dict[str, Any] = {
-    "max_steps": 3, "learning_rate": 1e-3, "weight_decay": 0.1, "report_to": [], "save_strategy": "no", "use_cpu": True,
-    "disable_tqdm": True, "logging_steps": 1,
-}  # fmt: skip
-
 
 def trainer(model: Any, techniques: Techniques, folder: Path, rows: Any = None, **options: Any) -> Any:
-    arguments = memkern.trainer_arguments(model, techniques, output_dir=str(folder), **OPTIONS | options)
+    arguments = memkern.trainer_arguments(
+        model, techniques, output_dir=str(folder), **TRAINER | {"max_steps": 3} | options
+    )
     return transformers.Trainer(**arguments, train_dataset=rows or Texts())
 
 
@@ -111,11 +108,7 @@ def test_gradients_on_the_host_are_clipped_in_the_step(tmp_path: Path, clip: flo
         ({"weights_on_host": "layers"}, {}, "weights_on_host: 'layers' given; allowed: None with transformers'"),
         ({"step_in_backward": True}, {}, r"clip: 1\.0 given; allowed: 0 with step_in_backward"),
         ({}, {"bf16": True}, "trainer_arguments.. got bf16, which the techniques and clip say"),
-        (
-            {"compile": True, "checkpointing": "blocks"},
-            {"per_device_train_batch_size": 2},
-            "per_device_train_batch_size",
-        ),
+        ({"checkpointing": "blocks"}, {"per_device_train_batch_size": 2}, "per_device_train_batch_size"),
     ],
     ids=str,
 )

@@ -11,7 +11,7 @@ import torch
 
 import memkern
 from memkern import optim
-from tests.integrations.models import Texts, compiled_gpt2, gpt2, parameters_of
+from tests.integrations.models import TRAINER, Texts, compiled_gpt2, gpt2, parameters_of
 from tests.support.helpers import assert_same, first_quick
 
 transformers = pytest.importorskip("transformers")
@@ -21,19 +21,8 @@ from memkern.integrations.transformers import CompressCallback, optimizer_cls_an
 
 
 def arguments(folder: Path, **options: Any) -> Any:
-    defaults: dict[str, Any] = {
-        "output_dir": str(folder),
-        "per_device_train_batch_size": 4,
-        "max_steps": 4,
-        "learning_rate": 1e-3,
-        "weight_decay": 0.1,
-        "report_to": [],
-        "save_strategy": "no",
-        "logging_steps": 1,
-        "use_cpu": True,
-        "disable_tqdm": True,
-    }
-    return transformers.TrainingArguments(**{**defaults, **options})
+    own = {"output_dir": str(folder), "per_device_train_batch_size": 4, "max_steps": 4}
+    return transformers.TrainingArguments(**TRAINER | own | options)
 
 
 def trainer(args: Any, model: Any, pair: Any = None, **options: Any) -> Any:
@@ -61,10 +50,7 @@ def test_the_pair_is_the_optimizer_made_by_hand(tmp_path: Path, name: str) -> No
     model = gpt2()
     decayed = by_pair.get_decay_parameter_names(model)
     groups = [
-        {
-            "params": [p for n, p in model.named_parameters() if (n in decayed) == decays],
-            "weight_decay": decay,
-        }
+        {"params": [p for n, p in model.named_parameters() if (n in decayed) == decays], "weight_decay": decay}
         for decays, decay in ((True, 0.1), (False, 0.0))
     ]
     by_hand = trainer(args, model, optimizers=(cls(groups, lr=1e-3), None))
@@ -100,14 +86,6 @@ def test_arguments_become_options(tmp_path: Path) -> None:
     assert "betas" not in optimizer_cls_and_kwargs(plain, "lion8bit")[1]  # Adam's are not its own
     assert optimizer_cls_and_kwargs(plain, "lars8bit")[1] == {"lr": 1e-3}
     assert optimizer_cls_and_kwargs(plain, "adamw", lr=5.0)[1]["lr"] == 5.0
-
-
-def test_options_of_bf16_parameters_are_taken(tmp_path: Path) -> None:
-    for options in (
-        {"master_weights": "bf16+8"},
-        {"stochastic_rounding": True},
-    ):
-        assert options.items() <= optimizer_cls_and_kwargs(arguments(tmp_path), **options)[1].items()
 
 
 @pytest.mark.full

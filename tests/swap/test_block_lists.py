@@ -38,18 +38,6 @@ class Net(nn.Module):
         return self.norms[0](x)
 
 
-def plain() -> Net:
-    return Net(Block(), Block(), Block(), Block())
-
-
-def with_none() -> Net:
-    return Net(Block(), None, Block(), None, Block(), Block())
-
-
-def none_first() -> Net:
-    return Net(None, *(Block() for _ in range(4)))
-
-
 def shared() -> Net:
     """Layers that share their weights."""
     first, second = Block(), Block()
@@ -61,7 +49,15 @@ def pairs() -> Net:
     return Net(*(nn.ModuleList([Block(), None, Block()]) for _ in range(2)))
 
 
-MODELS = (plain, with_none, none_first, shared, pairs)
+# Each with the numbers of blocks of its lists.
+MODELS: dict[str, tuple[Callable[[], Net], list[int]]] = {
+    "plain": (lambda: Net(*(Block() for _ in range(4))), [4]),
+    "with None": (lambda: Net(Block(), None, Block(), None, Block(), Block()), [4]),
+    "None first": (lambda: Net(None, *(Block() for _ in range(4))), [4]),
+    "shared": (shared, [2]),
+    "pairs": (pairs, [2, 2]),
+}
+over_models = pytest.mark.parametrize("name", MODELS)
 X = torch.randn(4, 64, generator=torch.Generator().manual_seed(1))
 
 
@@ -75,10 +71,9 @@ def gradients(made: Callable[[], Net], take: Callable[[nn.Module], Any] | None =
     return [out.detach(), *(p.grad for p in (x, *model.parameters()) if p.grad is not None)]
 
 
-@pytest.mark.parametrize(
-    ("made", "counts"), [(plain, [4]), (with_none, [4]), (none_first, [4]), (shared, [2]), (pairs, [2, 2])]
-)
-def test_blocks_are_modules_that_are_called_and_each_is_there_once(made: Callable[[], Net], counts: list[int]) -> None:
+@over_models
+def test_blocks_are_modules_that_are_called_and_each_is_there_once(name: str) -> None:
+    made, counts = MODELS[name]
     model = made()
     found = list(block_lists(model))
     assert [len(blocks) for blocks in found] == counts
@@ -94,15 +89,16 @@ def test_blocks_are_modules_that_are_called_and_each_is_there_once(made: Callabl
         lambda m: memkern.compress(m, None),
     ],
 )
-@pytest.mark.parametrize("made", MODELS)
-def test_who_takes_lists_of_blocks_takes_these(made: Callable[[], Net], take: Callable[[nn.Module], Any]) -> None:
+@over_models
+def test_who_takes_lists_of_blocks_takes_these(name: str, take: Callable[[nn.Module], Any]) -> None:
+    made, _ = MODELS[name]
     for found, expected in zip(gradients(made, take), gradients(made), strict=True):
         torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("made", MODELS)
-def test_checkpoints_of_all_forms_save_the_inputs_alone(made: Callable[[], Net]) -> None:
-    model = made()
+@over_models
+def test_checkpoints_of_all_forms_save_the_inputs_alone(name: str) -> None:
+    model = MODELS[name][0]()
     memkern.checkpoint_blocks(model)
     calls = sum(
         isinstance(b, Block) for each in model.layers for b in (each if isinstance(each, nn.ModuleList) else [each])
@@ -111,9 +107,10 @@ def test_checkpoints_of_all_forms_save_the_inputs_alone(made: Callable[[], Net])
 
 
 @pytest.mark.parametrize("options", [{}, {"devices": 2}], ids=str)
-@pytest.mark.parametrize("made", MODELS[1:])
-def test_plans_of_all_forms(made: Callable[[], Net], options: Any) -> None:
-    plan = memkern.plan(made(), memory="4GiB", inputs=X, device="cpu", techniques={"compile": False}, **options)
+@over_models
+def test_plans_of_all_forms(name: str, options: Any) -> None:
+    given = {"memory": "4GiB", "inputs": X, "device": "cpu", "techniques": {"compile": False}}
+    plan = memkern.plan(MODELS[name][0](), **given, **options)
     assert "checkpoint every block" in plan.alone
     assert plan.recommended is not None
 
