@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -116,8 +116,7 @@ def main(args: argparse.Namespace) -> None:
         if rank() == 0:
             say(corpus.description())
         show = report.progress(trainers) if rank() == 0 else lambda trainer: None
-        noting: AbstractContextManager[list[int]] = deferred() if save else nullcontext([])
-        with noting as signals:
+        with deferred() if save else nullcontext(list[int]()) as signals:
             saver = Saver(save, signals) if save else None
 
             def on_step(trainer: Trainer) -> None:

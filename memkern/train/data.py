@@ -25,7 +25,6 @@ JSON_LINES = (".jsonl", ".ndjson")
 TABLES = (".csv", ".tsv", ".parquet", ".json")
 ALLOWED = "allowed: text in UTF-8 or JSON lines (.jsonl), which datasets' to_json writes of other tables"
 
-
 Batch = tuple[Tensor, Tensor]
 """A micro-batch of B windows of T tokens: (B, T) int64 each, the inputs and their next tokens."""
 

@@ -93,8 +93,7 @@ def synchronized(parallel: Any, last: bool, on_host: bool = False) -> AbstractCo
     """
     if hasattr(parallel, "set_requires_gradient_sync"):  # fully_shard's
         parallel.set_requires_gradient_sync(last or on_host)
-    is_ddp = isinstance(parallel, nn.parallel.DistributedDataParallel)
-    return parallel.no_sync() if is_ddp and not last else nullcontext()
+    return nullcontext() if last or not hasattr(parallel, "no_sync") else parallel.no_sync()  # DDP's
 
 
 def full(state: Any) -> Any:

@@ -16,7 +16,7 @@ from ..techniques.options import OptionError, Techniques
 from . import huggingface
 from .config import TrainConfig
 from .interrupt import say
-from .model import GPT, cross_entropies
+from .model import GPT, Objective
 
 
 def planned_model(config: TrainConfig) -> dict[str, Any]:
@@ -24,10 +24,9 @@ def planned_model(config: TrainConfig) -> dict[str, Any]:
     if not config.is_preset:
         return {"model": huggingface.load_config(config), "seq_len": config.seq_len, "dropout": config.dropout}
     with torch.device("meta"):
-        model = GPT(*config.shape, seq_len=config.seq_len)
+        model = Objective(GPT(*config.shape, seq_len=config.seq_len))
     tokens = torch.zeros(1, config.seq_len, dtype=torch.long)
-    loss = lambda gpt, batch: cross_entropies(gpt(batch[0]), batch[1])  # noqa: E731
-    return {"model": model, "inputs": (tokens, tokens), "loss": loss}
+    return {"model": model, "inputs": (tokens, tokens)}
 
 
 def fit(config: TrainConfig, size: str, given: Collection[str], device: str) -> tuple[TrainConfig, Plan]:
@@ -40,7 +39,6 @@ def fit(config: TrainConfig, size: str, given: Collection[str], device: str) -> 
     techniques = {name: getattr(config, name) for name in names}
     if {"micro_batch", "accumulation"} & {*given} or config.batch_factor > 1:
         techniques |= {"micro_batch": config.micro_batch, "accumulation": config.batch_factor * config.accumulation}
-    on_host = device != "cpu" and hasattr(os, "sysconf")
     made = plan(
         **planned_model(config),
         memory=parse_memory(size, "fit"),
@@ -48,7 +46,7 @@ def fit(config: TrainConfig, size: str, given: Collection[str], device: str) -> 
         techniques=techniques,
         batch_size=config.batch_size,
         clip=config.clip or 0.0,
-        host_memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if on_host else None,
+        host_memory=None if device == "cpu" else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
     )
     if made.recommended is None:
         allowed = f"{rounded_up(made.least)} GiB or more, the least that could do, with {made.together.techniques}"
