@@ -8,7 +8,7 @@ copied to a buffer, stepped there and copied back.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -133,7 +133,9 @@ class StepPlan:
             stage = stage_of(kind.device)
             if stage is not None:
                 # Matrices that a plain step takes together stay together: a device's batched products have other bits.
-                parts = stage.cut(parts, [entry.state for entry in entries], kind.op == MUON_STEP.name)
+                op, states = entries[places[0]].op, [entry.state for entry in entries]
+                by_rows = not (op is MUON_STEP or op.has_trust_ratios or kind.cut or kind.has_gaps)
+                parts = stage.cut(parts, states, op is MUON_STEP, by_rows)
             calls = [self._call(entries, some, kind, groups, stage) for some in parts]
             if kind.has_gaps:
                 self.with_gaps += calls
@@ -162,7 +164,7 @@ class StepPlan:
         )
         ranks = [self.ranks[i] for i in places]
         takes_all = places == [*range(len(entries))]
-        staged = None if stage is None else stage.states_of(op, states)
+        staged = None if stage is None else stage.staged(op, states)
         return Call(op, args, places, takes_all, ranks, kind.by_reference, kind.cut, [None] * len(places), staged)
 
     # ---- whether it holds
@@ -210,7 +212,7 @@ class StepPlan:
         rates = self._learning_rates(groups)
 
         calls, exchanged, with_gaps, *reductions = [
-            [_filled(call, values, rates, norm) for call in of_kind]
+            [filled for call in of_kind for filled in _filled(call, values, rates, norm)]
             for of_kind in (self.calls, self.exchanged, self.with_gaps, *self.reductions)
         ]
         if not (self.is_one_call or self._is_checked or torch.compiler.is_compiling()):
@@ -255,7 +257,7 @@ class StepPlan:
             ]
             check_step(call.op, taken._replace(grads=taken.params, steps=steps))
         except step_errors.OP_ERRORS as error:
-            raise step_errors.in_words(error, call.args, groups) from None
+            raise self._in_words(error, call, groups) from None
 
     def _run(self, call: Call, groups: Sequence[Group], params: list[Tensor] | None = None) -> None:
         taken = self._local(call, params)
@@ -269,9 +271,14 @@ class StepPlan:
         except step_errors.OP_ERRORS as error:
             if torch.compiler.is_compiling():
                 raise
-            raise step_errors.in_words(error, call.args, groups) from None
+            raise self._in_words(error, call, groups) from None
         if self.all_ranks.meshes:
             torch.autograd.graph.increment_version(call.args.params)
+
+    def _in_words(self, error: Exception, call: Call, groups: Sequence[Group]) -> Exception:
+        """An op's error about the parameters of a call, of which it may have had some rows."""
+        params = [self.params[i] for i in call.places]
+        return step_errors.in_words(error, call.args._replace(params=params), groups)
 
     # ---- numbers of a step
 
@@ -324,8 +331,8 @@ class StepPlan:
         return values._replace(found_inf=found)
 
 
-def _filled(call: Call, values: Values, rates: list[Tensor], norm: Tensor | None) -> Call:
-    """A call with the values of a step."""
+def _filled(call: Call, values: Values, rates: list[Tensor], norm: Tensor | None) -> Iterator[Call]:
+    """A call with the values of a step; one for each part of the states that comes from the host at a time."""
     device = call.args.params[0].device
     grads = values.grads
     args = call.args._replace(
@@ -336,12 +343,13 @@ def _filled(call: Call, values: Values, rates: list[Tensor], norm: Tensor | None
         found_inf=_on(values.found_inf, device),
         grad_norm=_on(norm, device),
         max_grad_norm=float(values.max_grad_norm or 0.0),
-        **({} if call.staged is None else call.staged.tensors()),
     )
-    devices = values.product_devices
-    if devices is None:
-        return call._replace(args=args)
-    return call._replace(args=args, product_devices=[devices.get(p) for p in args.params])
+    if (devices := values.product_devices) is not None:
+        call = call._replace(product_devices=[devices.get(p) for p in args.params])
+    if call.staged is None:
+        yield call._replace(args=args)
+    else:
+        yield from (call._replace(args=staged.args(args), staged=staged) for staged in call.staged)
 
 
 def _brought(call: Call) -> AbstractContextManager[Any]:

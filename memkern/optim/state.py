@@ -50,7 +50,7 @@ class State(dict[str, Any]):
 
     format: Format | None = None
     plan: Any = None
-    bucket: Any = None  # on the host, in which the entries are (memkern.optim.offload.device.Bucket)
+    region: Any = None  # of the host's memory, in which the entries are (memkern.optim.offload.device.Region)
     _layout: Any = None  # of the parameter at its last step, until an entry is replaced
 
     __setitem__ = _forgetting_step(dict.__setitem__)

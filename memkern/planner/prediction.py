@@ -185,14 +185,15 @@ class Predictor:
         return self._is_on_host(techniques) and techniques.offload != "device"
 
     def _buckets(self, techniques: Techniques) -> int:
-        """Bytes of the two buffers through which states come to the device: those of the largest gradient, at most."""
+        """Bytes of the two buffers through which states come to the device, by rows or those of a whole parameter."""
         from ..optim.offload.device import BUCKET_BYTES, LARGE_BYTES
 
         if self._steps_on_host(techniques):
             return 0
         fixed = self.fixed(techniques)
-        states = fixed.errors + fixed.optimizer
-        largest = max(BUCKET_BYTES, math.ceil(states * fixed.largest / max(1, fixed.gradients)))
+        states, largest = fixed.errors + fixed.optimizer, BUCKET_BYTES
+        if techniques.algorithm in ("lamb", "lars", "muon"):
+            largest = max(largest, math.ceil(states * fixed.largest / max(1, fixed.gradients)))
         return min(states, largest + min(largest, LARGE_BYTES))
 
     def _rows(self, techniques: Techniques, traces: Sequence[Any], more: int) -> dict[str, dict[str, int]]:

@@ -200,7 +200,7 @@ def stepped_by_the_device(build: Any, options: dict[str, Any], in_backward: bool
         assert not in_backward or all(p.grad is None for p in model.parameters())
         optimizer.step()
         optimizer.zero_grad()
-    assert in_backward or len({state.bucket for state in optimizer.state.values()}) > 1
+    assert in_backward or len({state.region for state in optimizer.state.values()}) > 1
     return everything(model, optimizer)
 
 

@@ -145,8 +145,8 @@ def test_what_compiled_blocks_save_is_chosen() -> None:
     config = transformers.GPT2Config(n_layer=6, n_head=2, n_embd=64, n_positions=256, vocab_size=100)
     given = {"compile": True, "precision": "fp32", "loss_chunk": None, "state_bits": 32, "accumulation": 1}
     chosen = []
-    for memory in ("2GiB", None):
-        limit = memory or math.ceil(chosen[0].peak - 2**20)
+    for most in ("2GiB", None):
+        limit = most or math.ceil(chosen[0].peak - 2**20)
         made = plan(config, memory=limit, seq_len=256, device="cpu", batch_size=8, techniques=given)
         assert made.recommended is not None
         chosen.append(made.recommended)

@@ -29,7 +29,9 @@ class Call(NamedTuple):
     by_reference: bool
     cut: bool  # other ranks have elements of its blocks or layers
     product_devices: Sequence[torch.device | None]  # of Muon's matrix products; None for the matrix's own
-    staged: Any  # memkern.optim.offload.device.Staged, where the states come from the host; else None
+    # Where the states come from the host, what comes at a time (memkern.optim.offload.device.Staged): all of a plan's
+    # call, one of a call with the values of a step; else None.
+    staged: Any
 
 
 def matching(g: Tensor, p: Tensor) -> Tensor:

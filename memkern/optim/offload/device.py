@@ -12,20 +12,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...schemas import StepOp
+from ...schemas import StepArgs, StepOp
 from .. import replaced
 from ..backward import without_hooks
 from ..base import BlockwiseOptimizer
 from ..dtensor.shards import is_dtensor, largest_shard, local, on_mesh, ranks_of
 from ..muon_step import buckets
-from ..state import State, own_entries, state_args
+from ..state import SIGNED, State, own_entries, state_args
 from .pinned import Slabs
 from .transfers import Transfers, transfers_of
 
 BUCKET_BYTES = 64 * 2**20
-"""States are copied together up to so many bytes, or those of one parameter that has more: 1.2 ms at 55 GB/s."""
+"""States are copied together up to so many bytes, 1.2 ms at 55 GB/s, and those of a parameter that has more by rows."""
 LARGE_BYTES = 4 * BUCKET_BYTES
-"""Buckets above this, of embeddings as a rule, share one of the two buffers."""
+"""Buckets above this, of what is not stepped by rows, share one of the two buffers."""
+Places = dict[int, dict[str, tuple[int, Tensor]]]
+"""By a state's id its entries: the offset in bytes, and a tensor of this form."""
 ALIGNMENT = 128  # bytes; kernels read 16 at a time
 
 
@@ -50,19 +52,20 @@ class Slot:
             self._allocate(size)
 
 
-class Bucket:
-    """States in one piece of the host's memory. ``optimizer.state`` has views of it."""
+class Region:
+    """States in one piece of the host's memory, which come to the device in one bucket or, of many bytes, in several.
 
-    came: Any = None  # the event of the last copy to the device
-    saved: Any = None  # and of the last one back
+    ``optimizer.state`` has views of it.
+    """
 
-    def __init__(self, stage: Stage, slot: Slot, states: Sequence[State]) -> None:
-        self.stage, self.slot = stage, slot
+    saved: Any = None  # the event after which the step counters of the last step are in it
+
+    def __init__(self, stage: Stage, states: Sequence[State]) -> None:
+        self.stage = stage
         self.size = sum(map(bytes_of, states))
         self.host = stage.slabs.take(self.size)
-        self.places: dict[int, dict[str, tuple[int, Tensor]]] = {}  # by a state's id: its entries
-        self._views: dict[int, dict[str, Tensor]] = {}
-        self._views_of: Tensor | None = None
+        self.places: Places = {}
+        self.buckets: list[Bucket] = []
         offset = 0
         for state in states:
             places = self.places[id(state)] = {}
@@ -71,13 +74,12 @@ class Bucket:
                 local(view).copy_(local(x))
                 places[key], state[key] = (offset, view), view
                 offset += _aligned(local(x).nbytes)
-            state.bucket = self
-        slot.reserve(self.size)
+            state.region = self
 
     def has(self, state: State) -> bool:
-        """Whether a state's entries are in the bucket. Values of ones that were replaced by others alike are taken."""
+        """Whether a state's entries are in the region. Values of ones that were replaced by others alike are taken."""
         places, entries = self.places.get(id(state), {}), own_entries(state)
-        if state.bucket is not self or {*places} != {*entries}:
+        if state.region is not self or {*places} != {*entries}:
             return False
         others = {key: x for key, x in entries.items() if x is not places[key][1]}
         if any(
@@ -90,6 +92,38 @@ class Bucket:
             state[key] = places[key][1].copy_(x)
         return True
 
+
+class Bucket:
+    """What comes to the device at once: a region, or rows of the only state in one."""
+
+    came: Any = None  # the event of the last copy to the device
+    saved: Any = None  # and of the last one back
+
+    def __init__(self, region: Region, slot: Slot, rows: slice | None = None, per_block: int = 1) -> None:
+        """per_block: the rows that have a scale together."""
+        self.region, self.slot, self.rows = region, slot, rows
+        self.places, self.size, self.is_last = region.places, region.size, True
+        self.copies = self.copies_back = [(region.host, 0)]  # memory of the host, and where it comes to
+        if rows is not None:
+            self._take(rows, slice(rows.start // per_block, -(-rows.stop // per_block)))
+        self._views: dict[int, dict[str, Tensor]] = {}
+        self._views_of: Tensor | None = None
+        slot.reserve(self.size)
+        region.buckets.append(self)
+
+    def _take(self, rows: slice, scales: slice) -> None:
+        """Takes these rows of all entries, and their scales."""
+        [(number, entries)] = self.region.places.items()
+        self.is_last = rows.stop == max(len(x) for _, x in entries.values() if x.dim())
+        self.places, self.size, self.copies, self.copies_back = {number: {}}, 0, [], []
+        for key, (_, x) in entries.items():
+            part = x if key == "step" else x[scales if key.endswith("_scale") else rows]
+            self.places[number][key] = self.size, part
+            self.copies.append((part.view(-1).view(torch.uint8), self.size))
+            if key != "step" or self.is_last:  # each bucket counts the step from the same number
+                self.copies_back.append(self.copies[-1])
+            self.size += _aligned(part.nbytes)
+
     def views(self) -> dict[int, dict[str, Tensor]]:
         """The states on the device, while they are there."""
         memory = self.slot.memory
@@ -101,19 +135,31 @@ class Bucket:
             }
         return self._views
 
+    def bring(self) -> None:
+        """Begins the copy to the device, unless it is there."""
+        if self.slot.holder is not self:
+            after = [self.slot.free, *(event for event in (self.saved, self.region.saved) if event is not None)]
+            for host, offset in self.copies:
+                memory = self.slot.memory[offset : offset + host.nbytes]
+                self.came = self.region.stage.transfers.to_device(memory, host, *after)
+            self.slot.holder = self
+
     @contextlib.contextmanager
     def brought(self) -> Iterator[None]:
         """The scope in which the states are on the device."""
-        transfers, slot = self.stage.transfers, self.slot
-        self.stage.bring(self)
+        transfers, slot = self.region.stage.transfers, self.slot
+        self.bring()
         transfers.device_waits(self.came)
         try:
             yield
         except BaseException:
             slot.holder = None
             raise
-        self.saved = slot.free = transfers.to_host(self.host, slot.memory[: self.size])
-        self.stage.stepped(self)
+        for host, offset in self.copies_back:
+            self.saved = slot.free = transfers.to_host(host, slot.memory[offset : offset + host.nbytes])
+        if self.is_last:
+            self.region.saved = self.saved
+        self.region.stage.stepped(self)
 
 
 class Staged:
@@ -124,11 +170,14 @@ class Staged:
         self._tensors: dict[str, Any] = {}
         self._views: Any = None
 
-    def tensors(self) -> dict[str, Any]:
-        """The op's arguments, on the device."""
+    def args(self, args: StepArgs) -> StepArgs:
+        """The op's arguments on the device, of the bucket's rows."""
         if (views := self.bucket.views()) is not self._views:
             self._views, self._tensors = views, state_args(self.op, [views[number] for number in self.numbers])
-        return self._tensors
+        args = args._replace(**self._tensors)
+        if (rows := self.bucket.rows) is None:
+            return args
+        return args._replace(params=[p[rows] for p in args.params], grads=[g[rows] for g in args.grads])
 
 
 class Stage:
@@ -152,36 +201,44 @@ class Stage:
 
     @torch.no_grad()
     @torch.inference_mode(False)
-    def cut(self, parts: Sequence[Sequence[int]], states: Sequence[State], whole: bool) -> list[list[int]]:
-        """The parts of a step, cut so that the states of each are in one bucket; ones that are in none get new ones.
+    def cut(
+        self, parts: Sequence[Sequence[int]], states: Sequence[State], whole: bool, by_rows: bool
+    ) -> list[list[int]]:
+        """The parts of a step, cut so that the states of each are in one region; ones that are in none get new ones.
 
         Args:
             parts: numbers of states.
-            whole: whether a part whose states are in no bucket gets one, and not one for each ``BUCKET_BYTES``.
+            whole: whether a part whose states are in no region gets one, and not one for each ``BUCKET_BYTES``.
+            by_rows: whether the op can step some rows of a parameter by themselves.
         """
         self.settle()
         found: list[list[int]] = []
         new: list[list[int]] = []
         for part in parts:
-            of_bucket: dict[Any, list[int]] = {}
+            of_region: dict[Any, list[int]] = {}
             for i in part:
-                bucket = states[i].bucket
-                known = bucket is not None and bucket.stage is self and bucket.has(states[i])
-                of_bucket.setdefault(bucket if known else None, []).append(i)
-            loose = of_bucket.pop(None, [])
+                region = states[i].region
+                known = region is not None and region.stage is self and region.has(states[i])
+                of_region.setdefault(region if known and (by_rows or len(region.buckets) == 1) else None, []).append(i)
+            loose = of_region.pop(None, [])
             fresh = [loose] if whole and loose else [*buckets(loose, states, _bytes_of_largest, BUCKET_BYTES)]
             new += fresh
-            found += [*of_bucket.values(), *fresh]
+            found += [*of_region.values(), *fresh]
         self.slabs.plan(sum(bytes_of(states[i]) for i in some) for some in new)
         for some in new:
-            size = sum(bytes_of(states[i]) for i in some)
-            self._count += size <= LARGE_BYTES
-            Bucket(self, self.slots[self._count % 2 if size <= LARGE_BYTES else 0], [states[i] for i in some])
+            region = Region(self, [states[i] for i in some])
+            for rows, per_block in _rows_of(states[some[0]]) if by_rows and len(some) == 1 else [(None, 1)]:
+                Bucket(region, self._slot_for(region.size if rows is None else BUCKET_BYTES), rows, per_block)
         return found
 
-    def states_of(self, op: StepOp, states: Sequence[State]) -> Staged:
-        """The states of a call, which are in one bucket."""
-        return Staged(states[0].bucket, op, states)
+    def _slot_for(self, size: int) -> Slot:
+        """The buffer for a bucket of so many bytes."""
+        self._count += size <= LARGE_BYTES
+        return self.slots[self._count % 2 if size <= LARGE_BYTES else 0]
+
+    def staged(self, op: StepOp, states: Sequence[State]) -> list[Staged]:
+        """The states of a call, which are in one region: of each of its buckets."""
+        return [Staged(bucket, op, states) for bucket in states[0].region.buckets]
 
     # ---- copies
 
@@ -191,14 +248,6 @@ class Stage:
             slot.holder = None
         self._next, self._next_now, self._last = self._next_now or self._next, {}, None
 
-    def bring(self, bucket: Bucket) -> None:
-        """Begins the copy of a bucket to the device, unless it is there."""
-        slot = bucket.slot
-        if slot.holder is not bucket:
-            after = [slot.free] if bucket.saved is None else [slot.free, bucket.saved]
-            bucket.came = self.transfers.to_device(slot.memory[: bucket.size], bucket.host, *after)
-            slot.holder = bucket
-
     def stepped(self, bucket: Bucket) -> None:
         """A bucket was stepped, and the copy back was begun."""
         self._saved = bucket.saved
@@ -206,7 +255,7 @@ class Stage:
             self._next_now[self._last] = bucket
         self._last = bucket
         if (following := self._next.get(bucket)) is not None:
-            self.bring(following)
+            following.bring()
 
     def settle(self) -> None:
         """Waits until the states are on the host."""
@@ -222,6 +271,22 @@ def _aligned(size: int) -> int:
 def bytes_of(state: State) -> int:
     """Bytes of a state in a bucket."""
     return sum(_aligned(local(x).nbytes) for x in own_entries(state).values())
+
+
+def _rows_of(state: State) -> list[tuple[slice | None, int]]:
+    """Rows of a state that come to the device at a time, if not all, and how many have a scale together.
+
+    Blocks begin with a row, and what is random about rounding depends on the place in a block: rows that end where a
+    block does are stepped as the whole is.
+    """
+    format, moment, size = state.format, next(x for key, x in state.items() if key in SIGNED), bytes_of(state)
+    if size <= BUCKET_BYTES or is_dtensor(moment) or not moment.is_contiguous() or not moment.dim():
+        return [(None, 1)]
+    assert format is not None
+    per_block = max(1, format.block_size // (moment.numel() // len(moment)))
+    at_once = max(1, BUCKET_BYTES * len(moment) // size // per_block) * per_block
+    starts = range(0, len(moment), at_once)
+    return [(slice(start, min(start + at_once, len(moment))), per_block) for start in starts]
 
 
 def _bytes_of_largest(state: State) -> int:

@@ -86,8 +86,9 @@ class HostOffload(Optimizer):
     | clipping | max_grad_norm or torch's functions | raises | max_grad_norm or torch's functions | max_grad_norm |
     | GradScaler | yes | raises | yes | raises |
 
-    A bucket is 64 MiB, or the states of the largest parameter. States of ``AdamW8bit`` are 2.06 bytes per parameter,
-    and 4.06 with ``master_weights="bf16+16"``.
+    A bucket is 64 MiB: of parameters with more states some rows are stepped at a time, but for LAMB, LARS, Muon's
+    matrices and shards, whose states come at once. States of ``AdamW8bit`` are 2.06 bytes per parameter, and 4.06 with
+    ``master_weights="bf16+16"``.
 
     With "cpu", ``step()`` returns when the host is done; copies of weights may be under way, and the device's current
     stream waits for them. ``offload_gradients`` consumes a gradient in ``step()``.
