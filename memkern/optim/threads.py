@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import warnings
 from collections.abc import Iterator
 
 import torch
@@ -33,6 +34,22 @@ def of_a_step(current: int) -> int:
     except (AttributeError, OSError):  # no Linux, or a launcher that has ended
         return current
     return max(1, min(len(own), len(launchers | own) // max(1, int(ranks))))
+
+
+MANY = 8  # cores
+
+
+@functools.cache
+def warn_of_one_core() -> None:
+    """Warns, once, where the CPU steps a device's weights on one of its many cores, and nobody has asked for that."""
+    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    said = "MEMKERN_STEP_THREADS" in os.environ or "LOCAL_WORLD_SIZE" in os.environ
+    if own >= MANY and not said and of_a_step(torch.get_num_threads()) == 1:
+        warnings.warn(
+            f"a step on the CPU computes on one of {own} cores, as torch has one thread (OMP_NUM_THREADS is "
+            f"{os.environ.get('OMP_NUM_THREADS', 'not set')}): set MEMKERN_STEP_THREADS to this process's share",
+            stacklevel=2,
+        )
 
 
 @contextlib.contextmanager

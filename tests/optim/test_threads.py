@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from memkern import optim
 from memkern.optim import threads
 from memkern.optim.plan import StepPlan
+from tests.support.late_transfers import LateHostOffload
 from tests.support.ranks import TORCHRUN_TWO
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
@@ -26,8 +28,10 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.delenv(name, raising=False)
     before = torch.get_num_threads()
     threads.of_a_step.cache_clear()
+    threads.warn_of_one_core.cache_clear()
     yield
     threads.of_a_step.cache_clear()
+    threads.warn_of_one_core.cache_clear()
     torch.set_num_threads(before)
 
 
@@ -56,6 +60,33 @@ def test_threads_of_a_step(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {*range(launchers if pid else own)}, raising=False)
     assert threads.of_a_step(current) == expected
+
+
+@pytest.mark.parametrize(
+    ("variables", "own", "current", "warns"),
+    [
+        ({"OMP_NUM_THREADS": "1"}, 64, 1, True),  # of mpirun, or a scheduler's
+        ({}, 64, 64, False),
+        ({}, 4, 1, False),
+        ({"MEMKERN_STEP_THREADS": "1"}, 64, 1, False),
+        (UNDER_TORCHRUN | {"LOCAL_WORLD_SIZE": "64"}, 64, 1, False),
+    ],
+)
+def test_one_of_many_cores(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], own: int, current: int, warns: bool
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {*range(own)}, raising=False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: current)
+    p = torch.nn.Parameter(torch.ones(8))
+    p.grad = torch.ones(8)
+    optimizer = LateHostOffload(optim.AdamW8bit, [p])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.step()
+        optimizer.step()
+    assert ["one of 64 cores" in str(w.message) for w in caught if "cores" in str(w.message)] == [True] * warns
 
 
 @pytest.mark.parametrize("given", ["0", "-1", "many", "\u0663"])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .. import loading
+from .. import loading, threads
 from ..backward import (
     ParameterHooks,
     StepInBackward,
@@ -363,6 +363,8 @@ class HostOffload(Optimizer):
                     check_gradient(p, p.grad)
         if ready and not any(w.separate for w in ready):
             buckets = [ready]  # nothing is transferred: one call, as in memory
+        elif ready:
+            threads.warn_of_one_core()
         for i, bucket in enumerate(buckets):
             for ahead in buckets[i and i + 1 : i + 2]:
                 for w in ahead:
