@@ -84,6 +84,16 @@ def corpus(text: Path) -> Any:
     return load_corpus([str(text)], seq_len=32)
 
 
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Any]:
+    """Calls a function on several processes: ``ranks(2, function, *arguments)``."""
+    from tests.support.ranks import Ranks
+
+    processes = Ranks()
+    yield processes
+    processes.close()
+
+
 @pytest.fixture
 def fresh_compiler() -> Iterator[None]:
     from torch._dynamo.utils import counters

@@ -134,11 +134,8 @@ def compiled_like_kernel_builder(project: Path, folder: Path) -> dict[str, Path]
     wanted: dict[str, Any] = tomllib.loads((project / "build.toml").read_text())["torch"]
     (project / "torch-ext" / "registration.h").write_text(REGISTRATION)
     libraries = Path(torch.__file__).parent
-    includes = [sysconfig.get_path("include"), libraries / "include"]
-    includes += [
-        libraries / "include/torch/csrc/api/include",
-        *(project / name for name in wanted["include"]),
-    ]
+    includes = [sysconfig.get_path("include"), libraries / "include", libraries / "include/torch/csrc/api/include"]
+    includes += [project / name for name in wanted["include"]]
     flags = [flag for flag in wanted["cxx-flags"] if flag != "-O3"] + ["-O0", "-fPIC", "-fno-gnu-unique"]
     flags += [f"-I{path}" for path in includes]
     flags += ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-DPy_LIMITED_API=0x03090000", "-DCPU_KERNEL"]
@@ -168,14 +165,8 @@ def laid_out(project: Path, library: Path, folder: Path) -> Path:
     shutil.copytree(project / "torch-ext" / "memkern", to)
     shutil.copy(library, to)
     (to / "_ops.py").write_text(OPS.format(id=name))
-    about = {
-        "name": "memkern",
-        "id": name,
-        "version": 0,
-        "license": "Apache-2.0",
-        "python-depends": [],
-        "backend": {"type": "cpu"},
-    }
+    about = {"name": "memkern", "id": name, "version": 0, "license": "Apache-2.0", "python-depends": []}
+    about["backend"] = {"type": "cpu"}
     (to / "metadata.json").write_text(json.dumps(about))
     return folder / name
 

@@ -18,14 +18,8 @@ from tests.support.tree import built_libraries, copy_of_tree
 pytestmark = pytest.mark.long
 
 SANITIZERS = "address,undefined,float-cast-overflow"
-FLAGS = [
-    "-Og",
-    "-g1",
-    "-fno-omit-frame-pointer",
-    f"-fsanitize={SANITIZERS}",
-    "-fno-sanitize-recover=all",
-    "--param=asan-instrumentation-with-call-threshold=0",
-]
+FLAGS = f"-Og -g1 -fno-omit-frame-pointer -fsanitize={SANITIZERS} -fno-sanitize-recover=all"
+FLAGS += " --param=asan-instrumentation-with-call-threshold=0"
 DRIVER = Path(__file__).parents[1] / "support" / "sanitized.py"
 
 
@@ -49,7 +43,7 @@ def runtime() -> str:
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory, runtime: str) -> Path:
     """A copy of the tree with the instrumented library in place."""
-    options = {"MEMKERN_BUILD": "cpu", "MEMKERN_CXX_FLAGS": " ".join(FLAGS), "CXX": "g++"}
+    options = {"MEMKERN_BUILD": "cpu", "MEMKERN_CXX_FLAGS": FLAGS, "CXX": "g++"}
     copy = copy_of_tree(tmp_path_factory.mktemp("sanitized") / "memkern")
     for library in built_libraries("sanitized", options).iterdir():
         shutil.copy(library, copy / "memkern")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 
 import memkern
 from memkern import backend, optim
+from memkern.__main__ import main
 from tests.support.helpers import ISAS, fast_here, needs_cpp
 
 ROOT = Path(memkern.__file__).parents[1]
@@ -86,10 +88,7 @@ def test_use_backend_holds_inside_nests_and_ends() -> None:
 
 
 def test_an_unknown_backend() -> None:
-    with (
-        pytest.raises(ValueError, match=r"one of cpu, cuda, triton, reference, got 'tpu'"),
-        memkern.use_backend("tpu"),
-    ):
+    with pytest.raises(ValueError, match=r"one of cpu, cuda, triton, reference, got 'tpu'"), memkern.use_backend("tpu"):
         pass
 
 
@@ -100,10 +99,7 @@ def test_a_backend_that_is_not_there_says_why(name: str) -> None:
         with memkern.use_backend(name):
             pass
         return
-    with (
-        pytest.raises(RuntimeError, match=f"backend '{name}' is not available: ") as error,
-        memkern.use_backend(name),
-    ):
+    with pytest.raises(RuntimeError, match=f"backend '{name}' is not available: ") as error, memkern.use_backend(name):
         pass
     assert reason in str(error.value)
     assert backend.select("cpu") in ("cpu", "reference")  # and the attempt left no trace
@@ -335,3 +331,16 @@ def test_info_ends_quietly_where_nobody_reads_it() -> None:
     command = f"{sys.executable} -m memkern info | true"
     done = subprocess.run(command, shell=True, capture_output=True, text=True)
     assert "BrokenPipe" not in done.stderr
+
+
+def test_info(capsys: pytest.CaptureFixture[str]) -> None:
+    """What the report says, without any extra."""
+    main(["info", "--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert report == json.loads(json.dumps(backend.report()))
+    blocked = "import sys; sys.modules.update(dict.fromkeys(['matplotlib', 'transformers', 'numpy']))"
+    shown = python(f"{blocked}; from memkern.__main__ import main; main(['info'])").stdout
+    assert torch.__version__ in shown
+    for name, state in report["backends"].items():
+        text = "yes" if state["available"] else f"no: {state['reason']}"
+        assert re.search(rf"^  {name} +{re.escape(text)}$", shown, re.MULTILINE), name

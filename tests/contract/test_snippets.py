@@ -53,16 +53,8 @@ def tiny_gpt2() -> Any:
     )
 
 
-NEEDS = {
-    "frameworks.md": ("transformers", "accelerate", "timm"),
-    "what-does-not-fit.md": ("transformers",),
-}
-SLOW = {
-    "what-does-not-fit.md",
-    "several-processes.md",
-    "frameworks.md",
-    "getting-started.md",
-}
+NEEDS = {"frameworks.md": ("transformers", "accelerate", "timm"), "what-does-not-fit.md": ("transformers",)}
+SLOW = {"what-does-not-fit.md", "several-processes.md", "frameworks.md", "getting-started.md"}
 WITH_PYTHON = [
     pytest.param(page, marks=pytest.mark.full if page.name in SLOW else (), id=page.name)
     for page in PAGES
@@ -147,12 +139,8 @@ IN_BLOCKS = {shlex.join(words): words for page in PAGES for words in commands(pa
 
 
 def test_commands_in_examples_are_those_of_a_page() -> None:
-    found = [
-        line.strip()
-        for path in EXAMPLES
-        for line in path.read_text().splitlines()
-        if line.strip().startswith("python -m ")
-    ]
+    lines = [line.strip() for path in EXAMPLES for line in path.read_text().splitlines()]
+    found = [line for line in lines if line.startswith("python -m ")]
     assert found
     assert {*found} <= {*IN_BLOCKS}
 

@@ -1,9 +1,6 @@
-"""Types and help() as users see them: a user's file, checked by mypy and by Pyright."""
+"""Types and help() as users see them: a user's file, checked by mypy."""
 
-import importlib.util
 import inspect
-import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -65,42 +62,17 @@ AdamW8bit(model.parameters(), lr="fast")  # ERROR
 WRONG = [number for number, line in enumerate(USER.splitlines(), start=1) if line.endswith("# ERROR")]
 
 
-def user_file(folder: Path) -> Path:
-    path = folder / "user.py"
-    path.write_text(USER)
-    return path
-
-
 @pytest.mark.full
 def test_mypy_types_a_users_file(tmp_path: Path) -> None:
     """As with --strict: with the options of pyproject.toml and those of the file, so that lint's cache serves."""
+    path = tmp_path / "user.py"
+    path.write_text(USER)
     done = subprocess.run(
-        [sys.executable, "-m", "mypy", "--no-color-output", str(user_file(tmp_path))],
+        [sys.executable, "-m", "mypy", "--no-color-output", str(path)],
         cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip
     errors = [line for line in done.stdout.splitlines() if ": error:" in line]
     assert [int(line.split(":")[1]) for line in errors] == WRONG, done.stdout + done.stderr
-
-
-@pytest.mark.full
-def test_pyright_types_a_users_file(tmp_path: Path) -> None:
-    if importlib.util.find_spec("basedpyright"):  # Pyright in a wheel, with node
-        command = [sys.executable, "-m", "basedpyright"]
-    elif shutil.which("pyright"):
-        command = ["pyright"]
-    else:
-        pytest.skip("Pyright is not installed")
-    settings = {"typeCheckingMode": "strict", "extraPaths": [str(ROOT)], "reportMissingTypeStubs": False}
-    # Of torch's own types, which are partial.
-    settings |= {f"reportUnknown{what}Type": False for what in ("Member", "Argument", "Variable", "Lambda")}
-    (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
-    done = subprocess.run(
-        [*command, "--outputjson", "--pythonpath", sys.executable, str(user_file(tmp_path))],
-        cwd=tmp_path, capture_output=True, text=True,
-    )  # fmt: skip
-    found = json.loads(done.stdout)["generalDiagnostics"]
-    errors = [d["range"]["start"]["line"] + 1 for d in found if d["severity"] == "error"]
-    assert errors == WRONG, found
 
 
 @pytest.mark.parametrize("name", [n for n in memkern.optim.__all__ if n[0].isupper() and n != "StepInBackward"])

@@ -28,6 +28,12 @@ LAYERWISE = {
 }
 
 
+class OddBF16(Odd):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bfloat16()
+
+
 def run(build: Any, new: Any, options: dict[str, Any], last: int, policy: Any = None) -> Any:
     model = in_shards(build(), **(policy or {}))
     optimizer = new(model.parameters(), **options)
@@ -39,35 +45,35 @@ def run_on(sizes: tuple[int, ...], *args: Any) -> Any:
     return run(*args, {"mesh": mesh(*sizes)})
 
 
-def test_a_few_steps(ranks: Ranks) -> None:
-    options = {"min_8bit_size": 0, "weight_decay": 0.1}
-    for rank in ranks(2, run, Odd, optim.AdamW8bit, options, 3):
-        assert_same(rank, alone(Odd, optim.AdamW8bit, options, 3))
+TWO_HUNDRED = pytest.mark.feature("torch", "`fully_shard` on 2 and 3 processes: 200 steps with the bits of one process")
+HSDP = pytest.mark.feature("torch", "HSDP, two replicas of two shards: bits of one process")
+DECAY: dict[str, Any] = {"min_8bit_size": 0, "weight_decay": 0.1}
+IN_64 = {"min_8bit_size": 0, "block_size": 64}
+BITS: list[Any] = [
+    pytest.param((2,), Odd, optim.AdamW8bit, DECAY, 3),
+    *(
+        pytest.param((world,), build, new, DECAY | options, last, marks=[pytest.mark.full, TWO_HUNDRED])
+        for world in (2, 3)
+        for new in (optim.AdamW8bit, optim.Lion8bit)
+        for build, options, last in ((gpt, {"min_8bit_size": 4096}, 200), (Odd, {}, 30))
+    ),
+    *(
+        pytest.param((2, 2), Odd, new, IN_64 | {"codec": codec}, 3, marks=[pytest.mark.full, HSDP])
+        for new, codec in ((optim.Adam8bit, "power"), (optim.AdamW, "power"), (optim.Lion8bit, "dynamic"))
+    ),
+    *(
+        pytest.param((2,), OddBF16, new, {"min_8bit_size": 0, "master_weights": kept}, 5, marks=pytest.mark.full)
+        for new in (optim.AdamW8bit, optim.Lion8bit)
+        for kept in (None, "bf16+16", "bf16+8")
+    ),
+]
 
 
-@pytest.mark.feature("torch", "`fully_shard` on 2 and 3 processes: 200 steps with the bits of one process")
-@pytest.mark.full
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("new", [optim.AdamW8bit, optim.Lion8bit])
-@pytest.mark.parametrize(("build", "least", "last"), [(gpt, 4096, 200), (Odd, 0, 30)])
-def test_200_steps(ranks: Ranks, build: Any, least: int, last: int, new: Any, world: int) -> None:
-    options = {"min_8bit_size": least, "weight_decay": 0.1}
+@pytest.mark.parametrize(("sizes", "build", "new", "options", "last"), BITS)
+def test_bits_of_one_process(ranks: Ranks, sizes: Any, build: Any, new: Any, options: Any, last: int) -> None:
     expected = alone(build, new, options, last)
-    assert any(state["exp_avg"].dtype == torch.int8 for state in expected.values())
-    for rank in ranks(world, run, build, new, options, last):
-        assert_same(rank, expected)
-
-
-@pytest.mark.feature("torch", "HSDP, two replicas of two shards: bits of one process")
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("new", "codec"), [(optim.Adam8bit, "power"), (optim.AdamW, "power"), (optim.Lion8bit, "dynamic")]
-)
-def test_replicas_and_shards(ranks: Ranks, new: Any, codec: str) -> None:
-    """HSDP: two replicas of two shards."""
-    options = {"min_8bit_size": 0, "codec": codec, "block_size": 64}
-    expected = alone(Odd, new, options, 3)
-    for rank in ranks(4, run_on, (2, 2), Odd, new, options, 3):
+    assert new is optim.AdamW or any(state["exp_avg"].dtype == torch.int8 for state in expected.values())
+    for rank in ranks(torch.Size(sizes).numel(), run_on, sizes, build, new, options, last):
         assert_same(rank, expected)
 
 
@@ -273,22 +279,6 @@ def test_gradients_of_other_placements(ranks: Ranks) -> None:
         assert placements == (Shard(0),)
         assert said["process_group"] == f"gloo, rank {rank} of 2"
         assert line in said["shards_end_inside_blocks"]
-
-
-class OddBF16(Odd):
-    def __init__(self) -> None:
-        super().__init__()
-        self.bfloat16()
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("master_weights", [None, "bf16+16", "bf16+8"])
-@pytest.mark.parametrize("new", [optim.AdamW8bit, optim.Lion8bit])
-def test_bf16_weights(ranks: Ranks, new: Any, master_weights: str | None) -> None:
-    options = {"min_8bit_size": 0, "master_weights": master_weights}
-    expected = alone(OddBF16, new, options, 5)
-    for rank in ranks(2, run, OddBF16, new, options, 5):
-        assert_same(rank, expected)
 
 
 def trained_in_bf16() -> Any:

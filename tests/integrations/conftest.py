@@ -7,8 +7,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support import ranks as processes
-
 
 @pytest.fixture(autouse=True)
 def _no_settings_of_accelerate() -> Iterator[None]:
@@ -18,9 +16,3 @@ def _no_settings_of_accelerate() -> Iterator[None]:
 
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
-
-
-@pytest.fixture(scope="session")
-def ranks() -> Iterator[processes.Ranks]:
-    """Calls a function on several processes: ``ranks(2, function, *arguments)``."""
-    yield from processes.of_session()

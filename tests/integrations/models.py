@@ -33,15 +33,15 @@ def compiled_gpt2(seed: int = 0) -> Any:
     return memkern.compile(gpt2(seed), saved_bits=8)
 
 
-def tokens(rows: int, seed: int = 0) -> Tensor:
-    return torch.randint(VOCABULARY, (rows, TOKENS), generator=torch.Generator().manual_seed(seed))
+def tokens(rows: int, seed: int = 0, vocabulary: int = VOCABULARY, length: int = TOKENS) -> Tensor:
+    return torch.randint(vocabulary, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
 class Texts(Dataset[dict[str, Tensor]]):
     """Random rows of tokens, as the Trainer takes them."""
 
-    def __init__(self, rows: int = 32) -> None:
-        self.rows = tokens(rows)
+    def __init__(self, rows: int = 32, **sizes: int) -> None:
+        self.rows = tokens(rows, **sizes)
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset
 
 import memkern
 from memkern import OptionError, Techniques, memory, optim
@@ -31,15 +30,6 @@ def trainer(model: Any, techniques: Techniques, folder: Path, rows: Any = None, 
     return transformers.Trainer(**arguments, train_dataset=rows or Texts())
 
 
-class Rows(Dataset[dict[str, torch.Tensor]]):
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
-        row = torch.randint(1000, (256,), generator=torch.Generator().manual_seed(i))
-        return {"input_ids": row, "labels": row}
-
-
 PLANNED = [
     Techniques(state_bits=8, micro_batch=2, checkpointing="blocks", accumulation=2),
     Techniques(state_bits=8, micro_batch=4),
@@ -60,7 +50,8 @@ def test_the_peak_is_the_plans(tmp_path: Path, techniques: Techniques) -> None:
     config.architectures = ["GPT2LMHeadModel"]
     model = transformers.GPT2LMHeadModel(config)
     clip = 0.0 if techniques.step_in_backward else 1.0
-    run = trainer(model, techniques, tmp_path, Rows(), max_steps=2, clip=clip)
+    rows = Texts(64, vocabulary=1000, length=256)
+    run = trainer(model, techniques, tmp_path, rows, max_steps=2, clip=clip)
     peak = memory.peak_bytes(run.train, model)
     source = resolve(config, 256, None, None, None)
     plan = Predictor(source, "cpu", "cpu", DEFAULTS["cpu"]).predict(techniques)

@@ -1,17 +1,9 @@
-"""One process group for tests in this process; several processes for the others."""
+"""One process group for tests in this process."""
 
 from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
-
-from tests.support import ranks as processes
-
-
-@pytest.fixture(scope="session")
-def ranks() -> Iterator[processes.Ranks]:
-    """Calls a function on several processes: ``ranks(2, function, *arguments)``."""
-    yield from processes.of_session()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import memkern
 from memkern.memory import return_freed_memory
@@ -23,16 +23,8 @@ from memkern.techniques.options import Techniques
 WIDTH, BLOCKS = 512, 16
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = (
-            nn.Linear(WIDTH, 3 * WIDTH, bias=False, dtype=torch.bfloat16),
-            nn.Linear(3 * WIDTH, WIDTH, bias=False, dtype=torch.bfloat16),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(x)))
+def block() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.ReLU(), nn.Linear(3 * WIDTH, WIDTH, bias=False))
 
 
 def resident() -> int:
@@ -45,7 +37,7 @@ def run(name: str, blocks: int, steps: int) -> tuple[int, int, int]:
         precision="bf16", optimizer=name, state_bits=8, master_weights="bf16+8", weights_on_host="layers",
         checkpointing="blocks", step_in_backward=True,
     )  # fmt: skip
-    model = nn.Sequential(*(Block() for _ in range(blocks)))
+    model = nn.Sequential(*(block() for _ in range(blocks))).bfloat16()
     memkern.apply(model, techniques, device="cpu")
     groups = optimizer_groups(model, techniques, lr=1e-3, weight_decay=0.1)
     optimizer: Any = memkern.make_optimizer(groups, techniques, lr=1e-3)

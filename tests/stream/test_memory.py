@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from memkern.train import checkpoint as checkpoints
 from tests.stream.runs import STREAMED as TECHNIQUES
 from tests.stream.runs import Model, model_for, optimizer_for, train
 from tests.support.helpers import first_full
+from tests.support.train_helpers import small_run
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,12 +46,8 @@ class Counted:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
         self.live, self.most, self.limit = dict[int, int](), 0, limit
         groups: list[FSDPParamGroup] = []
-        allocate, free, post_backward = (
-            _fsdp_param.alloc_storage,
-            _fsdp_param.free_storage,
-            FSDPParamGroup.post_backward,
-        )
-        init = FSDPParamGroup.__init__
+        allocate, free = _fsdp_param.alloc_storage, _fsdp_param.free_storage
+        post_backward, init = FSDPParamGroup.post_backward, FSDPParamGroup.__init__
 
         def allocated(x: Tensor) -> None:
             allocate(x)
@@ -114,12 +112,8 @@ def test_compiled_blocks_come_and_go(counted: Any, saved_bits: Any) -> None:
     found, most = [], []
     for compiled, on_host in ((True, None), (False, "layers"), (True, "layers")):
         device.most = 0
-        techniques = TECHNIQUES.replace(
-            step_in_backward=True,
-            weights_on_host=on_host,
-            compile=compiled,
-            saved_bits=saved_bits if compiled else None,
-        )
+        own = {"compile": True, "saved_bits": saved_bits} if compiled else {}
+        techniques = TECHNIQUES.replace(step_in_backward=True, weights_on_host=on_host, **own)
         model = model_for(techniques, blocks=6)
         found.append(train(model, optimizer_for(model, techniques), techniques, range(2)))
         most.append(device.most)
@@ -127,12 +121,8 @@ def test_compiled_blocks_come_and_go(counted: Any, saved_bits: Any) -> None:
     assert most[2] == most[1] > 0
 
 
-COMMAND = [
-    *("train", "--layers", "12", "--heads", "2", "--width", "64", "--seq-len", "32", "--batch-size", "4"),
-    *("--steps", "3", "--eval-every", "3", "--eval-tokens", "320", "--device", "cpu"),
-    *("--precision", "bf16", "--master-weights", "bf16+8", "--clip", "0", "--checkpointing", "blocks"),
-    *("--loss-chunk", "64", "--save"),
-]
+TECHNIQUES_GIVEN = "--precision bf16 --master-weights bf16+8 --clip 0 --checkpointing blocks --loss-chunk 64"
+COMMAND = ["train", *small_run(layers=12, batch_size=4, steps=3), *shlex.split(TECHNIQUES_GIVEN), "--save"]
 
 
 @pytest.mark.full

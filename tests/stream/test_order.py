@@ -18,6 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from memkern.optim.arrivals import Arrivals
 from memkern.stream.prefetch import Prefetch
+from memkern.stream.streaming import Streamed
 from memkern.techniques.options import Techniques
 from tests.stream.runs import STREAMED as TECHNIQUES
 from tests.stream.runs import Model, model_for, optimizer_for, train
@@ -83,7 +84,16 @@ class Noted(torch.autograd.Function):
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The streamed models."""
+    found: list[Any] = []
+    init = Streamed.__init__
+    monkeypatch.setattr(Streamed, "__init__", lambda self, *args: (found.append(self), init(self, *args))[1])
+    return found
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch, made: list[Any]) -> Device:
     found = Device()
     monkeypatch.setattr(streams, "Event", Event)
     monkeypatch.setattr(torch, "get_device_module", lambda _: found)
@@ -102,7 +112,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
     def reduced(group: FSDPParamGroup, *unused: Any) -> None:
         post_backward(group, *unused)
-        with found.stream(streamed_of(group).down):
+        with found.stream(made[-1].down):
             for p in (p.sharded_param for p in group.fsdp_params):
                 if p.grad is not None:
                     found.access([("gradient", id(p))], True, "a copy of a gradient")
@@ -111,26 +121,6 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     monkeypatch.setattr(FSDPParamGroup, "_to_sharded", sharded)
     monkeypatch.setattr(FSDPParamGroup, "post_backward", reduced)
     return found
-
-
-NOW: dict[str, Any] = {}
-
-
-def streamed_of(group: FSDPParamGroup) -> Any:
-    return NOW["streamed"]
-
-
-@pytest.fixture(autouse=True)
-def _note_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from memkern.stream.streaming import Streamed
-
-    init = Streamed.__init__
-
-    def noted(self: Any, *args: Any) -> None:
-        init(self, *args)
-        NOW["streamed"] = self
-
-    monkeypatch.setattr(Streamed, "__init__", noted)
 
 
 def trained(device: Device, techniques: Techniques = TECHNIQUES, steps: int = 3) -> Model:
@@ -220,14 +210,14 @@ def test_a_wait_that_is_left_out_is_found(
         trained(device, TECHNIQUES.replace(step_in_backward=True))
 
 
-def test_gradients_are_copied_in_a_stream_whose_end_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_are_copied_in_a_stream_whose_end_is_known(monkeypatch: pytest.MonkeyPatch, made: list[Any]) -> None:
     """As on a GPU: fully_shard gives the copies to ``down``, and the memory that they read is marked for it."""
     marked: list[torch.Tensor] = []
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, stream: marked.append(x), raising=False)
 
     def trained_by(copies_down: bool) -> list[float]:
         model = model_for(TECHNIQUES)
-        streamed = NOW["streamed"]
+        streamed = made[-1]
         if copies_down:
             for group in (*streamed.groups, streamed.root):
                 streamed._copy_down(group)

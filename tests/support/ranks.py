@@ -11,7 +11,7 @@ import multiprocessing
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -112,10 +112,3 @@ class Ranks:
                 process.kill()
             pipe.close()
         self._started = []
-
-
-def of_session() -> Iterator[Ranks]:
-    """The ranks that a fixture of scope "session" yields; it closes them at the end."""
-    ranks = Ranks()
-    yield ranks
-    ranks.close()

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import io
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +16,7 @@ import memkern
 from memkern import memory
 from memkern import nn as mnn
 from memkern.swap import match
-from tests.support import gpt2
+from tests.support import gpt2, timm_factory
 from tests.support.helpers import assert_same
 from tests.support.swap_helpers import EVERY, MLP
 
@@ -107,22 +104,11 @@ def test_every_class_of_other_libraries_is_tried() -> None:
 
 
 @pytest.mark.parametrize("key", OF_LIBRARIES, ids=lambda key: key[1])
-def test_activations_of_other_libraries(key: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_activations_of_other_libraries(key: tuple[str, str]) -> None:
     ours, attributes = OF_LIBRARIES[key]
-    if key[0].startswith("timm"):  # as its package asks for a torchvision
-        pytest.importorskip("torch")
-        folder = importlib.util.find_spec("timm")
-        if folder is None or folder.origin is None:
-            pytest.skip("needs timm")
-        file = Path(folder.origin).parent / "layers" / "activations.py"
-        spec = importlib.util.spec_from_file_location(key[0], file)
-        assert spec is not None
-        assert spec.loader is not None
-        library = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(library)
-        monkeypatch.setitem(sys.modules, key[0], library)
-    else:
-        library = pytest.importorskip(key[0])
+    if key[0].startswith("timm"):
+        timm_factory.load()
+    library = pytest.importorskip(key[0])
     module = getattr(library, key[1])()
     before = type(module), vars(module).copy()
     x = torch.randn(400)
@@ -313,3 +299,37 @@ def test_conv1d() -> None:
     assert memkern.restore(layer) == 1
     assert type(layer) is gpt2.Conv1D
     assert repr(layer).startswith("Conv1D")
+
+
+# Blocks
+
+
+@pytest.mark.parametrize("width", [768, 1600])
+def test_gpt2_block(width: int) -> None:
+    """28 tensors of the width become 12, and 3 bits for each of 4 widths."""
+    block = gpt2.Block(width)
+    x = torch.randn(1, 64, width, requires_grad=True)
+    per_token = lambda: memory.saved_bytes(lambda: block(x)) / 64  # noqa: E731
+    statistics = 2 * 8 + 4 * width // 64  # of two layer norms, and the attention's log-sums
+    assert per_token() == 28 * 4 * width + statistics
+    report = memkern.compress(block)
+    assert per_token() == 12 * 4 * width + 4 * width * 3 / 8 + statistics
+    assert report.bytes_per_token == (16 - 3 / 8) * 4 * width
+    if width == 768:
+        assert per_token() <= 38_500
+    memkern.restore(block)
+    assert per_token() == 28 * 4 * width + statistics
+
+
+def test_gpt2_block_of_transformers() -> None:
+    modeling = pytest.importorskip("transformers.models.gpt2.modeling_gpt2", reason="needs transformers")
+    options = {"attn_pdrop": 0, "resid_pdrop": 0, "embd_pdrop": 0, "attn_implementation": "sdpa"}
+    block = modeling.GPT2Block(modeling.GPT2Config(n_embd=768, n_head=12, **options), layer_idx=0)
+    x = torch.randn(1, 200, 768, requires_grad=True)
+    per_token = lambda: memory.saved_bytes(lambda: block(x)) / 200  # noqa: E731
+    assert 85_500 < per_token() < 86_500
+    memkern.compress(block)
+    assert per_token() <= 38_500
+    memkern.compress(block, linear=0.2)
+    assert per_token() <= 24_200
+    assert memkern.restore(block) == 5

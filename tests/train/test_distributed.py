@@ -11,10 +11,9 @@ from memkern import OptionError
 from memkern.__main__ import main
 from memkern.train import Corpus, Trainer, checkpoint, cli, distributed, load_corpus
 from tests.support.helpers import first_full
-from tests.support.ranks import Ranks, of_session
+from tests.support.ranks import Ranks
 from tests.support.train_helpers import SMALL, assert_same_run, small_run, straight_and_resumed, train_by_two
 
-ranks = pytest.fixture(scope="module")(of_session)
 OPTIONS = [*small_run(layers=2, batch_size=2, steps=5), "--save-every", "3"]
 
 

@@ -151,7 +151,8 @@ def test_torchs_optimizers_step_as_torchs_loops_over_tensors(corpus: Corpus, opt
 @pytest.mark.parametrize("precision", ["fp32", "fp16-mixed"])
 def test_clipping_bounds_the_gradient(corpus: Corpus, precision: str) -> None:
     norms = []
-    trainer = Trainer(SMALL.replace(clip=0.25, precision=precision, **TORCH_ADAMW), corpus)
+    # Fused steps unscale by themselves, after this is recorded.
+    trainer = Trainer(SMALL.replace(clip=0.25, precision=precision, **TORCH_SGD), corpus)
 
     def record(*_: Any) -> None:
         gradients = [parameter.grad for parameter in trainer.model.parameters()]

@@ -86,20 +86,6 @@ def test_has_the_bits_of_the_ordinary_step(build: type, options: dict[str, Any],
     assert ours == losses
 
 
-def test_the_gradient_is_gone_and_step_changes_nothing() -> None:
-    torch.manual_seed(0)
-    model = Tied()
-    optimizer = StepInBackward(optim.AdamW8bit, model.parameters())
-    before = [p.detach().clone() for p in model.parameters()]
-    model(torch.randint(VOCABULARY, (4, 9))).backward()
-    assert all(p.grad is None for p in model.parameters())
-    after = [p.detach().clone() for p in model.parameters()]
-    assert not any(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    optimizer.step()
-    optimizer.zero_grad()
-    assert_same([*model.parameters()], after)
-
-
 def test_a_gradient_set_by_hand_waits_for_step() -> None:
     p, q = nn.Parameter(torch.ones(5)), nn.Parameter(torch.ones(5))
     optimizer = StepInBackward(optim.AdamW, [p, q], lr=0.1)

@@ -14,16 +14,7 @@ from memkern.optim import HostOffload
 from tests.support.generic_optimizers import saved
 from tests.support.helpers import OPTIMIZERS, assert_same, name_of, snapshot
 from tests.support.late_transfers import LateHostOffload
-from tests.support.offloaded import (
-    MODES,
-    TORCH,
-    losses,
-    model_of,
-    options_of,
-    over_modes,
-    over_transfers,
-    run,
-)
+from tests.support.offloaded import MODES, TORCH, losses, model_of, options_of, over_modes, over_transfers, run
 
 # ---- the same result
 
@@ -94,10 +85,7 @@ def test_a_half_precision_model_with_fp32_weights_on_the_host(
 def test_host_dtype_none_keeps_the_parameter_s_own() -> None:
     make = optim.AdamW8bit
     expected, _, _ = run(lambda params: make(params, lr=1e-2), dtype=torch.bfloat16)
-    found, _, _ = run(
-        lambda params: LateHostOffload(make, params, host_dtype=None, lr=1e-2),
-        dtype=torch.bfloat16,
-    )
+    found, _, _ = run(lambda params: LateHostOffload(make, params, host_dtype=None, lr=1e-2), dtype=torch.bfloat16)
     assert_same(found, expected)
 
 
@@ -121,11 +109,8 @@ def test_accumulation(mode: str, wrapper: type[HostOffload], dtype: torch.dtype)
     """On the host, too, gradients are added in the parameter's dtype."""
     build = optim.AdamW
     expected, _, _ = run(lambda params: build(params), micro_batches=3, dtype=dtype)
-    found, _, _ = run(
-        lambda params: wrapper(build, params, host_dtype=None, **MODES[mode]),
-        micro_batches=3,
-        dtype=dtype,
-    )
+    make = lambda params: wrapper(build, params, host_dtype=None, **MODES[mode])  # noqa: E731
+    found, _, _ = run(make, micro_batches=3, dtype=dtype)
     assert_same(found, expected)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
+from unittest.mock import MagicMock, call
 
 import pytest
 import torch
@@ -13,10 +15,7 @@ from memkern.optim import HostOffload
 from memkern.optim.offload.transfers import StreamTransfers, transfers_of
 from tests.support.helpers import assert_same
 from tests.support.late_transfers import LateHostOffload, LateTransfers
-from tests.support.offloaded import (
-    MODES,
-    model_of,
-)
+from tests.support.offloaded import MODES, model_of
 
 # ---- the order of events
 
@@ -81,59 +80,14 @@ def test_gradients_come_in_the_backward_pass(monkeypatch: pytest.MonkeyPatch) ->
     ]
 
 
-class FakeStream:
-    """Of a device module: notes what is called on it."""
-
-    def __init__(self, name: str, log: list[Any]) -> None:
-        self.name, self.log = name, log
-
-    def wait_event(self, event: Any) -> None:
-        self.log.append(f"{self.name} waits for {event.at}")
-
-
-class FakeModule:
-    """torch.cuda as far as StreamTransfers uses it."""
-
-    def __init__(self) -> None:
-        self.log: list[str] = []
-        self.names = iter(("down", "up"))
-        self.compute = FakeStream("compute", self.log)
-
-    def Stream(self, device: torch.device) -> FakeStream:
-        return FakeStream(next(self.names), self.log)
-
-    def Event(self) -> Any:
-        module = self
-
-        class Event:
-            def record(self, stream: FakeStream) -> None:
-                self.at = f"{stream.name} {len(module.log)}"
-                module.log.append(f"event {self.at}")
-
-            def synchronize(self) -> None:
-                module.log.append(f"host waits for {self.at}")
-
-        return Event()
-
-    def current_stream(self, device: torch.device) -> FakeStream:
-        return self.compute
-
-    def stream(self, stream: FakeStream) -> Any:
-        import contextlib
-
-        @contextlib.contextmanager
-        def on() -> Any:
-            self.log.append(f"copy on {stream.name}")
-            yield
-
-        return on()
-
-
 def test_streams_and_events_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = FakeModule()
+    module, names, numbers = MagicMock(), iter(("down", "up")), itertools.count()
+    module.Stream.side_effect = lambda device: getattr(module, next(names))
+    module.Event.side_effect = lambda: getattr(module, f"event_{next(numbers)}")
+    module.current_stream.return_value = module.compute
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
-    monkeypatch.setattr(Tensor, "record_stream", lambda x, stream: module.log.append(f"recorded on {stream.name}"))
-    monkeypatch.setattr(Tensor, "pin_memory", lambda x: module.log.append("pinned") or x)
+    monkeypatch.setattr(Tensor, "record_stream", lambda x, stream: module.record(stream))
+    monkeypatch.setattr(Tensor, "pin_memory", lambda x: (module.pin(), x)[1])
     made = transfers_of(torch.device("cuda", 0))
     assert isinstance(made, StreamTransfers)
     assert not made.shares_memory
@@ -144,19 +98,20 @@ def test_streams_and_events_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None
     up = made.to_device(y, room, down)
     made.device_waits(up)
     assert_same(y, x)
-    assert module.log == [
-        "pinned",
-        "event compute 1",
-        "down waits for compute 1",
-        "copy on down",
-        "recorded on down",
-        "event down 5",
-        "host waits for down 5",
-        "up waits for down 5",
-        "copy on up",
-        "recorded on up",
-        "event up 10",
-        "compute waits for up 10",
+    lookups = ("Stream", "Event", "current_stream", "stream().__enter__", "stream().__exit__")
+    assert [called for called in module.mock_calls if called[0] not in lookups] == [
+        call.pin(),
+        call.event_0.record(module.compute),
+        call.down.wait_event(module.event_0),
+        call.stream(module.down),
+        call.record(module.down),
+        call.event_1.record(module.down),
+        call.event_1.synchronize(),
+        call.up.wait_event(module.event_1),
+        call.stream(module.up),
+        call.record(module.up),
+        call.event_2.record(module.up),
+        call.compute.wait_event(module.event_2),
     ]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,13 +13,7 @@ from torch import nn
 from memkern import optim
 from memkern.optim import HostOffload
 from tests.support.helpers import assert_same, snapshot
-from tests.support.offloaded import (
-    MODES,
-    losses,
-    model_of,
-    over_modes,
-    over_transfers,
-)
+from tests.support.offloaded import MODES, losses, model_of, over_modes, over_transfers
 
 
 def halve_vector(model: nn.Module) -> None:
@@ -48,16 +41,15 @@ HOST_EDITS: dict[str, Callable[[nn.Module], Any]] = {
 def test_a_step_goes_on_from_edited_weights(mode: str, wrapper: type[HostOffload], edit: str, case: str) -> None:
     """As it does in memory: never back to weights of before."""
     dtype = torch.float32 if case == "torch's, fp32" else torch.bfloat16
-    build = torch.optim.AdamW if "torch" in case else functools.partial(optim.AdamW8bit, min_8bit_size=0)
+    build: Any = torch.optim.AdamW if "torch" in case else optim.AdamW8bit
+    options = {"lr": 1e-2} | ({} if "torch" in case else {"min_8bit_size": 0})
     here = {"fp32 weights": {"master_weights": "bf16+16"}, "bf16+8": {"master_weights": "bf16+8"}}.get(case, {})
-    offloaded = functools.partial(wrapper, **MODES[mode])
     there = here if case == "bf16+8" else {}
     models = [model_of(dtype) for _ in range(2)]
     optimizers = [
-        build(models[0].parameters(), lr=1e-2, **here),
-        offloaded(build.func if isinstance(build, functools.partial) else build, models[1].parameters(), lr=1e-2,
-                  **(build.keywords if isinstance(build, functools.partial) else {}), **there),
-    ]  # fmt: skip
+        build(models[0].parameters(), **options, **here),
+        wrapper(build, models[1].parameters(), **MODES[mode], **options, **there),
+    ]
     for step in range(4):
         for model, optimizer in zip(models, optimizers, strict=True):
             losses(model, 1)[0].backward()

@@ -91,16 +91,7 @@ class Program:
 
     def act(self, between: bool = False) -> None:
         """Some of these. ``between``: backward() and step()."""
-        any_time = [
-            self.set_option,
-            self.set_option,
-            self.fill_lr,
-            self.save,
-            self.load,
-            self.copy,
-            self.add,
-            self.thaw,
-        ]
+        any_time = [self.fill_lr, self.save, self.load, self.copy, self.add, self.thaw, *[self.set_option] * 2]
         others = [self.freeze, self.edit, self.change_memory_format]
         for _ in range(self.choice.randint(0, 2)):
             self.choice.choice(any_time if between else any_time + others)()
