@@ -127,7 +127,9 @@ class Chooser:
         predictor = self.predictor
 
         def rank(techniques: Techniques) -> tuple[int, int]:
-            return round(math.log(predictor.seconds(techniques)) / 0.02), _changes(techniques)
+            fields = zip(dataclasses.astuple(techniques), dataclasses.astuple(Techniques()), strict=True)
+            changes = sum(value != plain for value, plain in fields)
+            return round(math.log(predictor.seconds(techniques)) / 0.02), changes
 
         possible = [techniques for techniques in self.candidates if predictor.floor(techniques) <= memory]
         for techniques in sorted(possible, key=rank):
@@ -159,9 +161,3 @@ class Chooser:
                 fails = tried
             tried = fits + int((memory - peak(fits)) / max(slope, 1.0))
         return fits
-
-
-def _changes(techniques: Techniques) -> int:
-    """How many fields differ from plain training."""
-    pairs = zip(dataclasses.astuple(techniques), dataclasses.astuple(Techniques()), strict=True)
-    return sum(value != plain for value, plain in pairs)

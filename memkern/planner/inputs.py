@@ -27,6 +27,9 @@ BESIDE = {
 SYNONYMS = {"inputs": ("pixel_values", "input_values")}
 """Of a model for any kind of input: the names by which its forward pass takes one kind."""
 TOKENS = ("input_ids", "decoder_input_ids", "qformer_input_ids", "mm_token_type_ids", "bbox")
+DTYPES = dict.fromkeys((*TOKENS, "pixel_attention_mask", "attention_mask"), torch.long)
+DTYPES |= dict.fromkeys(("image_embeds_position_mask", "bool_masked_pos"), torch.bool)
+"""Of inputs that are not fp32."""
 IMAGE_TOKENS = ("image_token_id", "image_token_index")
 CHOICES = 2  # of a multiple-choice question
 LABELS = 8  # tokens of a transcript
@@ -146,9 +149,8 @@ class Inputs:
         """Inputs and labels of ``size`` sequences."""
         made: dict[str, Any] = {}
         for name in sorted(self.needed):
-            shape, dtype = self._shape(name, size)
-            if shape is not None:
-                made[name] = torch.zeros(shape, dtype=dtype)
+            if (shape := self._shape(name)) is not None:
+                made[name] = torch.zeros(size, *shape, dtype=DTYPES.get(name, torch.float32))
         if "spatial_shapes" in self.needed:
             made["spatial_shapes"] = torch.full((size, 2), math.isqrt(self.patches))
         if "image_embeds_position_mask" in self.needed:
@@ -164,38 +166,34 @@ class Inputs:
             made["use_cache"] = False
         return made
 
-    def _shape(self, name: str, size: int) -> tuple[tuple[int, ...] | None, torch.dtype]:
+    def _shape(self, name: str) -> tuple[int, ...] | None:
+        """That of one sequence; None for what it is not known of."""
+        config = self.config
         if name in TOKENS:
             choices = (CHOICES,) if self.name.endswith("MultipleChoice") else ()
-            return (size, *choices, self.seq_len, *((4,) if name == "bbox" else ())), torch.long
-        if name == "pixel_values" and "spatial_shapes" in self.needed:  # as patches
-            return (size, self.patches, self._patch), torch.float32
-        if name == "pixel_attention_mask":
-            return (size, self.patches), torch.long
+            return (*choices, self.seq_len, *((4,) if name == "bbox" else ()))
+        if name == "pixel_values" and "spatial_shapes" in self.needed:
+            return self.patches, self._patch
+        if name in ("pixel_attention_mask", "bool_masked_pos"):
+            return (self.patches,)
         if name == "flattened_patches":  # each with its row and column
-            return (size, self.patches, self._patch + 2), torch.float32
+            return self.patches, self._patch + 2
         if name == "image_embeds_position_mask":
-            return (size, self.seq_len), torch.bool
+            return (self.seq_len,)
         if name == "pixel_values_videos":
-            frames = getattr(self.config, "frames_per_clip", None) or self.config.num_frames
-            return (size, frames, *self.image), torch.float32
+            return (getattr(config, "frames_per_clip", None) or config.num_frames, *self.image)
         if name == "pixel_values":
-            images = "ImageClassification" in self.name
-            frames = None if images else getattr(self.config, "num_frames", None)
-            return (size, *((frames,) if frames else ()), *self.image), torch.float32
+            frames = None if "ImageClassification" in self.name else getattr(config, "num_frames", None)
+            return (*((frames,) if frames else ()), *self.image)
         if name == "input_values":
-            bins = getattr(self.config, "num_mel_bins", None)
-            if bins and hasattr(self.config, "max_length"):
-                return (size, self.config.max_length, bins), torch.float32
-            ratio = getattr(self.config, "inputs_to_logits_ratio", SAMPLES)
-            return (size, self.seq_len * (ratio if isinstance(ratio, int) else SAMPLES)), torch.float32
+            bins = getattr(config, "num_mel_bins", None)
+            if bins and hasattr(config, "max_length"):
+                return config.max_length, bins
+            ratio = getattr(config, "inputs_to_logits_ratio", SAMPLES)
+            return (self.seq_len * (ratio if isinstance(ratio, int) else SAMPLES),)
         if name == "input_features":
-            return (size, *self._spectrogram), torch.float32
-        if name == "attention_mask":
-            return (size, self._spectrogram[0]), torch.long
-        if name == "bool_masked_pos":
-            return (size, self.patches), torch.bool
-        return None, torch.float32
+            return self._spectrogram
+        return self._spectrogram[:1] if name == "attention_mask" else None
 
     @property
     def _spectrogram(self) -> tuple[int, int]:

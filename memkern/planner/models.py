@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..compiled.blocks import is_compiled
 from ..optim.dtensor.shards import is_dtensor
-from ..techniques.options import not_allowed
+from ..techniques.options import not_allowed, refused
 from .built_in import MODELS, built_in
 from .inputs import Inputs, is_language_model, text_config
 from .shards import output_layer
@@ -114,7 +114,7 @@ class Configured:
 
     @property
     def tokens(self) -> int:
-        return self.inputs.patches + 1 if self.takes_images else self.seq_len
+        return self.inputs.patches + 1 if self.inputs.takes_images else self.seq_len
 
     @property
     def attention(self) -> float:
@@ -125,10 +125,6 @@ class Configured:
         width = heads * (getattr(self.config, "head_dim", None) or width // heads)
         half = 2.0 if self.is_language_model else 4.0  # half of it is masked
         return self.depth * width * half
-
-    @property
-    def takes_images(self) -> bool:
-        return self.inputs.takes_images
 
     @property
     def is_language_model(self) -> bool:
@@ -208,16 +204,6 @@ def _empty_like(x: Tensor, dtype: torch.dtype) -> Tensor:
     return nn.Parameter(empty, x.requires_grad) if isinstance(x, nn.Parameter) else empty
 
 
-def _from_folder(folder: Path) -> Any:
-    import transformers
-
-    allowed = "a folder with the config.json of a transformers model"
-    try:
-        return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise not_allowed("model", str(folder), allowed) from error
-
-
 def set_dropout(config: Any, rate: float) -> None:
     """Sets every dropout rate of a transformers configuration."""
     for name, value in vars(config).items():
@@ -261,7 +247,10 @@ def resolve(
         if name in MODELS:
             config = built_in(name)
         elif Path(name).is_dir():
-            config = _from_folder(Path(name))
+            from transformers import AutoConfig
+
+            with refused("model", f"{name!r} given; allowed: a folder with the config.json of a transformers model"):
+                config = AutoConfig.from_pretrained(name, local_files_only=True, trust_remote_code=False)
         else:
             raise not_allowed("model", name, f"a folder with a transformers model, or {', '.join(MODELS)}")
     elif hasattr(model, "model_type") and hasattr(model, "to_dict"):
@@ -282,7 +271,7 @@ def resolve(
     source = Configured(name, config, seq_len or 0, loss or model_output_loss, attention_mask)
     if attention_mask and not source.inputs.takes_mask:
         raise not_allowed("attention_mask", True, f"False for {source.inputs.name}, which takes no tokens with a mask")
-    if not source.takes_images:
+    if not source.inputs.takes_images:
         if seq_len is None:
             return dataclasses.replace(source, seq_len=min(SEQ_LEN, positions(config) or SEQ_LEN))
         check_length(config, seq_len)

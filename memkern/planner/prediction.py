@@ -113,12 +113,8 @@ class Predictor:
 
     def traces(self, techniques: Techniques) -> Any:
         """Traces of a step. Raises NotTraced where the model's own code raises."""
-        return self._traces(self._traced(techniques))
-
-    def _traced(self, techniques: Techniques) -> Techniques:
-        """Without those that change no trace."""
         plain = Techniques()
-        return techniques.replace(**{name: getattr(plain, name) for name in CHANGE_NO_TRACE})
+        return self._traces(techniques.replace(**{name: getattr(plain, name) for name in CHANGE_NO_TRACE}))
 
     def runs(self, techniques: Techniques) -> bool:
         """Whether a step with these techniques can be traced."""

@@ -225,13 +225,17 @@ def record(
     def on_block(block: nn.Module, args: Any) -> None:
         begins.setdefault(block, live.clock)
 
+    def after_head(module: nn.Module, args: Any, out: Any) -> None:
+        if isinstance(out, Tensor) and out.requires_grad:
+            out.register_hook(lambda _: head_begins.append(live.clock))
+
     live = LiveBytes([*model.parameters(), *model.buffers(), *held], counted=False, on_operator=on_operator)
     trained = [p for p in model.parameters() if p.requires_grad]
     handles = [p.register_post_accumulate_grad_hook(on_gradient) for p in trained]
     handles += [block.register_forward_pre_hook(on_block) for block in blocks]
     head_begins: list[int] = []
     if head is not None:
-        handles.append(_on_gradient_of(head, lambda: head_begins.append(live.clock)))
+        handles.append(head.register_forward_hook(after_head))
     owners = {p: block for block in blocks for p in block.parameters()}
     owned: dict[Storage, nn.Module] = {}
     begins: dict[nn.Module, int] = {}
@@ -257,16 +261,6 @@ def record(
 def _shapes(out: Any) -> list[torch.Size]:
     outputs = (out,) if isinstance(out, Tensor) else tree_leaves(out)
     return [x.shape for x in outputs if isinstance(x, Tensor)]
-
-
-def _on_gradient_of(module: nn.Module, call: Callable[[], None]) -> Any:
-    """Has ``call()`` called when the gradient of what a module returns is there, until the handle removes it."""
-
-    def after(module: nn.Module, args: Any, out: Any) -> None:
-        if isinstance(out, Tensor) and out.requires_grad:
-            out.register_hook(lambda _: call())
-
-    return module.register_forward_hook(after)
 
 
 def _in_place_sums(
