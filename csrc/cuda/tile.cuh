@@ -125,9 +125,8 @@ template <class Loaded> MEMKERN_DEVICE Loaded arrived(Loaded loaded, const Block
 
 // Elements of a tile, for `numel` of all tensors on a device that runs `slots` thread blocks at once: equally
 // many tiles for each slot, so that all are busy to the end. In tiles of kTileElements 2^22 elements would
-// keep 256 of an H200's 1,320 slots busy, and 2^24 would keep 1,024
-// (lab/studies/gpu_model.py tells what that costs). kTileElements makes the start of a thread block
-// small beside its work.
+// keep 256 of an H200's 1,320 slots busy, and 2^24 would keep 1,024. kTileElements makes the start of a
+// thread block small beside its work.
 inline int tile_elements(int64_t numel, int64_t slots) {
   constexpr int64_t kRound = kThreads * kVector;
   static_assert(kTileElements % kRound == 0);

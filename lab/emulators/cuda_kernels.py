@@ -14,7 +14,6 @@ import runpy
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -208,10 +207,10 @@ def batches(binary: Path, arch: str) -> Ways:
     return found
 
 
-def per_turn(binary: Path, arch: str, path: str, count: Callable[[list[sass.Instruction]], int]) -> float:
-    """What is counted in a turn, with the turn's part of a batch."""
-    turn = count(main_paths(binary, arch)[path])
-    return turn + (count(batches(binary, arch)[path]) - turn) / BATCHES.get(path, 1)
+def per_turn(binary: Path, arch: str, path: str) -> float:
+    """The instructions of a turn, with the turn's part of a batch."""
+    turn = len(main_paths(binary, arch)[path])
+    return turn + (len(batches(binary, arch)[path]) - turn) / BATCHES.get(path, 1)
 
 
 @functools.cache
@@ -236,7 +235,7 @@ def elements(path: str) -> int:
 
 def instructions(binary: Path, arch: str) -> dict[str, float]:
     """Instructions per element on the main paths."""
-    return {path: per_turn(binary, arch, path, len) / elements(path) for path in PATHS}
+    return {path: per_turn(binary, arch, path) / elements(path) for path in PATHS}
 
 
 def fp64_instructions(binary: Path, arch: str) -> dict[str, float]:
@@ -248,25 +247,10 @@ def fp64_instructions(binary: Path, arch: str) -> dict[str, float]:
     return {path: count / elements(path) for path, count in counts.items() if count}
 
 
-def pipes(binary: Path, arch: str) -> dict[str, dict[str, float]]:
-    """Per element: instructions of the pipes that may limit, and words of the first-level cache and shared memory."""
-    counted: dict[str, Callable[[list[sass.Instruction]], int]] = {
-        **{key: lambda way, key=key: sum(sass.pipe(i.opcode) == key for i in way) for key in ("fma", "alu", "xu")},
-        "words": lambda way: sum(sass.words(i.opcode) for i in way),
-        "shared words": lambda way: sum(sass.words(i.opcode) for i in way if i.opcode.startswith(("LDS", "STS"))),
-    }
-    return {
-        path: {key: per_turn(binary, arch, path, count) / elements(path) for key, count in counted.items()}
-        for path in PATHS
-    }
-
-
 def measure() -> dict[str, Any]:
     with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))) as pool:
         of_arch = dict(zip(ARCHS, pool.map(compiled, ARCHS), strict=True))
     counted = {arch: instructions(of_arch[arch][0], arch) for arch in COUNTED}
-    fp64 = {arch: fp64_instructions(of_arch[arch][0], arch) for arch in COUNTED}
-    of_pipes = {arch: pipes(of_arch[arch][0], arch) for arch in COUNTED}
     kernels = sorted({name for _, found in of_arch.values() for name in found})
     return {
         "nvcc": nvcc_version(),
@@ -274,10 +258,6 @@ def measure() -> dict[str, Any]:
             kernel: {arch: found[kernel]["registers"] for arch, (_, found) in of_arch.items()} for kernel in kernels
         },
         "instructions per element": {path: {arch: counts[path] for arch, counts in counted.items()} for path in PATHS},
-        "fp64 instructions per element": {
-            path: {arch: counts[path] for arch, counts in fp64.items()} for path in fp64["sm_90"]
-        },
-        "pipes per element": {path: {arch: counts[path] for arch, counts in of_pipes.items()} for path in PATHS},
     }
 
 

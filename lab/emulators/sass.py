@@ -103,34 +103,6 @@ def _edges(code: list[Instruction]) -> dict[int, list[int]]:
     return edges
 
 
-# Where instructions are executed (Nsight Compute's Kernel Profiling Guide, Pipelines; the CUDA C++ Programming Guide's
-# table of throughputs). What is in neither goes to the ALUs: integers, comparisons, selections, bytes, moves.
-_PIPES = {
-    **dict.fromkeys(("FADD", "FMUL", "FFMA", "IMAD", "HFMA2", "HADD2", "HMUL2"), "fma"),
-    **dict.fromkeys(("MUFU", "I2F", "F2I", "F2F", "FRND", "POPC", "FLO", "BREV"), "xu"),
-    **dict.fromkeys(("DADD", "DMUL", "DFMA", "DSETP"), "fp64"),
-    **dict.fromkeys(("BRA", "BSSY", "BSYNC", "BAR", "CALL", "RET", "EXIT", "WARPSYNC", "NOP", "S2R"), "control"),
-    **dict.fromkeys(("S2UR", "R2UR", "LDC", "ULDC", "CS2R", "DEPBAR", "YIELD"), "control"),
-    **dict.fromkeys(("LD", "ST", "LDG", "STG", "LDS", "STS", "SHFL", "REDUX"), "memory"),
-}
-
-
-def pipe(opcode: str) -> str:
-    """fma, alu, xu (roots, reciprocals, conversions), fp64, memory, or control, which includes uniform registers."""
-    name = opcode.split(".")[0]
-    if name == "F2F" and "F64" in opcode:
-        return "fp64"
-    return _PIPES.get(name, "control" if name[0] == "U" else "alu")
-
-
-def words(opcode: str) -> int:
-    """Of 32 bits that each lane moves through the first-level cache and shared memory, which take 32 in a cycle."""
-    name, *rest = opcode.split(".")
-    if _PIPES.get(name) != "memory":
-        return 0
-    return 4 if "128" in rest else 2 if "64" in rest else 1
-
-
 class _Run(NamedTuple):
     """Instructions that are always executed together, and the addresses of the runs that may come next."""
 

@@ -11,6 +11,7 @@ import json
 from typing import Any
 
 import pytest
+import torch
 
 from lab.emulators import cuda_kernels, sass
 
@@ -130,3 +131,14 @@ def test_loads_are_a_vector_ahead(arch: str) -> None:
         # the others; fp32 has two loads of each code, as its vectors are in parts.
         share = 7 if path in adam else 2 if path == "LARS norms fp32" else 3
         assert max(n for n, i in enumerate(way) if i.opcode.startswith("LDG")) < len(way) / share, path
+
+
+def test_share_of_parameters_in_doubt() -> None:
+    """What docs/numerics.md says of bf16 parameters: changes that are 2^-20 apart, rounded to different ones."""
+    generator = torch.Generator().manual_seed(0)
+    p, change = torch.randn(2, 8192, 256, generator=generator, dtype=torch.float64)
+    p = (p * 0.02).bfloat16().double()
+    change *= 1e-3 * (0.1 / 1.9) ** 0.5  # lr m / sqrt(v) of random gradients
+    less, more = ((p - change * (1 + off)).float().bfloat16() for off in (-(2**-20), 2**-20))
+    share = float((less != more).any(1).double().mean())
+    assert share == pytest.approx(0.011, rel=0.4)  # four standard deviations
