@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 from ..quant.layout import arithmetic
-from .alike import few
 from .autograd import SavesLess, apply, autocast_dtype, no_second_derivative, without_autocast
+from .loops import few_iterations
 
 REDUCTIONS = ("mean", "sum", "none")
 CHUNK_ELEMENTS = 2**22  # of logits: 16 MiB in fp32
@@ -57,7 +57,7 @@ class _LinearCrossEntropy(SavesLess):
         highest, logs = nll.new_empty(2, len(chunks), len(nll))
         picked, weighted = torch.zeros_like(nll), torch.zeros_like(nll)
         with without_autocast(x.device):
-            for i, columns in enumerate(few(chunks, x)):
+            for i, columns in enumerate(few_iterations(chunks, x)):
                 logits = _logits(x, linear_weight, linear_bias, columns)
                 index, inside = _place(target, columns)
                 picked = torch.where(inside, logits.gather(1, index)[:, 0], picked)
@@ -146,7 +146,7 @@ def _gradients(
     grad_weight = torch.empty_like(linear_weight) if ctx.needs_input_grad[1] else None
     grad_bias = torch.empty_like(linear_bias) if ctx.needs_input_grad[2] and linear_bias is not None else None
     total = rows.nll if rows.smooth is None else rows.nll + rows.smooth * _total(weight, linear_weight)
-    for columns in few(_chunks(linear_weight, ctx.chunk_size), x):
+    for columns in few_iterations(_chunks(linear_weight, ctx.chunk_size), x):
         g = _logits(x, linear_weight, linear_bias, columns).sub_(top[:, None]).sub_(log_sum[:, None])
         g.exp_().mul_(total[:, None])
         index, inside = _place(rows.target, columns)

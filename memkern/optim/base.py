@@ -27,7 +27,7 @@ from .checks import (
 )
 from .dtensor import collectives, shards
 from .format import Format, takes_8bit_state
-from .plan import Entry, StepPlan, Values, rounds_of
+from .plan import Entry, StepPlan, Values, overlap_order
 from .shared_options import DEFAULTS, SharedOptions, check_names, full_signature
 from .state import State, converted, initial_state, misfit
 
@@ -55,7 +55,7 @@ class BlockwiseOptimizer(Optimizer):
     _snapshots: list[replaced.Snapshot]  # the groups at the last step
     _elsewhere: set[int]  # ids of DTensors on meshes that this rank is no part of
     _all_ranks: collectives.AllRanks  # of all parameters: what one rank decides, all do
-    _rounds: dict[int, int]  # of parameters over one memory
+    _overlaps: dict[int, int]  # of parameters over one memory
     _buffers: dict[Any, Tensor]  # for parameters with gaps
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -102,7 +102,7 @@ class BlockwiseOptimizer(Optimizer):
     def _find_ranks(self) -> None:
         """Finds the ranks that have parts of the parameters, and says which shards end inside blocks."""
         pairs = [(p, group) for group in self.param_groups for p in self._trained(group)]
-        self._buffers, self._rounds = {}, {}
+        self._buffers, self._overlaps = {}, {}
         self._all_ranks, self._elsewhere = collectives.NO_OTHERS, set()
         if any(shards.is_dtensor(p) for p, _ in pairs):
             self._elsewhere = {id(p) for p, _ in pairs if shards.is_elsewhere(p)}
@@ -219,7 +219,7 @@ class BlockwiseOptimizer(Optimizer):
             else:
                 self._convert_storage(p, group)
         if changed:
-            self._rounds = rounds_of([p for group in self.param_groups for p in self._trained(group)])
+            self._overlaps = overlap_order([p for group in self.param_groups for p in self._trained(group)])
 
     def _check_entries(self, p: Tensor, group: dict[str, Any]) -> None:
         """Checks that a parameter's state, if it has one, has its shape."""
@@ -325,7 +325,7 @@ class BlockwiseOptimizer(Optimizer):
                 return plan
             self._prepare([(p, groups[k]) for p, k in zip(params, group_of_each, strict=True)])
         entries = [Entry(p, k, states[p], self._op_of(groups[k])) for p, k in zip(params, group_of_each, strict=True)]
-        plan = StepPlan(entries, groups, self._all_ranks, self._rounds, self._snapshots, self._stage_of)
+        plan = StepPlan(entries, groups, self._all_ranks, self._overlaps, self._snapshots, self._stage_of)
         if not torch.compiler.is_compiling():
             for entry in entries:
                 entry.state.note_step(entry.param, plan)

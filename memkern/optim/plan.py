@@ -57,7 +57,7 @@ class Values(NamedTuple):
 class Kind(NamedTuple):
     """Parameters of one kind are stepped in one call."""
 
-    turn: int  # of parameters over one memory, which are stepped one after the other
+    order: int  # of parameters over one memory, which are stepped one after the other
     device: torch.device
     op: str
     by_reference: bool
@@ -67,7 +67,7 @@ class Kind(NamedTuple):
     has_gaps: bool
 
     @classmethod
-    def of(cls, entry: Entry, group: Group, turn: int, ranks: shards.Ranks | None) -> Kind:
+    def of(cls, entry: Entry, group: Group, order: int, ranks: shards.Ranks | None) -> Kind:
         p, op = entry.param, entry.op
         is_muon = op is MUON_STEP
         cut = ranks is not None and shards.needs_reference(p, group, has_scales(entry.state))
@@ -76,7 +76,7 @@ class Kind(NamedTuple):
         # Matrices that are exchanged by themselves: every rank has the same of them, and so the same buckets.
         exchanged = is_muon and ranks is not None
         has_gaps = not p.is_contiguous() and not is_dense(p.shape, p.stride())
-        return cls(turn, p.device, op.name, by_reference, cut, reduced, exchanged, has_gaps)
+        return cls(order, p.device, op.name, by_reference, cut, reduced, exchanged, has_gaps)
 
 
 class StepPlan:
@@ -86,7 +86,7 @@ class StepPlan:
         entries: the parameters that have a gradient, with their states.
         groups: the optimizer's.
         all_ranks: those that have a part of the optimizer's parameters.
-        rounds: see :func:`rounds_of`.
+        overlaps: see :func:`overlap_order`.
         snapshots: the groups as they are (memkern.optim.replaced), another object where they have changed.
         stage_of: through what states that are on the host come to a device (memkern.optim.offload.device.Stage).
     """
@@ -96,7 +96,7 @@ class StepPlan:
         entries: Sequence[Entry],
         groups: Sequence[Group],
         all_ranks: collectives.AllRanks,
-        rounds: Mapping[int, int],
+        overlaps: Mapping[int, int],
         snapshots: Sequence[Any],
         stage_of: Callable[[torch.device], Any] = lambda device: None,
     ) -> None:
@@ -117,13 +117,13 @@ class StepPlan:
         kinds: dict[Kind, list[int]] = {}
         for _, i in all_ranks.order.sorted(zip(params, range(len(params)), strict=True)):
             entry = entries[i]
-            kind = Kind.of(entry, groups[entry.group], rounds.get(id(entry.param), 0), self.ranks[i])
+            kind = Kind.of(entry, groups[entry.group], overlaps.get(id(entry.param), 0), self.ranks[i])
             kinds.setdefault(kind, []).append(i)
         self.calls: list[Call] = []
         self.exchanged: list[Call] = []
         self.with_gaps: list[Call] = []
         reductions: dict[Any, list[Call]] = {}  # by op; each by itself where the states come from the host
-        for kind, places in sorted(kinds.items(), key=lambda item: item[0].turn):
+        for kind, places in sorted(kinds.items(), key=lambda item: item[0].order):
             parts = [places]
             if kind.has_gaps or (kind.reduced and kind.by_reference):
                 parts = [[i] for i in places]
@@ -373,7 +373,7 @@ def _buffer(buffers: dict[Any, Tensor], p: Tensor) -> Tensor:
     return buffers[key].as_strided(like.shape, like.stride())
 
 
-def rounds_of(params: Sequence[Tensor]) -> dict[int, int]:
+def overlap_order(params: Sequence[Tensor]) -> dict[int, int]:
     """By a parameter's id: how many earlier ones over the same memory are to be stepped before it, if any.
 
     An op steps its tensors at the same time. Tied by ``.data``, they are stepped one after the other, as torch does.
@@ -388,10 +388,10 @@ def rounds_of(params: Sequence[Tensor]) -> dict[int, int]:
     ends = [0, *itertools.accumulate((end for _, end, _ in spans), max)]
     if all(start >= before for (start, _, _), before in zip(spans, ends, strict=False)):
         return {}
-    rounds: dict[int, int] = {}
+    order: dict[int, int] = {}
     seen: list[tuple[int, int, int]] = []
     for start, end, i in sorted(spans, key=itemgetter(2)):
-        over = [rounds[id(params[k])] for first, last, k in seen if first < end and start < last]
-        rounds[id(params[i])] = 1 + max(over, default=-1)
+        over = [order[id(params[k])] for first, last, k in seen if first < end and start < last]
+        order[id(params[i])] = 1 + max(over, default=-1)
         seen.append((start, end, i))
-    return rounds
+    return order

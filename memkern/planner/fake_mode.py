@@ -38,8 +38,8 @@ class FakeMode(FakeTensorMode):
     for a device, too.
     """
 
-    runs_alike_once = True
-    """Of a loop over like pieces few need to run: see :mod:`memkern.functions.alike`."""
+    shortens_loops = True
+    """Of a loop over like pieces few need to run: see :mod:`memkern.functions.loops`."""
 
     @property
     def avoid_device_init(self) -> bool:

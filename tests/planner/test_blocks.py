@@ -115,7 +115,7 @@ def test_loops_over_like_pieces_need_the_same_memory_with_few_of_them(
     monkeypatch: pytest.MonkeyPatch, source: Any
 ) -> None:
     def traced(is_few: bool) -> Any:
-        monkeypatch.setattr(FakeMode, "runs_alike_once", is_few)
+        monkeypatch.setattr(FakeMode, "shortens_loops", is_few)
         return fake_step.trace(source.with_depth(2), Techniques(micro_batch=2, loss_chunk=32), "cpu")
 
     traced(True)  # what is cached on first use
