@@ -95,6 +95,14 @@ def ranks() -> Iterator[Any]:
 
 
 @pytest.fixture
+def no_process_group() -> Iterator[None]:
+    """Ends the one that a test has made of its process alone."""
+    yield
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
 def fresh_compiler() -> Iterator[None]:
     from torch._dynamo.utils import counters
 

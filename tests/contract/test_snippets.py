@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.support import timm_factory
 from tests.support.train_helpers import tiny_tokenizer
@@ -62,17 +61,10 @@ WITH_PYTHON = [
 ]
 
 
-@pytest.fixture
-def no_processes() -> Iterator[None]:
-    """The process group that a page makes is gone after it."""
-    yield
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-
-
 @pytest.mark.parametrize("page", WITH_PYTHON)
+@pytest.mark.usefixtures("no_process_group")
 @pytest.mark.filterwarnings("ignore")
-def test_python_runs(page: Path, no_processes: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if page.name == "frameworks.md" and importlib.util.find_spec("timm"):
         timm_factory.load()  # where torchvision is absent
     for package in NEEDS.get(page.name, ()):

@@ -105,6 +105,7 @@ def run_placed(
         ((2, 2), (40, 512), [Shard(0), Shard(1)], [Shard(0), Shard(1)]),  # fully_shard with tensor parallelism
         ((2, 2), (41, 512), [Shard(0), Shard(0)], [Shard(0), Shard(0)]),
         ((2, 2), (41, 30), [Shard(0), Shard(0)], [Replicate(), Replicate()]),
+        ((2, 2), (6, 64), [Shard(0), Shard(0)], [Replicate(), Replicate()]),  # of 2, 1, 2 and 1 rows, 2 to a block
         ((2, 2), (41, 500), [Shard(0), Shard(1)], [Replicate(), Replicate()]),
         ((1, 2), (41, 500), [Shard(1), Shard(0)], [Shard(1), Shard(0)]),
     ],

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.support import timm_factory
 from tests.support.ranks import TORCHRUN_TWO
@@ -58,17 +57,14 @@ def test_they_are_short_and_listed() -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.usefixtures("no_process_group")
 @pytest.mark.filterwarnings("ignore")  # the frameworks' advice about workers and loggers
 def test_it_trains(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package, arguments = CASES[name]
     for each in ("transformers", package):
         pytest.importorskip(each)
     monkeypatch.chdir(tmp_path)
-    try:
-        assert_falls(run(name, **arguments))
-    finally:
-        if dist.is_initialized():  # of this process alone
-            dist.destroy_process_group()
+    assert_falls(run(name, **arguments))
 
 
 @pytest.mark.full

@@ -1,5 +1,7 @@
 """memkern.plan of transformers' configurations: inputs for their tasks; models that it cannot trace."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -30,13 +32,11 @@ def bert(task: str) -> Any:
     return transformers.BertConfig(**TEXT, architectures=[f"BertFor{task}"])
 
 
-CASES = {
-    "MaskedLM": lambda: bert("MaskedLM"),
-    "TokenClassification": lambda: bert("TokenClassification"),
-    "QuestionAnswering": lambda: bert("QuestionAnswering"),
-    "MultipleChoice": lambda: bert("MultipleChoice"),
-    "NextSentencePrediction": lambda: bert("NextSentencePrediction"),
-    "PreTraining": lambda: bert("PreTraining"),
+TASKS = (
+    "MaskedLM", "TokenClassification", "QuestionAnswering", "MultipleChoice", "NextSentencePrediction", "PreTraining",
+)  # fmt: skip
+CASES: dict[str, Callable[[], Any]] = {
+    **{task: functools.partial(bert, task) for task in TASKS},
     "BertModel": lambda: transformers.BertConfig(**TEXT, architectures=["BertModel"]),
     "T5": lambda: transformers.T5Config(**T5),
     "DeBERTa-v2": lambda: transformers.DebertaV2Config(**TEXT),
