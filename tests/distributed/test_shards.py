@@ -247,6 +247,26 @@ def test_policies(ranks: Ranks, policy: Any) -> None:
         torch.testing.assert_close(found, expected, rtol=2e-2 if "mp_policy" in policy else 1e-3, atol=0)
 
 
+CHANGES = [{}, {"block_size": 64}, {"state_bits": 32}, {"state_bits": 8}, {"codec": "dynamic"}]
+
+
+def with_changes(shards: bool) -> Any:
+    model = in_shards(Odd()) if shards else Odd()
+    optimizer = optim.AdamW8bit(model.parameters(), min_8bit_size=0)
+    for step, change in enumerate(CHANGES):
+        optimizer.param_groups[0].update(change)
+        steps(model, optimizer, step, step + 1)
+    return everything(model, optimizer)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("world", [2, 3])
+def test_states_are_converted_in_the_blocks_of_the_whole_tensor(ranks: Ranks, world: int) -> None:
+    expected = with_changes(False)
+    for rank in ranks(world, with_changes, True):
+        assert_same(rank, expected)
+
+
 def refused() -> None:
     partial = nn.Parameter(DTensor.from_local(torch.randn(4, 4), mesh(), [Partial()]))
     with pytest.raises(ValueError, match="sharded or replicated"):
