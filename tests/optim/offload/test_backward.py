@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -134,6 +136,15 @@ def test_state_dicts_are_those_of_the_ordinary_optimizer() -> None:
     ordinary.load_state_dict(optimizer.state_dict())
 
 
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
+def test_copies_step_in_their_own_backward(way: Callable[[Any], Any]) -> None:
+    original = Tied()
+    model, optimizer = way((original, StepInBackward(optim.AdamW8bit, original.parameters())))
+    model(torch.randint(VOCABULARY, (4, 9))).backward()
+    assert all(p.grad is None for p in model.parameters())
+    optimizer.step()
+
+
 def test_an_optimizer_that_is_dropped_steps_no_more() -> None:
     model, tokens = Tied(), torch.randint(VOCABULARY, (4, 9))
     optimizer = StepInBackward(optim.AdamW8bit, model.parameters())
@@ -145,6 +156,19 @@ def test_an_optimizer_that_is_dropped_steps_no_more() -> None:
     model(tokens).backward()
     assert all(p.grad is not None for p in model.parameters())
     assert_same([*model.parameters()], before)
+
+
+def test_hooks_of_the_step_run_once_a_step() -> None:
+    seen: list[str] = []
+    p = nn.Parameter(torch.ones(5))
+    optim.AdamW([p])  # torch wraps the step of a class with its first object
+    optimizer = StepInBackward(optim.AdamW, [p])
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    p.sum().backward()
+    assert not seen
+    optimizer.step()
+    assert seen == ["before", "after"]
 
 
 # ---- memory
