@@ -36,14 +36,14 @@ TESTS = [
 ]
 FILES = (
     *(f"lab/tests/test_{name}.py" for name in TESTS),
-    "tests/gpu/test_cuda_muon.py",
     "tests/gpu/test_cuda_simt.py",
     "tests/gpu/test_triton.py",
+    "tests/kernels/test_cases.py",
 )
 SOURCES = (
     *("csrc/*.py", "csrc/*.cpp", "csrc/core/*", "csrc/common/*", "csrc/cuda/*"),
     *("memkern/triton/*.py", "memkern/reference/*.py", "memkern/quant/codec.py", "memkern/schemas.py"),
-    *("lab/emulators/**/*", "tests/support/simt/**/*", "tests/gpu/triton_*.py"),
+    *("lab/emulators/**/*", "tests/support/simt/**/*", "tests/support/kernels/*.py", "tests/gpu/triton_*.py"),
     *FILES,
 )
 # csrc/generate.py writes them from files that are hashed.

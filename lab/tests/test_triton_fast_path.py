@@ -10,7 +10,7 @@ import torch
 from lab.emulators import triton_ptx
 from memkern import reference
 from tests.support.helpers import assert_same
-from tests.support.simt import drive
+from tests.support.kernels.arguments import cloned, step_args
 
 pytestmark = [
     pytest.mark.emulated,
@@ -76,10 +76,10 @@ def test_usual_tiles_take_the_fast_path(name: str, dtype: torch.dtype, layout: t
     """Rows that end inside a block of 128 too, but for a last tile of which a part is outside of the tensor."""
     import memkern.triton
 
-    args = drive.step_args(name, dtype, dtype, layouts=(layout,))
+    args = step_args(name, (layout,), [dtype], [dtype])
     generator = torch.Generator().manual_seed(0)
     args = args._replace(grads=[torch.randn(layout, generator=generator).to(dtype) / 100])
-    expected = drive.cloned(args)
+    expected = cloned(args)
     with triton_ptx.emulated() as launched:
         getattr(memkern.triton, name)(args)
     getattr(reference, name)(expected)
@@ -95,12 +95,12 @@ def test_usual_tiles_take_the_fast_path(name: str, dtype: torch.dtype, layout: t
 def test_one_element_sends_its_tile_the_other_way(value: float) -> None:
     import memkern.triton
 
-    args = drive.step_args("adam_step_", codec=(0, 0), layouts=((8, 128), (8, 128)))
+    args = step_args("adam_step_", ((8, 128), (8, 128)), codec=(0, 0))
     generator = torch.Generator().manual_seed(0)
     grads = [torch.randn(8, 128, generator=generator) / 100 for _ in range(2)]
     grads[0][3, 77] = value
     args = args._replace(grads=grads)
-    expected = drive.cloned(args)
+    expected = cloned(args)
     with triton_ptx.emulated() as launched:
         memkern.triton.adam_step_(args)
     reference.adam_step_(expected)

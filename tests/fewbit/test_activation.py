@@ -39,7 +39,6 @@ from tests.support.helpers import (
     over_all,
     over_cpu,
     over_dtypes,
-    over_fast,
 )
 from tests.support.interpreted import interpreted
 
@@ -68,33 +67,6 @@ def test_codes_are_what_the_table_says(table: Levels) -> None:
         assert code == expected, value
 
 
-@pytest.mark.pairwise
-@over_fast
-@over_tables
-@over_dtypes
-def test_codes_are_the_same_everywhere(backend: str, table: Levels, dtype: torch.dtype) -> None:
-    x = torch.cat([around(table).to(dtype), values("odd", dtype).flatten()])
-    assert_same(encode(backend, x, table), encode("reference", x, table))
-
-
-@over_fast
-@over_layouts
-@over_dtypes
-def test_codes_of_layouts(backend: str, layout: str, dtype: torch.dtype) -> None:
-    for bits, name in product((1, 2, 3, 4), ("gelu", "mish", "tanh")):
-        x, table = values(layout, dtype), LEVELS[name, bits]
-        assert_same(encode(backend, x, table), encode("reference", x, table))
-
-
-@over_fast
-def test_codes_of_many_threads(backend: str) -> None:
-    torch.set_num_threads(4)
-    x, table = hard((300_001,), 1, scale=1.0), LEVELS["gelu", 3]
-    codes = encode(backend, x, table)
-    torch.set_num_threads(1)
-    assert_same(codes, encode("reference", x, table))
-
-
 @interpreted(layout=("odd", "channels_last", "a slice", "a transposed slice"))
 @over_all
 @over_layouts
@@ -110,47 +82,6 @@ def test_planes(backend: str, layout: str, bits: int) -> None:
     expected = LEVELS["gelu", bits].codes(torch.as_strided(x, (x.numel(),), (1,)))
     for p in range(bits):
         assert torch.equal(unpacked[p, : x.numel()], expected >> p & 1)
-
-
-# ---- backward passes
-
-
-@over_fast
-@over_layouts
-@over_dtypes
-def test_backward_is_the_same_everywhere(backend: str, layout: str, dtype: torch.dtype) -> None:
-    x, grad = values(layout), values(layout, dtype, seed=1)
-    grad[grad == 0] = torch.nan
-    for bits in (1, 2, 3, 4):
-        table = LEVELS["gelu", bits]
-        codes = encode("reference", x, table)
-        with on("reference"):
-            expected = _ops.few_bit_backward(grad, codes, table.levels)
-        with on(backend):
-            actual = _ops.few_bit_backward(at(grad, backend), at(codes, backend), table.levels)
-        assert_same(actual, expected)
-
-
-@pytest.mark.pairwise
-@over_fast
-@over_layouts
-@pytest.mark.parametrize("name", TWO_BRANCHES)
-@pytest.mark.parametrize("dtypes", [(0, 0), (1, 1), (2, 2), (1, 0), (0, 2)])
-def test_backward_from_output_is_the_same_everywhere(
-    backend: str, layout: str, name: str, dtypes: tuple[int, int]
-) -> None:
-    floats = (torch.float32, torch.bfloat16, torch.float16)
-    grad, output = values(layout, floats[dtypes[0]], seed=1), values(layout, floats[dtypes[1]])
-    if output.numel() > 10:
-        torch.as_strided(output, (output.numel(),), (1,))[:6] = torch.tensor([torch.nan, -0.17, -0.2, -1e-30, 5.0, 4e4])
-    codes = encode("reference", hard((output.numel(),), 3, scale=1.0), Levels(1, (), (0.0,), (1,)))
-    with on("reference"):
-        expected = _ops.few_bit_backward_from_output(grad, output, codes, TWO_BRANCHES[name])
-    with on(backend):
-        actual = _ops.few_bit_backward_from_output(
-            at(grad, backend), at(output, backend), at(codes, backend), TWO_BRANCHES[name]
-        )
-    assert_same(actual, expected)
 
 
 # ---- the functions

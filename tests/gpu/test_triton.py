@@ -16,20 +16,15 @@ ROOT = Path(__file__).parents[2]
 missing = backend.available()["triton"]
 pytestmark = [pytest.mark.skipif(missing is not None, reason=str(missing))]
 
-INTERPRETED = {  # files; what runs of each has the mark `interpreted` (tests/support/interpreted.py)
-    "activations": ["tests/gpu/triton_activation.py", "tests/fewbit/test_activation.py"],
-    "steps": ["tests/gpu/triton_steps.py", "tests/gpu/triton_squares.py"],
-    "muon": ["tests/gpu/triton_muon.py"],
-    "ops": ["tests/contract/test_ops.py", "tests/contract/test_ops_errors.py"],
-    "quantizers": [
-        "tests/quant/test_blockwise.py",
-        "tests/quant/test_dither.py",
-        "tests/quant/test_layout.py",
-    ],
-    "optimizers": [
-        "tests/optim/test_numerics.py",
-        "tests/optim/test_clip.py",
-    ],
+CASES = "tests/kernels/test_cases.py"
+QUANTIZERS = [f"tests/quant/test_{name}.py" for name in ("blockwise", "dither", "layout")]
+INTERPRETED = {  # what pytest runs; what is taken of it has the mark `interpreted` (tests/support/interpreted.py)
+    "activations": [CASES, "tests/fewbit/test_activation.py", "-k", "few_bit or fewbit"],
+    "quantizers": [CASES, *QUANTIZERS, "-k", "quant or norm"],
+    **{name: [CASES, "-k", name] for name in ("adam_step", "lamb_step", "lars_step", "lion_step", "sgd_step", "muon")},
+    "plans": ["tests/gpu/triton_steps.py", "tests/gpu/triton_squares.py"],
+    "ops": ["tests/contract/test_ops.py"],
+    "optimizers": ["tests/optim/test_clip.py"],
     "weights": ["tests/optim/loop/test_weights.py", "tests/optim/loop/test_weight_edits.py"],
 }
 
@@ -43,8 +38,7 @@ def test_older_tritons_can_parse_the_kernels() -> None:
                 assert not nested, f"{file.name}:{node.lineno}"
 
 
-# The weights take 3 minutes; test_gpu_ptx.py runs the PTX of some of those kernels. The ops and optimizers call every
-# kernel, the others call it with every layout and dtype.
+# The weights take 3 minutes; test_gpu_ptx.py runs the PTX of some of those kernels.
 TIERS = {"weights": pytest.mark.long, "ops": pytest.mark.full, "optimizers": pytest.mark.full}
 
 

@@ -29,8 +29,8 @@ from memkern.schemas import LION_STEP, StepArgs
 from memkern.triton import adam, blockwise, codec, grad_norm, lars, launch_step, lion, squares, tensor_table
 from memkern.triton.step_args import check_step
 from memkern.triton.tensor_table import DeviceTable
-from tests.gpu.triton_steps import MIXED, arguments
 from tests.support.graph_pool import check_pool
+from tests.support.kernels.arguments import MIXED, step_args
 
 
 class Place(NamedTuple):
@@ -95,24 +95,20 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[NotingDriver]:
     forget()
 
 
-SQUARE = ("whole blocks", torch.float32, torch.float32)
-SIZES = {
-    "one": [(*SQUARE, "codes", 0)],
-    "two": [(*SQUARE, "codes", 0), (*SQUARE, "fp32", 1)],
-    "many": [(*SQUARE, ("codes", "fp32")[i % 2], i % 3 == 0) for i in range(100)],
-}
+def some(name: str) -> StepArgs:
+    return step_args(name, ["1-D", "odd", "long rows", "one long row", "short rows"], **MIXED)
 
 
-@pytest.mark.parametrize(("tensors", "launches"), [("one", 2), ("two", 3), ("many", 3)])
-def test_launches_do_not_grow_with_tensors(noted: NotingDriver, tensors: str, launches: int) -> None:
-    memkern.triton.adam_step_(arguments("adam_step_", SIZES[tensors], codec=[0, 0]))
+@pytest.mark.parametrize(("tensors", "launches"), [(1, 2), (3, 3), (100, 3)])
+def test_launches_do_not_grow_with_tensors(noted: NotingDriver, tensors: int, launches: int) -> None:
+    memkern.triton.adam_step_(step_args("adam_step_", ["whole blocks"] * tensors, codec=(0, 0)))
     assert len(noted.launched) == launches
     assert [name for name, *_ in noted.launched] == ["adam_prologue", *["adam_tiles"] * (launches - 1)]
 
 
 @pytest.mark.full
 def test_later_steps_launch_the_same(noted: NotingDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    args = arguments("lion_step_", MIXED[4:9])
+    args = some("lion_step_")
     memkern.triton.lion_step_(args)
     first, noted.launched = noted.launched, []
     monkeypatch.setattr(jit.JITFunction, "run", None)  # Triton need not look for its kernels again
@@ -192,8 +188,8 @@ def tables_of(noted: NotingDriver) -> set[int]:
 
 
 def test_launches_are_of_the_tensors_device_and_its_stream(two_devices: NotingDriver) -> None:
-    noted, args = two_devices, arguments("lion_step_", MIXED[4:9])
-    of_0, of_1 = placed(args, OnDevice0), placed(arguments("lion_step_", MIXED[4:9]), OnDevice1)
+    noted, args = two_devices, some("lion_step_")
+    of_0, of_1 = placed(args, OnDevice0), placed(some("lion_step_"), OnDevice1)
     for device in (0, 1, 0):  # the current one
         noted.device = device
         assert lion_places(noted, of_0) == {Place(0, 100, 0)}
@@ -219,7 +215,7 @@ def test_a_plans_step_waits_for_its_last_one(two_devices: NotingDriver, monkeypa
         return [name for name, *_ in noted.launched]
 
     monkeypatch.setattr(DeviceTable, "upload", copied)
-    args = placed(arguments("lion_step_", MIXED[4:6]), OnDevice0)
+    args = placed(step_args("lion_step_", ["1-D", "odd"]), OnDevice0)
     kernels = ["lion_prologue", "lion_tiles", "lion_tiles"]
     assert step(args) == ["upload", *kernels, "record"]
     other_grads = args._replace(grads=[g.clone().as_subclass(OnDevice0) for g in args.grads])
@@ -227,7 +223,7 @@ def test_a_plans_step_waits_for_its_last_one(two_devices: NotingDriver, monkeypa
 
 
 def test_a_cached_plan_is_of_gradients_on_its_device(two_devices: NotingDriver) -> None:
-    args = placed(arguments("lion_step_", MIXED[4:9]), OnDevice0)
+    args = placed(some("lion_step_"), OnDevice0)
     lion_places(two_devices, args)
     elsewhere = args._replace(grads=[args.grads[0], *(g.as_subclass(OnDevice1) for g in args.grads[1:])])
     with pytest.raises(ValueError, match=r"grads\[1\] must be on cuda:0 like the first parameter, got cuda:1"):
@@ -302,7 +298,7 @@ def test_nothing_stays_in_a_graphs_pool(
     two_devices: NotingDriver, name: str, capability: dict[int, tuple[int, int]]
 ) -> None:
     capability[0] = 9, 0
-    args = placed(arguments(name, MIXED[4:9]), OnDevice0)
+    args = placed(some(name), OnDevice0)
     with PoolOfThisThread() as pool:
         getattr(memkern.triton, name)(args)
     assert len(two_devices.launched) > 2
@@ -371,7 +367,7 @@ def test_each_device_keeps_its_kernels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     capability |= {0: (8, 9), 1: (9, 0)}
-    args = [placed(arguments("lars_step_", SIZES["one"]), on) for on in (OnDevice0, OnDevice1)]
+    args = [placed(step_args("lars_step_", ["whole blocks"]), on) for on in (OnDevice0, OnDevice1)]
     for _ in range(2):  # at the second step Triton is not asked for its kernels
         for device, slow in ((0, True), (1, False)):
             two_devices.launched = []

@@ -1,6 +1,6 @@
 """Sums of squares in the interpreter, as on devices with slow fp64: test_triton.py runs this file.
 
-What they are with fast fp64 is tested in triton_steps.py.
+What they are with fast fp64 is tested in tests/kernels.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from memkern.schemas import StepArgs
 from memkern.triton import grad_norm, launch_step, squares
 from memkern.triton.launch import TILE, rows_of
 from memkern.triton.tensor_table import FLAT_BLOCK
-from tests.gpu.triton_steps import MIXED, arguments
-from tests.support.helpers import FLOATS, hard
+from tests.support.helpers import FLOATS, LAYOUTS, hard
 from tests.support.interpreted import interpreted
+from tests.support.kernels.arguments import LAYERWISE, MIXED, step_args
 
 pytestmark = interpreted()
 
@@ -153,30 +153,27 @@ def scaled(args: StepArgs, p: float, g: float) -> StepArgs:
     )
 
 
-FP32 = [
-    (layout, torch.float32, torch.float32, ("codes", "fp32")[i % 2], i // 2 % 2)
-    for i, layout in enumerate(("odd", "odd", "whole blocks", "whole blocks", "unaligned", "long rows"))
-]
+FP32: dict[str, Any] = {"layouts": ("odd", "odd", "whole blocks", "whole blocks", "unaligned", "long rows")}
 SCALES = [(1.0, 1.0), (1e-30, 1e-30), (1e-25, 1.0), (1e-15, 1e-25), (1e-42, 1e-5), (1e15, 1.0), (1e30, 1e-30)]
 
 
 @pytest.mark.parametrize(("p", "g"), SCALES)
-@pytest.mark.parametrize("name", ["lamb_step_", "lars_step_"])
+@pytest.mark.parametrize("name", LAYERWISE)
 def test_norms_of_layers(name: str, p: float, g: float) -> None:
-    tensors = MIXED if p == g == 1.0 else FP32
-    if name == "lamb_step_":
-        tensors = [(*case[:4], 0) for case in tensors]  # the other group's eps is 0: updates may be 0 / 0
-    args = scaled(arguments(name, tensors), p, g)
-    found, truth = (torch.zeros(len(tensors), 2, dtype=torch.float64) for _ in range(2))
+    options = {"layouts": [*LAYOUTS], **MIXED} if p == g == 1.0 else FP32
+    # LAMB's other group has an eps of 0: its updates may be 0 / 0.
+    one_group = {"group": [0] * len(options["layouts"])} if name == "lamb_step_" else {}
+    args = scaled(step_args(name, **options, **one_group), p, g)
+    found, truth = (torch.zeros(len(args.params), 2, dtype=torch.float64) for _ in range(2))
     for backend, sums in ((memkern.triton, found), (reference, truth)):
         getattr(backend, name)(args._replace(squares=sums, squares_only=True))
     assert truth.isfinite().all()
     torch.testing.assert_close(found.sqrt(), truth.sqrt(), rtol=BOUND, atol=0)
 
 
-@pytest.mark.parametrize("name", ["lamb_step_", "lars_step_"])
+@pytest.mark.parametrize("name", LAYERWISE)
 def test_trust_ratios(name: str) -> None:
-    actual, expected = arguments(name, FP32), arguments(name, FP32)
+    actual, expected = step_args(name, **FP32), step_args(name, **FP32)
     getattr(memkern.triton, name)(actual)
     getattr(reference, name)(expected)
     for ratios, truth in zip(actual.trust_ratios, expected.trust_ratios, strict=True):

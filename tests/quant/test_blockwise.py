@@ -9,7 +9,6 @@ import torch
 import memkern
 from memkern import _ops
 from memkern.quant import codec as C
-from memkern.reference.blockwise import dither
 from tests.support.examples import example, given, settings, st
 from tests.support.helpers import (
     CODECS,
@@ -24,7 +23,6 @@ from tests.support.helpers import (
     over_cpu,
     over_dtypes,
     over_fast,
-    over_layouts,
     over_signs,
     tensor,
 )
@@ -81,81 +79,7 @@ def test_a_mark_for_what_codes_cannot_hold(
     assert_same(expected[1][own], scale[own].clamp_max(C.LARGEST_MARKED_SCALE), "scales of other blocks")
 
 
-# ---- backends agree
-
-
-@pytest.mark.pairwise
-@interpreted()
-@over_fast
-@over_codecs
-@over_signs
-@over_dtypes
-@over_layouts
-def test_backends_give_the_same_bits(backend: str, codec: str, signed: bool, dtype: torch.dtype, layout: str) -> None:
-    x = tensor(layout, dtype)
-    options = {"codec": codec, "signed": signed, "block_size": 128}
-    codes, scale = both(x, backend, **options)
-    if codec == "power":
-        both(x, backend, step=3, **options)
-    with on(backend):
-        back = memkern.dequantize_blockwise(codes, scale, codec=codec, dtype=dtype)
-    with on("reference"):
-        assert_same(back, memkern.dequantize_blockwise(codes.cpu(), scale.cpu(), codec=codec, dtype=dtype))
-    assert (back.dtype, back.shape, back.stride()) == (dtype, x.shape, x.stride())
-
-
-@pytest.mark.pairwise
-@interpreted(layout=("odd", "long rows", "short rows", "1-D"))
-@over_fast
-@over_codecs
-@over_signs
-@pytest.mark.parametrize("block_size", [8, 16, 24, 72, 256, 1000, 2048, 4096])
-@pytest.mark.parametrize("layout", ["odd", "long rows", "short rows", "1-D", "large"])
-def test_block_sizes(backend: str, codec: str, signed: bool, block_size: int, layout: str) -> None:
-    x = hard((9, 4500), 0) if layout == "large" else tensor(layout)
-    both(x, backend, codec=codec, signed=signed, block_size=block_size)
-
-
-def neighbours(x: torch.Tensor, ulps: int = 3) -> torch.Tensor:
-    """x and the fp32 numbers next to it, up to `ulps` away on each side."""
-    offsets = torch.arange(-ulps, ulps + 1, dtype=torch.int32)
-    return (x.view(torch.int32)[..., None] + offsets).view(torch.float32)
-
-
-SCALES = [1.0, 3e-3, 0.7e-20, 1e30, LEAST["power"], 2.0**-113, 2.0**-126, LEAST["dynamic"], FLT_MAX]
-
-
-@interpreted(scale=(1.0, 2.0**-126))
-@over_fast
-@over_signs
-@pytest.mark.parametrize("scale", SCALES)
-def test_power_beside_every_boundary(backend: str, signed: bool, scale: float) -> None:
-    # An encoder may estimate the root, so that what it does next to a boundary is the test.
-    levels = 127 if signed else 255
-    step = None if signed else 41
-    u = 0.5 if signed else dither(128, step, torch.device("cpu"))[1:].double()
-    q = torch.arange(1, levels + 1, dtype=torch.float64)[:, None]
-    bound = ((q - u).clamp_min(0) / levels).square() * scale  # places 1.. of the blocks, one block a code
-    bound = bound.expand(levels, 127).float()
-    for x in neighbours(bound).unbind(-1):
-        x = torch.cat([torch.full((levels, 1), scale), x.clamp(0, scale)], 1)
-        if signed:
-            x[:, 2::2] *= -1
-        both(x, backend, signed=signed, step=step)
-
-
-@interpreted()
-@over_fast
-@over_signs
-@pytest.mark.parametrize("scale", SCALES)
-def test_dynamic_beside_every_boundary(backend: str, signed: bool, scale: float) -> None:
-    bound = torch.tensor(C.dynamic_midpoints(signed))
-    edges = torch.tensor([0.0, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.1, 1.0])
-    x = neighbours(torch.cat([bound, edges, -edges if signed else edges])).clamp(-1, 1)
-    x = x.reshape(-1) * scale
-    x = torch.nn.functional.pad(x, (0, -len(x) % 7)).view(-1, 7)
-    x = torch.cat([x, torch.full((len(x), 1), scale)], 1)
-    both(x, backend, codec="dynamic", signed=signed, block_size=8)
+# ---- any values
 
 
 def from_bits(bits: list[int]) -> torch.Tensor:

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from memkern import reference
 from memkern.fewbit.levels import Levels
-from memkern.fewbit.tables import LEVELS, TWO_BRANCHES
+from memkern.fewbit.tables import LEVELS
 from memkern.quant.codec import ACTIVATIONS, ODD, PLAIN
 from memkern.reference.activation import activate
 from tests.support.activation_helpers import around, values
-from tests.support.helpers import FLOATS, assert_same
+from tests.support.helpers import assert_same
 
 ARGUMENTS = {
     "softplus": (2.0, 4.0),
@@ -31,34 +31,6 @@ NEAR = 2.5
 """ulp. Of 4 million normal numbers on an H200, Triton's mish was off by 2.15 at most, torch's own by 2.52."""
 RARE = 2e-4
 """The share of elements that may be rounded to 16 bits otherwise: of Triton's mish 1.5e-4 on an H200."""
-
-
-def compare_gradients(ops: Any, layout: str, dtype: torch.dtype, bits: int) -> None:
-    """Codes and gradients of ``ops``, equal in every bit."""
-    x = values(layout, dtype)
-    for name in ("gelu", "tanh", "mish"):
-        table = LEVELS[name, bits]
-        codes = reference.few_bit_encode(x, bits, *table[2:])
-        assert_same(ops.few_bit_encode(x, bits, *table[2:]), codes, name)
-        for grad_dtype in FLOATS:
-            grad = values(layout, grad_dtype, seed=1)
-            expected = reference.few_bit_backward(grad, codes, table.levels)
-            assert_same(ops.few_bit_backward(grad, codes, table.levels), expected, name)
-            if bits == 1:
-                args = grad, x, codes, *TWO_BRANCHES["gelu"][1:]
-                expected = reference.few_bit_backward_from_output(*args)
-                assert_same(ops.few_bit_backward_from_output(*args), expected, name)
-
-
-def compare_activations(ops: Any, layout: str, dtype: torch.dtype, bits: int) -> None:
-    """As :func:`compare_gradients`; forward, close to torch's own."""
-    compare_gradients(ops, layout, dtype, bits)
-    x, table = values(layout, dtype), LEVELS["mish", bits]
-    for name, fn in ACTIVATIONS.items():
-        a, b = ARGUMENTS.get(name, (0.0, 0.0))
-        y, codes = ops.few_bit_forward(x, fn, a, b, bits, *table[2:])
-        assert_same(codes, reference.few_bit_encode(x, bits, *table[2:]), name)
-        assert_near(y, x, name, a, b)
 
 
 def assert_near(y: Tensor, x: Tensor, name: str, a: float = 0.0, b: float = 0.0) -> None:
@@ -81,16 +53,6 @@ def assert_near(y: Tensor, x: Tensor, name: str, a: float = 0.0, b: float = 0.0)
         # Against the rounded truth: far left torch's erf on the CPU has an error of its own.
         wrong, others = (int((t != truth.to(x.dtype).double()).sum()) for t in (y64, own64))
         assert wrong <= 1.05 * others + RARE * len(y64) + 3, name
-
-
-def compare_forward(ops: Any, dtype: torch.dtype, values: int = 20_000) -> None:
-    """Forward of many values, with their codes."""
-    x = torch.cat([*(torch.randn(values) * s for s in (0.3, 1.0, 4.0)), torch.tensor([torch.nan])]).to(dtype)
-    for name, fn in ACTIVATIONS.items():
-        a, b = ARGUMENTS.get(name, (0.0, 0.0))
-        y, codes = ops.few_bit_forward(x, fn, a, b, 2, [0.1, 0.5], [1, 2], 2)
-        assert_near(y, x, name, a, b)
-        assert_same(codes, reference.few_bit_encode(x, 2, [0.1, 0.5], [1, 2], 2), name)
 
 
 def gelu_values(table: Levels, dtype: torch.dtype) -> Tensor:

@@ -17,15 +17,10 @@ from torch import Tensor
 
 from memkern.quant.layout import is_dense, layout_of
 from memkern.schemas import STEP_OPS, WEIGHT_STATES
-from tests.support.step_lists import MOMENTS, pack
+from tests.support.kernels.arguments import HYPERPARAMETERS, MOMENTS, pack
 
 GUARD = 77
 BF16 = torch.bfloat16
-HYPERPARAMETERS: dict[str, Any] = {
-    "beta1": [0.9], "beta2": [0.999], "eps": [1e-8], "weight_decay": [0.1], "decoupled_weight_decay": [1],
-    "decoupled_decay": [1], "bias_correction": [1], "momentum": [0.9], "dampening": [0.0], "nesterov": [0],
-    "trust_coeff": [1e-3], "trust_clip": [0], "always_adapt": [0], "layers": [1], "maximize": [0],
-}  # fmt: skip
 
 
 def strided(shape: tuple[int, ...], strides: tuple[int, ...], offset: int, dtype: torch.dtype) -> Tensor:
@@ -67,7 +62,8 @@ def patterns(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
 def step_of(name: str, tensors: list[dict[str, Any]], codec: int, block_size: int, storage: int) -> None:
     """One call of an op. Each tensor: p, g and its moments by name, and a weight state."""
     lists: dict[str, Any] = {
-        **HYPERPARAMETERS,
+        **{key: values[:1] for key, values in HYPERPARAMETERS[name].items()},
+        "layers": [1],
         "params": [t["p"] for t in tensors],
         "grads": [t["g"] for t in tensors],
         "steps": [torch.zeros(()) for _ in tensors],

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import memkern
 from memkern import backend as backends
-from tests.support.optimizers import EIGHT_BIT, LAYERWISE, OPTIMIZERS, SPECS
+from tests.support.optimizers import EIGHT_BIT, LAYERWISE, OPTIMIZERS
 
 ON_ARM = platform.machine() in ("aarch64", "arm64")
 ISAS = ("generic", "neon") if ON_ARM else ("generic", "avx2", "avx512")
@@ -23,7 +23,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 CODECS = ("power", "dynamic")
 
 
-def _why_not(backend: str) -> str | None:
+def why_not(backend: str) -> str | None:
     """None where the tests can run on a backend or an instruction set of the CPU's, else the reason."""
     if backend not in ISAS:
         reason = backends.available()[backend]
@@ -70,17 +70,17 @@ def _from(first: int, mark: pytest.MarkDecorator, values: Iterable[Any]) -> list
     ]
 
 
-def _param(backend: str, quick: tuple[str, ...] = ISAS[:1]) -> Any:
+def param(backend: str, quick: tuple[str, ...] = ISAS[:1]) -> Any:
     """A backend or an instruction set. Of the sets, `make test` takes the best that runs here and ``quick``."""
     marks = marks_of(backend)
-    if backend in ISAS[:-1] and backend not in quick and _why_not(ISAS[-1]) is None:
+    if backend in ISAS[:-1] and backend not in quick and why_not(ISAS[-1]) is None:
         marks.append(pytest.mark.full)
     return pytest.param(backend, marks=marks)
 
 
 def marks_of(backend: str) -> list[pytest.MarkDecorator]:
     """Of a test on a backend, or on an instruction set."""
-    reason = _why_not(backend)
+    reason = why_not(backend)
     marks = [pytest.mark.skipif(reason is not None, reason=str(reason))]
     return [*marks, pytest.mark.gpu] if device_of(backend) == "cuda" else marks
 
@@ -105,16 +105,16 @@ def skip_other_norms(backend: str) -> None:
 
 
 GPU = ("cuda", "triton")
-over_fast = pytest.mark.parametrize("backend", [_param(name) for name in (*ISAS, *GPU)])
+over_fast = pytest.mark.parametrize("backend", [param(name) for name in (*ISAS, *GPU)])
 """The backends that are compared with the reference."""
-over_all = pytest.mark.parametrize("backend", [_param(name) for name in ("reference", *ISAS, *GPU)])
-over_gpu = pytest.mark.parametrize("backend", [_param(name) for name in GPU])
-over_cpu = pytest.mark.parametrize("backend", [_param(name, quick=()) for name in ("reference", *ISAS)])
+over_all = pytest.mark.parametrize("backend", [param(name) for name in ("reference", *ISAS, *GPU)])
+over_gpu = pytest.mark.parametrize("backend", [param(name) for name in GPU])
+over_cpu = pytest.mark.parametrize("backend", [param(name, quick=()) for name in ("reference", *ISAS)])
 over_codecs = pytest.mark.parametrize("codec", CODECS)
 over_signs = pytest.mark.parametrize("signed", [True, False], ids=["signed", "unsigned"])
 
 
-needs_cpp = pytest.mark.skipif(_why_not("cpu") is not None, reason=str(_why_not("cpu")))
+needs_cpp = pytest.mark.skipif(why_not("cpu") is not None, reason=str(why_not("cpu")))
 
 
 def name_of(x: Any) -> str | None:
@@ -127,7 +127,7 @@ over_dtypes = pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
 
 def fast_here() -> list[str]:
     """The fast backends that run on this machine's CPU."""
-    return [name for name in ISAS if _why_not(name) is None]
+    return [name for name in ISAS if why_not(name) is None]
 
 
 @contextlib.contextmanager
@@ -239,7 +239,6 @@ def assert_same(actual: Any, expected: Any, what: str = "result") -> None:
 
 over_optimizers = pytest.mark.parametrize("build", OPTIMIZERS, ids=name_of)
 over_layerwise = pytest.mark.parametrize("build", LAYERWISE, ids=name_of)
-over_specs = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 over_8bit = pytest.mark.parametrize("build", EIGHT_BIT, ids=name_of)
 # A matrix that takes 8-bit states, a small one and a bias that do not.
 SHAPES = [(64, 128), (10, 10), (300,)]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.support.helpers import at, like, on, set_grad, skip_other_norms, snapshot
+from tests.support.helpers import at, on, set_grad, skip_other_norms, snapshot
 from tests.support.optimizers import LAYERWISE, cases
 
 VARIANTS = cases("variants")
@@ -16,25 +16,6 @@ STATES = {
     "power": {"state_bits": 8, "codec": "power"},
     "dynamic": {"state_bits": 8, "codec": "dynamic"},
     "fp32": {"state_bits": 32},
-}
-SETTINGS: dict[str, dict[str, Any]] = {
-    **{f"blocks of {n}": {"block_size": n} for n in (8, 24, 256, 1000, 4096)},
-    "no memory": {"betas": (0.0, 0.0)},
-    "long memory": {"betas": (0.99, 0.99999)},
-    "lr 0": {"lr": 0.0},
-    "large lr": {"lr": 3.0},
-    "large decay": {"weight_decay": 30.0},
-    "lr as an fp32 tensor": {"lr": torch.tensor(1e-2)},
-    "lr as an fp64 tensor": {"lr": torch.tensor(1e-2, dtype=torch.float64)},
-}
-GRADIENTS: dict[str, Callable[[Tensor, int], Tensor]] = {
-    "ordinary": lambda p, seed: like(p, seed),
-    "squares underflow": lambda p, seed: like(p, seed, scale=1e-21),
-    "denormal": lambda p, seed: like(p, seed, scale=1e-38),
-    "squares overflow": lambda p, seed: like(p, seed, scale=1e20),
-    "zero after the first": lambda p, seed: like(p, seed) * (seed < 200),
-    "zero": lambda p, seed: torch.zeros_like(p),
-    "spoilt": lambda p, seed: spoilt(like(p, seed), seed),
 }
 
 

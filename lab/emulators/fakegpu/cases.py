@@ -23,161 +23,53 @@ def case(function: Callable[[Machine], None]) -> Callable[[Machine], None]:
     return function
 
 
+def all_cases() -> dict[str, Callable[[Machine], None]]:
+    """With those of every op's table, which imports torch: after the machine was made."""
+    from lab.emulators.fakegpu.table import TABLE
+
+    return {**TABLE, **CASES}
+
+
 def stepped(machine: Machine, name: str, args: Any, device: int = 0, steps: int = 2) -> Any:
     """Some steps on a device and by the reference, equal in every bit after each; the device's arguments."""
     from memkern import reference
     from tests.support.helpers import assert_same
-    from tests.support.simt import drive
+    from tests.support.kernels.arguments import cloned, gradients
 
-    there, expected = machine.to_device(args, device), drive.cloned(args)
+    there, expected = machine.to_device(args, device), cloned(args)
     for step in range(steps):
         getattr(machine.ops, name)(*there)
         getattr(reference, name)(expected)
         assert_same([*machine.to_host(there)], [*expected], f"step {step}")
-        grads = drive.gradients(expected.params, step + 2, expected.grads[0].dtype)
+        grads = gradients(expected.params, step + 2, [expected.grads[0].dtype])
         there = there._replace(grads=machine.to_device(grads, device))
         expected = expected._replace(grads=grads)
     return there
 
 
 def small(name: str, **options: Any) -> Any:
-    from tests.support.simt import drive
+    from tests.support.kernels.arguments import step_args
 
-    return drive.step_args(name, layouts=("odd", "whole blocks", "unaligned", "0-dim", "empty"), **options)
-
-
-# ---- the ops
+    return step_args(name, ("odd", "whole blocks", "unaligned", "0-dim", "empty"), **options)
 
 
-def steps_of(name: str, dtypes: int, codec: tuple[int, int], **more: Any) -> Callable[[Machine], None]:
-    def run(machine: Machine) -> None:
-        from tests.support.helpers import FLOATS
-        from tests.support.simt import drive
-
-        options = drive.scaler()
-        args = small(name, param=FLOATS[dtypes], grad=FLOATS[dtypes], codec=codec, **more)
-        stepped(machine, name, args._replace(**options))
-
-    return run
+# ---- the ops, beside the table's cases
 
 
-for _name in ("adam_step_", "lamb_step_", "lars_step_", "lion_step_"):
-    CASES[f"{_name} fp32, both codecs"] = steps_of(_name, 0, (0, 1))
-    CASES[f"{_name} bf16"] = steps_of(_name, 1, (0, 0))
-    CASES[f"{_name} bf16, weights with errors of 8 and 16 bits"] = steps_of(_name, 1, (0, 0), weights=(2, 3))
+@case
+def muons_launches(machine: Machine) -> None:
+    """Of all matrices together."""
+    from tests.support.kernels.arguments import MATRICES, arguments
 
-
-def muon_of(codec: str | None, dtypes: int, storage: int) -> Callable[[Machine], None]:
-    def run(machine: Machine) -> None:
-        from types import SimpleNamespace
-
-        from memkern.schemas import StepArgs
-        from tests.support.helpers import FLOATS
-        from tests.support.muon_helpers import compare_muon, step_args
-
-        launches = []
-
-        def there_and_back(name: str, first: Any, second: Any, args: Any) -> None:
-            """The op on a device, and what it leaves in the host's tensors."""
-            given = [first, second, StepArgs(*args)]
-            there = machine.to_device(given)
-            machine.kernels()
-            getattr(machine.ops, name)(there[0], there[1], *there[2])
-            launches.append(machine.kernels())
-            for x, y in zip(_tensors(given), _tensors(machine.to_host(there)), strict=True):
-                x.copy_(y)
-
-        ops = SimpleNamespace(
-            muon_momentum_=lambda updates, sums, *args: there_and_back("muon_momentum_", updates, sums, args),
-            muon_apply_=lambda updates, ratios, *args: there_and_back("muon_apply_", updates, ratios, args),
+    kernels = {
+        "muon_momentum_": {"muon_prologue": 1, "muon_tiles": 1, "norm_tiles": 1, "norm_of_each": 1, "write_table": 2},
+        "muon_apply_": {"muon_apply_prologue": 1, "muon_apply_tiles": 1, "write_table": 1},
+    }
+    for name, expected in kernels.items():
+        getattr(machine.ops, name)(
+            *machine.to_device(arguments(name, layouts=MATRICES[:6], kinds="codes", codec=(0, 0)))
         )
-        # The made-up devices have no kernel of torch's to make a batch contiguous.
-        args = step_args(codec, FLOATS[dtypes], FLOATS[dtypes], storage, 128, contiguous=True)
-        compare_muon(ops, args)
-        # Of all tensors together; the second step's tables differ in the updates' addresses.
-        momentum = {"muon_prologue": 1, "muon_tiles": 1, "norm_tiles": 1, "norm_of_each": 1}
-        apply = {"muon_apply_prologue": 1, "muon_apply_tiles": 1}
-        found = [{name: n for name, n in kernels.items() if name != "write_table"} for kernels in launches]
-        assert found == [momentum, apply] * 2
-        assert [kernels["write_table"] for kernels in launches] == [2, 1] * 2
-
-    return run
-
-
-def _tensors(x: Any) -> list[Any]:
-    import torch
-
-    if isinstance(x, torch.Tensor):
-        return [x]
-    return [y for each in x for y in _tensors(each)] if isinstance(x, (list, tuple)) else []
-
-
-CASES["muon: power, fp32"] = muon_of("power", 0, 0)
-CASES["muon: dynamic, bf16, errors of 8 bits"] = muon_of("dynamic", 1, 2)
-CASES["muon: fp32 states, bf16"] = muon_of(None, 1, 0)
-
-
-@case
-def quantize_and_dequantize(machine: Machine) -> None:
-    from memkern import reference
-    from tests.support.helpers import FLOATS, assert_same, tensor
-    from tests.support.simt.drive import spoiled
-
-    for i, layout in enumerate(("odd", "long rows", "channels_last", "unaligned", "empty", "0-dim")):
-        for codec, signed, step in ((0, True, None), (0, False, 7), (1, True, None)):
-            x = spoiled(tensor(layout, FLOATS[i % 3]))
-            expected = reference.quantize_blockwise(x, codec, signed, 128, step)
-            actual = machine.ops.quantize_blockwise(machine.to_device(x), codec, signed, 128, step)
-            assert {t.device.type for t in actual} == {"cuda"}
-            assert_same(machine.to_host(actual), [*expected], layout)
-            back = machine.ops.dequantize_blockwise(*actual, codec, 128, FLOATS[i % 3])
-            truth = reference.dequantize_blockwise(*expected, codec, 128, FLOATS[i % 3])
-            assert_same(machine.to_host(back), truth, layout)
-
-
-@case
-def few_bits(machine: Machine) -> None:
-    from memkern import reference
-    from memkern.fewbit.tables import LEVELS, TWO_BRANCHES
-    from tests.support.activation_helpers import values
-    from tests.support.helpers import FLOATS, assert_same
-
-    for i, layout in enumerate(("odd", "channels_last", "unaligned", "empty", "0-dim")):
-        bits, dtype = i % 4 + 1, FLOATS[i % 3]
-        x, grad, table = values(layout, dtype), values(layout, dtype, seed=1), LEVELS["gelu", bits]
-        x_there, grad_there = machine.to_device([x, grad])
-        codes = reference.few_bit_encode(x, bits, *table[2:])
-        there = machine.ops.few_bit_encode(x_there, bits, *table[2:])
-        assert_same(machine.to_host(there), codes, layout)
-        expected = reference.few_bit_backward(grad, codes, table.levels)
-        assert_same(machine.to_host(machine.ops.few_bit_backward(grad_there, there, table.levels)), expected, layout)
-        if bits == 1:
-            two_branch = TWO_BRANCHES["gelu"][1:]
-            expected = reference.few_bit_backward_from_output(grad, x, codes, *two_branch)
-            actual = machine.ops.few_bit_backward_from_output(grad_there, x_there, there, *two_branch)
-            assert_same(machine.to_host(actual), expected, layout)
-
-
-@case
-def few_bit_forward(machine: Machine) -> None:
-    """Of the functions without an exponential: approximations of it are not in the emulator."""
-    from memkern import reference
-    from memkern.fewbit.tables import LEVELS
-    from memkern.quant.codec import ACTIVATIONS
-    from memkern.reference.activation import activate
-    from tests.support.activation_helpers import values
-    from tests.support.activation_kernels import ARGUMENTS
-    from tests.support.helpers import FLOATS, assert_same
-
-    table = LEVELS["gelu", 3]
-    for name in ("relu", "leaky_relu", "hardtanh", "hardshrink", "softshrink", "threshold"):
-        args = ACTIVATIONS[name], *ARGUMENTS.get(name, (0.0, 0.0))
-        for layout, dtype in zip(("odd", "channels_last", "unaligned"), FLOATS, strict=True):
-            x = values(layout, dtype)
-            y, codes = machine.ops.few_bit_forward(machine.to_device(x), *args, 3, *table[2:])
-            own = activate(x, *args)
-            assert bool(((machine.to_host(y) == own) | (own.isnan())).all()), name
-            assert_same(machine.to_host(codes), reference.few_bit_encode(x, 3, *table[2:]), name)
+        assert machine.kernels() == expected
 
 
 @case
@@ -219,19 +111,6 @@ def gelu_of_large_bf16_tensors(machine: Machine) -> None:
             assert_same(machine.to_host(y)[middle], expected[middle], "torch's bits")
         assert machine.is_capturing(other)
         machine.capture(other, False)
-
-
-@case
-def grad_norm(machine: Machine) -> None:
-    import torch
-
-    from tests.support.helpers import FLOATS, LAYOUTS, tensor
-
-    grads = [tensor(layout, FLOATS[i % 3], scale=0.1) for i, layout in enumerate(LAYOUTS)]
-    norm = machine.to_device(torch.zeros((), dtype=torch.float64))
-    machine.ops.grad_norm_(norm, machine.to_device(grads), machine.to_device(torch.tensor(4.0)))
-    truth = torch.cat([g.double().flatten() for g in grads]).norm() / 4
-    torch.testing.assert_close(machine.to_host(norm), truth, rtol=1e-12, atol=0)
 
 
 # ---- streams and devices
@@ -294,10 +173,10 @@ def fails(call: Callable[[], object], words: str) -> None:
 def numbers_on_the_host_are_read_at_every_step(machine: Machine) -> None:
     from memkern import reference
     from tests.support.helpers import assert_same
-    from tests.support.simt import drive
+    from tests.support.kernels.arguments import cloned
 
     args = small("lamb_step_")
-    there, expected = machine.to_device(args)._replace(lr=args.lr), drive.cloned(args)
+    there, expected = machine.to_device(args)._replace(lr=args.lr), cloned(args)
     for step in range(3):
         machine.ops.lamb_step_(*there)
         reference.lamb_step_(expected)
@@ -310,9 +189,9 @@ def numbers_on_the_host_are_read_at_every_step(machine: Machine) -> None:
 def a_table_larger_than_a_launch_carries(machine: Machine) -> None:
     import torch
 
-    from tests.support.simt import drive
+    from tests.support.kernels.arguments import step_args
 
-    args = drive.step_args("lion_step_", layouts=("one element",) * 400)
+    args = step_args("lion_step_", ("one element",) * 400)
     stepped(machine, "lion_step_", args, steps=1)
     assert machine.kernels()["write_table"] > 1
     assert torch.ops.memkern_nvcc is machine.ops
@@ -326,11 +205,11 @@ def a_capture_records_and_replays(machine: Machine) -> None:
     """The graph's table is its own: an eager step with other gradients in between leaves it alone."""
     from memkern import reference
     from tests.support.helpers import assert_same
-    from tests.support.simt import drive
+    from tests.support.kernels.arguments import cloned, gradients
 
     for name in ("adam_step_", "lars_step_"):
         args, stream = small(name), machine.new_stream()
-        there, expected = machine.to_device(args), drive.cloned(args)
+        there, expected = machine.to_device(args), cloned(args)
         machine.use_stream(stream)
         machine.graph.clear()
         machine.capture(stream, True)
@@ -342,7 +221,7 @@ def a_capture_records_and_replays(machine: Machine) -> None:
             machine.replay()
             getattr(reference, name)(expected)
             assert_same([*machine.to_host(there)], [*expected], f"replay {step}")
-            other = drive.gradients(args.params, step + 5, args.grads[0].dtype)
+            other = gradients(args.params, step + 5, [args.grads[0].dtype])
             getattr(machine.ops, name)(*there._replace(grads=machine.to_device(other)))
             getattr(reference, name)(expected._replace(grads=other))
             assert_same([*machine.to_host(there)], [*expected], f"eager step {step}")
@@ -374,16 +253,16 @@ def the_default_stream_beside_a_capture_that_does_not_wait_for_it(machine: Machi
 
 
 def main() -> int:
-    machine, chosen = Machine(Path(sys.argv[1])), sys.argv[2:] or [*CASES]
-    bad = 0
-    for name in chosen:
+    machine, bad = Machine(Path(sys.argv[1])), 0
+    cases = all_cases()
+    for name in sys.argv[2:] or cases:
         machine.launches.clear()
         machine.errors.clear()
         machine.use_stream(None, 0)
         machine.use_stream(None, 1)
         error = ""
         try:
-            CASES[name](machine)
+            cases[name](machine)
         except Exception:
             error = traceback.format_exc() + "".join(f"\nin a launch: {e!r}" for e in machine.errors)
         if not error and machine.errors:

@@ -15,14 +15,33 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lab.emulators.fakegpu import Machine, cases, more_cases
+from lab.emulators.fakegpu import Machine
+from lab.emulators.fakegpu.cases import all_cases
 
-CASES = {**cases.CASES, **more_cases.CASES}
 # Left out: a table that is torch's and was there before, as no argument tells that it is one; and a case that compares
 # the ops themselves, which are others here.
 LEFT_OUT = ("a table where CUDA has no memory left", "a table larger than a launch carries")
-WATCHED = [name for name in CASES if name not in LEFT_OUT]
-SAMPLE = ("adam_step_ fp32, both codecs", "lamb_step_ bf16", "few bits", "grad norm")
+ADAM, NORM, BITS = "adam_step_: few, bfloat16", "grad_norm_: few, scale 1024.0", "few_bit_encode: odd"
+SAMPLE = ("adam_step_: few, float32", "lamb_step_: few, bfloat16", BITS, NORM)
+
+
+def gelu_of_all_bits(machine: Machine) -> None:
+    """The codes; lab/tests/test_gpu_ptx.py compares the results."""
+    import torch
+
+    from memkern import reference
+    from memkern.fewbit.tables import LEVELS
+    from memkern.quant.codec import ACTIVATIONS
+    from tests.support.activation_helpers import values
+    from tests.support.activation_kernels import every_bf16
+    from tests.support.helpers import assert_same
+
+    for name in ("gelu", "gelu_tanh"):
+        for bits in (1, 2, 3, 4):
+            for x in (values("odd", torch.float32), values("odd", torch.float16), every_bf16(8)):
+                table = LEVELS[name, bits][2:]
+                _, codes = machine.ops.few_bit_forward(machine.to_device(x), ACTIVATIONS[name], 0.0, 0.0, bits, *table)
+                assert_same(machine.to_host(codes), reference.few_bit_encode(x, bits, *table), f"{name}, {bits}")
 
 
 class ExactOps:
@@ -89,51 +108,51 @@ STORED = r"(st\.global\S*\s+\[%\w+)(\+\d+)?\]"
 # What is left out, or changed in the PTX; a case in which it must be found; as what.
 PLANTED: dict[str, tuple[Callable[[str], str] | str, str, str, str]] = {
     "race: no barrier before the sums of warps are read": (
-        *(edited("norm_tiles", BARRIER, "", 1), "grad norm", "RaceError", ""),
+        *(edited("norm_tiles", BARRIER, "", 1), NORM, "RaceError", ""),
     ),
     "race: no barrier before the sums are written again": (
-        *(edited("norm_total", BARRIER, "", 1), "grad norm", "RaceError", ""),
+        *(edited("norm_total", BARRIER, "", 1), NORM, "RaceError", ""),
     ),
     "race: all threads store one block's sum": (
         *(
             edited("norm_tiles", r"@%p\d+ bra\s+\S+;(?=[^@]*st\.global\.f64)", ""),
-            "grad norm",
+            NORM,
             "RaceError",
             "",
         ),
     ),
-    "init: no table": ("write_table", "adam_step_ bf16", "InitError", "nobody wrote"),
-    "init: no prologue": ("adam_prologue", "adam_step_ bf16", "InitError", "nobody wrote"),
-    "init: no partial sums": ("norm_tiles", "grad norm", "InitError", "nobody wrote"),
+    "init: no table": ("write_table", ADAM, "InitError", "nobody wrote"),
+    "init: no prologue": ("adam_prologue", ADAM, "InitError", "nobody wrote"),
+    "init: no partial sums": ("norm_tiles", NORM, "InitError", "nobody wrote"),
     "sync: a barrier for seven threads": (
-        *(edited("norm_tiles", BARRIER, FEW.replace("ACTION", "bar.sync 0") + r"\g<0>"), "grad norm"),
+        *(edited("norm_tiles", BARRIER, FEW.replace("ACTION", "bar.sync 0") + r"\g<0>"), NORM),
         *("PtxError", "barrier"),
     ),
     "sync: seven threads return before a barrier": (
-        *(edited("norm_tiles", BARRIER, FEW.replace("ACTION", "ret") + r"\g<0>"), "grad norm"),
+        *(edited("norm_tiles", BARRIER, FEW.replace("ACTION", "ret") + r"\g<0>"), NORM),
         *("PtxError", "barrier"),
     ),
     "sync: seven threads return before a shuffle": (
-        *(edited("adam_tiles", SHUFFLE, FEW.replace("ACTION", "ret") + r"\g<0>", None), "adam_step_ bf16"),
+        *(edited("adam_tiles", SHUFFLE, FEW.replace("ACTION", "ret") + r"\g<0>", None), ADAM),
         *("PtxError", "lanes of a warp"),
     ),
     "memory: a gradient's load one vector on": (
         *(
             edited("norm_tiles", WHOLE_VECTOR, r"\1+32]", None),
-            "grad norm",
+            NORM,
             "PtxError",
             "outside of all buffers",
         ),
     ),
     "memory: a code's store one vector on": (
-        *(edited("encode_vectors", STORED, r"\1+64]"), "few bits", "PtxError", "outside of all buffers"),
+        *(edited("encode_vectors", STORED, r"\1+64]"), BITS, "PtxError", "outside of all buffers"),
     ),
     "memory: the norm in the next word": (
-        *(edited("norm_total", STORED, r"\1+8]"), "grad norm", "PtxError", "outside of all buffers"),
+        *(edited("norm_total", STORED, r"\1+8]"), NORM, "PtxError", "outside of all buffers"),
     ),
     **{
         f"copy: {what}": (
-            *(edited("adam_tiles", rf"cp\.async\.{pattern};", new, None), "adam_step_ bf16"),
+            *(edited("adam_tiles", rf"cp\.async\.{pattern};", new, None), ADAM),
             *("PtxError", "a copy is on its way to"),
         )
         for what, pattern, new in (
@@ -145,11 +164,11 @@ PLANTED: dict[str, tuple[Callable[[str], str] | str, str, str, str]] = {
 }
 
 
-def find_planted(machine: Machine, folder: Path, name: str) -> str:
+def find_planted(machine: Machine, folder: Path, name: str, case: Callable[[Machine], None]) -> str:
     """Nothing where the fault was found, else what happened."""
     from lab.emulators.ptx_emulator import Module
 
-    change, case, kind, words = PLANTED[name]
+    change, _, kind, words = PLANTED[name]
     assert machine.checks
     machine.checks.spoil = kind != "RaceError"  # else lanes without work (test_cuda_checks.py) are found first
     real_module, real_run = machine.module, machine.run
@@ -158,7 +177,7 @@ def find_planted(machine: Machine, folder: Path, name: str) -> str:
     else:
         machine.module = Module(change((folder / "ops.ptx").read_text()))
     try:
-        error = fault_of(machine, CASES[case])
+        error = fault_of(machine, case)
     finally:
         machine.module, machine.run = real_module, real_run  # type: ignore[method-assign]
     return "" if type(error).__name__ == kind and words in str(error) else f"not found: {error!r}"
@@ -171,12 +190,13 @@ def main() -> int:
 
     machine.checks = Checks(order if order != "planted" else "together", spoil=True)
     machine.ops = ExactOps(machine)
-    bad = 0
-    for name in chosen or (PLANTED if order == "planted" else WATCHED):
+    cases, bad = {**all_cases(), "gelu of all bits": gelu_of_all_bits}, 0
+    watched = [name for name in cases if name not in LEFT_OUT]
+    for name in chosen or (PLANTED if order == "planted" else watched):
         if order == "planted":
-            error = find_planted(machine, folder, name)
+            error = find_planted(machine, folder, name, cases[PLANTED[name][1]])
         else:
-            found = fault_of(machine, CASES[name])
+            found = fault_of(machine, cases[name])
             error = f"{type(found).__name__}: {found}" if found else ""
         bad += bool(error)
         print(json.dumps({"case": name, "error": error}), flush=True)

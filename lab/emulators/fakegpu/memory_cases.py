@@ -16,9 +16,9 @@ def case(function: Callable[[Machine], None]) -> Callable[[Machine], None]:
 
 
 def one(name: str, **options: Any) -> Any:
-    from tests.support.simt import drive
+    from tests.support.kernels.arguments import step_args
 
-    return drive.step_args(name, layouts=("whole blocks",), **options)
+    return step_args(name, ("whole blocks",), **options)
 
 
 @case
@@ -99,9 +99,9 @@ def another_stream_with_the_handle_of_a_destroyed_one(machine: Machine) -> None:
     parameter has the address of any other."""
     from memkern import reference
     from tests.support.helpers import assert_same
-    from tests.support.simt import drive
+    from tests.support.kernels.arguments import step_args
 
-    steps = [drive.step_args("lion_step_", layouts=("empty", layout)) for layout in ("odd", "whole blocks")]
+    steps = [step_args("lion_step_", ("empty", layout)) for layout in ("odd", "whole blocks")]
     there = [machine.to_device(args) for args in steps]
     stream = machine.new_stream()
     machine.use_stream(stream)
@@ -138,10 +138,10 @@ def each_of_many_parameters_keeps_its_table(machine: Machine) -> None:
 @case
 def tables_are_bounded(machine: Machine) -> None:
     """By their bytes: those that were not used for the longest time are freed."""
-    from tests.support.simt import drive
+    from tests.support.kernels.arguments import step_args
 
     machine.runs = False
-    many = machine.to_device(drive.step_args("lion_step_", layouts=("one element",) * 1500))
+    many = machine.to_device(step_args("lion_step_", ("one element",) * 1500))
 
     def tables() -> list[int]:
         return [piece.size for piece in machine.pieces() if piece.owner == 0]

@@ -1,0 +1,233 @@
+"""The table of arguments that every op refuses on every backend, before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from memkern.fewbit.tables import LEVELS, TWO_BRANCHES
+from memkern.quant.codec import ACTIVATIONS
+from memkern.schemas import STEP_OPS, StepArgs
+from tests.support.kernels.arguments import BF16, F16, F32, OPS, arguments, names_of
+
+
+class Refused(NamedTuple):
+    op: str
+    args: Callable[[], list[Any]]
+    message: str | None = None
+    """What is said, where it is the same on every backend."""
+
+
+def p(*shape: int, dtype: torch.dtype = F32) -> Tensor:
+    return torch.ones(*shape, dtype=dtype)
+
+
+# ---- steps
+
+I8, U8, F64 = torch.int8, torch.uint8, torch.float64
+ODD, LONG = (37, 53), (3, 1000)  # the two tensors' shapes, both with codes
+BF16_PARAMS = {"params": [p(*ODD, dtype=BF16), p(*LONG, dtype=BF16)]}
+GAPS = p(3, 2000)[:, ::2]
+BAD_STEPS: dict[str, dict[str, Any]] = {
+    "a gradient fewer": {"grads": [p(*ODD)]},
+    "a state fewer": {"exp_avgs": [p(*ODD, dtype=I8)]},
+    "a step fewer": {"steps": [torch.tensor(0.0)]},
+    "a group number fewer": {"group": [0]},
+    "a scale fewer": {"exp_avg_scales": [p(3, 8)]},
+    "a scale too many": {"exp_avg_scales": [p(19), p(3, 8), p(1)]},
+    "a codec fewer": {"codec": [0]},
+    "a block size fewer": {"block_size": [128]},
+    "a beta fewer": {"beta1": [0.9]},
+    "an eps fewer": {"eps": [1e-8]},
+    "a momentum fewer": {"momentum": [0.9]},
+    "a decay too many": {"weight_decay": [0.1] * 3},
+    "a group out of range": {"group": [0, 2]},
+    "a negative group": {"group": [0, -1]},
+    "an unknown codec": {"codec": [0, 7]},
+    "a bad block size": {"block_size": [128, 100]},
+    "a block size too large": {"block_size": [128, 8192]},
+    "scales of other blocks": {"block_size": [128, 256]},
+    "fp64 parameter": {"params": [p(*ODD), p(*LONG, dtype=F64)]},
+    "integer gradient": {"grads": [p(*ODD), p(*LONG, dtype=torch.int32)]},
+    "gradient of another shape": {"grads": [p(*ODD), p(1000, 3)]},
+    "parameter that is not dense": {"params": [p(*ODD), GAPS], "grads": [p(*ODD), GAPS]},
+    "parameter with gaps, dense gradient": {"params": [p(*ODD), GAPS]},
+    "state in bf16": {"exp_avgs": [p(*ODD, dtype=I8), p(*LONG, dtype=BF16)]},
+    "unsigned codes of m": {"exp_avgs": [p(*ODD, dtype=I8), p(*LONG, dtype=U8)]},
+    "signed codes of v": {"exp_avg_sqs": [p(*ODD, dtype=U8), p(*LONG, dtype=I8)]},
+    "m in codes and v in fp32": {"exp_avg_sqs": [p(*ODD, dtype=U8), p(*LONG)]},
+    "state of another shape": {"exp_avgs": [p(*ODD, dtype=I8), p(1000, 3, dtype=I8)]},
+    "state of other strides": {"exp_avgs": [p(*ODD, dtype=I8), p(1000, 3, dtype=I8).t()]},
+    "scale in fp16": {"exp_avg_scales": [p(19), p(3, 8, dtype=F16)]},
+    "scale of another shape": {"exp_avg_scales": [p(19), p(24)]},
+    "steps of two numbers": {"steps": [torch.tensor(0.0), torch.zeros(2)]},
+    "steps as int64": {"steps": [torch.tensor(0.0), torch.tensor(0)]},
+    "lr of two numbers": {"lr": [torch.ones(()), torch.ones(2)]},
+    "grad_scale of two numbers": {"grad_scale": torch.ones(2)},
+    "found_inf of two numbers": {"found_inf": torch.zeros(2)},
+    "grad_norm of two numbers": {"grad_norm": torch.zeros(2)},
+    "an unknown weight storage": {"weight_storage": [0, 5]},
+    "a weight storage fewer": {"weight_storage": [0]},
+    "weight storage of fp32 parameters": {"weight_storage": [0, 1]},
+    "a weight state too many": {"weight_states": [p(*ODD)]},
+    "a weight state fewer": BF16_PARAMS | {"weight_storage": [2, 3], "weight_states": [p(*ODD, dtype=I8)]},
+    "a weight state of another dtype": BF16_PARAMS
+    | {"weight_storage": [2, 0], "weight_states": [p(*ODD, dtype=torch.int16)]},
+    "a weight state of other strides": BF16_PARAMS
+    | {"weight_storage": [3, 0], "weight_states": [p(*ODD[::-1], dtype=torch.int16).t()]},
+    "a trust ratio fewer": {"trust_ratios": [torch.ones(1)]},
+    "trust ratios of two layers": {"trust_ratios": [torch.ones(1), torch.ones(2)]},
+    "trust ratio as a number": {"trust_ratios": [torch.ones(1), torch.ones(())]},
+    "trust ratio in fp64": {"trust_ratios": [torch.ones(1), torch.ones(1, dtype=F64)]},
+    "a number of layers fewer": {"layers": [1]},
+    "layers that do not divide": {"layers": [2, 1]},
+    "layers that end inside a block": {"layers": [37, 1], "trust_ratios": [torch.ones(37), torch.ones(1)]},
+    "layers below 0": {"layers": [-1, 1]},
+    "squares in fp32": {"squares": torch.zeros(2, 2)},
+    "squares of a layer fewer": {"squares": torch.zeros(1, 2, dtype=F64)},
+    "squares of other strides": {"squares": torch.zeros(2, 2, dtype=F64).t()},
+    "squares_only without squares": {"squares_only": True},
+}
+"""A case is for the ops that have its arguments. Muon's take those of other ops: the same check is theirs."""
+
+
+def bad_step(op: str, kinds: str = "codes", **wrong: Any) -> list[Any]:
+    return arguments(op, layouts=("odd", "long rows"), kinds=kinds, codec=(0, 0), wrong=wrong)
+
+
+REFUSED: dict[str, Refused] = {
+    f"{op}: {title}": Refused(op, lambda op=op, wrong=wrong: bad_step(op, **wrong))
+    for op in STEP_OPS
+    for title, wrong in BAD_STEPS.items()
+    if wrong.keys() <= names_of(op)
+}
+
+
+def bad_muon(op: str, change: Callable[[list[Any]], list[Any]]) -> Callable[[], list[Any]]:
+    return lambda: change(bad_step(op, "fp32"))
+
+
+def of_vectors(args: list[Any]) -> list[Any]:
+    own = StepArgs(*args[2:])
+    flat = {name: [x.flatten() for x in getattr(own, name)] for name in ("params", "grads", "moments")}
+    return [[u.flatten() for u in args[0]], args[1], *own._replace(**flat)]
+
+
+for op in ("muon_momentum_", "muon_apply_"):
+    for title, change, message in (
+        ("one update less", lambda a: [a[0][1:], *a[1:]], "updates must have"),
+        ("fp32 updates", lambda a: [[u.float() for u in a[0]], *a[1:]], r"updates\[0\] must be bfloat16"),
+        ("other strides", lambda a: [[u.mT for u in a[0]], *a[1:]], r"updates\[0\] must be bfloat16"),
+        ("a vector", of_vectors, r"params\[0\] must have two dimensions"),
+        ("hyperparameters", lambda a: [*a[:2], *StepArgs(*a[2:])._replace(hyperparameters=[0.9])], "hyperparameters"),
+        ("a scale", lambda a: [*a[:2], *StepArgs(*a[2:])._replace(scales=[p(19)])], "scale"),
+        ("a step fewer", lambda a: [*a[:2], *StepArgs(*a[2:])._replace(steps=[torch.zeros(())])], "steps must have"),
+    ):
+        REFUSED[f"{op}: {title}"] = Refused(op, bad_muon(op, change), message)
+REFUSED["muon_apply_: one ratio"] = Refused(
+    "muon_apply_", bad_muon("muon_apply_", lambda a: [a[0], [1.0], *a[2:]]), "ratios must have"
+)
+
+# ---- other ops
+
+X, CODES, PLANES = p(4, 256), p(4, 256, dtype=I8), torch.zeros(3, 128, dtype=U8)  # codes for X, 3 bits each
+GELU = (3, *(list(part) if isinstance(part, tuple) else part for part in LEVELS["gelu", 3][2:]))
+TWO = TWO_BRANCHES["silu"][1:]
+BAD_CALLS: dict[str, dict[str, tuple[Any, ...]]] = {
+    "quantize_blockwise": {
+        "block size": (X, 0, True, 12),
+        "block size 0": (X, 0, True, 0),
+        "codec": (X, 2, True, 128),
+        "fp64": (X.double(), 0, True, 128),
+        "int": (X.int(), 0, True, 128),
+        "gaps": (X[:, ::2], 0, True, 128),
+    },
+    "dequantize_blockwise": {
+        "block size": (CODES, p(4, 2), 0, 20, F32),
+        "codec": (CODES, p(4, 2), -1, 128, F32),
+        "codes": (X, p(4, 2), 0, 128, F32),
+        "gaps": (CODES[:, ::2], p(4, 1), 0, 128, F32),
+        "scale shape": (CODES, p(8), 0, 128, F32),
+        "too few scales": (CODES, p(4, 1), 0, 128, F32),
+        "scale dtype": (CODES, p(4, 2, dtype=F16), 0, 128, F32),
+        "fp64": (CODES, p(4, 2), 0, 128, F64),
+    },
+    "grad_norm_": {
+        "fp32": (p(()), [X]),
+        "two numbers": (p(2, dtype=F64), [X]),
+        "int": (p((), dtype=F64), [X.int()]),
+    },
+    "few_bit_encode": {
+        "no bits": (X, 0, [], [], 0),
+        "5 bits": (X, 5, [], [], 0),
+        "a flip fewer": (X, 2, [0.5, 1.0], [1], 0),
+        "too many": (X, 2, [0.5] * 65, [1] * 65, 0),
+        "a flip of no plane": (X, 2, [0.5], [4], 0),
+        "a negative flip": (X, 2, [0.5], [-1], 0),
+        "symmetry": (X, 2, [0.5], [1], 3),
+        "int": (X.int(), *GELU),
+        "gaps": (X[:, ::2], *GELU),
+    },
+    "few_bit_forward": {
+        "no such function": (X, len(ACTIVATIONS), 0.0, 0.0, *GELU),
+        "gaps": (X[:, ::2], 0, 0.0, 0.0, *GELU),
+    },
+    "few_bit_backward": {
+        "codes of less": (X, PLANES[:, :112].contiguous(), [0.5] * 8),
+        "rows with gaps": (X, PLANES.repeat(1, 2)[:, ::2], [0.5] * 8),
+        "five planes": (X, PLANES.repeat(2, 1)[:5], [0.5] * 32),
+        "signed codes": (X, PLANES.to(I8), [0.5] * 8),
+        "a level fewer": (X, PLANES, [0.5] * 7),
+        "a plane fewer": (X, PLANES[:2], [0.5] * 8),
+        "gaps": (p(4, 512)[:, ::2], PLANES, [0.5] * 8),
+        "int": (X.int(), PLANES, [0.5] * 8),
+    },
+    "few_bit_backward_from_output": {
+        "two planes": (X, X, PLANES[:2], *TWO),
+        "another shape": (X, p(256, 4), PLANES[:1], *TWO),
+        "other strides": (X, p(256, 4).t(), PLANES[:1], *TWO),
+        "int": (X, X.int(), PLANES[:1], *TWO),
+        "a coefficient fewer": (X, X, PLANES[:1], TWO[0], TWO[1][1:], *TWO[2:]),
+        "no coefficients": (X, X, PLANES[:1], TWO[0], [], [], *TWO[3:]),
+    },
+}
+REFUSED |= {
+    f"{op}: {title}": Refused(op, lambda args=args: [*args])
+    for op, calls in BAD_CALLS.items()
+    for title, args in calls.items()
+}
+
+
+# ---- memory that has been freed
+
+
+def freed(x: Tensor) -> Tensor:
+    x = x.clone()
+    x.untyped_storage().resize_(0)
+    return x
+
+
+def on_freed(op: str, which: str) -> list[Any]:
+    args = StepArgs(*bad_step(op))
+    given = getattr(args, which)
+    return [*args._replace(**{which: [given[0], freed(given[1]), *given[2:]]})]
+
+
+FREED: dict[str, Refused] = {
+    "x": Refused("quantize_blockwise", lambda: [freed(X), 0, True, 128]),
+    "codes": Refused("dequantize_blockwise", lambda: [freed(CODES), p(4, 2), 0, 128, F32]),
+    "scale": Refused("dequantize_blockwise", lambda: [CODES, freed(p(4, 2)), 0, 128, F32]),
+    "a gradient of a norm": Refused("grad_norm_", lambda: [p((), dtype=F64), [freed(X)]]),
+    "an activation's input": Refused("few_bit_encode", lambda: [freed(X), 1, [0.0], [1], 0]),
+    "a gradient": Refused("few_bit_backward", lambda: [freed(X), PLANES[:1], [0.5, 1.0]]),
+    "planes": Refused("few_bit_backward", lambda: [X, freed(PLANES[:1]), [0.5, 1.0]]),
+    **{
+        f"{which} of a step": Refused("lion_step_", lambda which=which: on_freed("lion_step_", which))
+        for which in ("params", "grads", "moments", "scales", "steps")
+    },
+}
+"""An error of the kernels. The reference is torch's own functions, which end the process."""
+assert {case.op for case in REFUSED.values()} >= {*OPS}
