@@ -75,7 +75,7 @@ def _loaded(library: CDLL) -> None:
 # ---- the kernels
 
 
-@pytest.mark.parametrize("words", ["whole blocks", "rows of"])
+@pytest.mark.parametrize("words", ["whole blocks", "rows of 1600"])
 def test_general_kernels_in_place_of_fast_paths(words: str, simt_library: tuple[CDLL, Path]) -> None:
     """MEMKERN_CUDA_FAST=0, which is read once: in a process of its own, with the reference's bits there too."""
     nothing_found(simt_library[1], words, MEMKERN_CUDA_FAST="0")

@@ -10,6 +10,7 @@ from collections.abc import Container, Iterable
 from typing import Any
 
 import pytest
+import torch
 
 from memkern.schemas import SCHEMAS
 from tests.support.helpers import INTERPRETED, assert_same
@@ -41,6 +42,7 @@ def kernels(backend: str, request: pytest.FixtureRequest) -> Kernels:
 @interpreted()
 @pytest.mark.parametrize(("backend", "case"), pairs(CASES, leave_out=["reference"]))
 def test_cases(kernels: Kernels, case: str) -> None:
+    torch.set_num_threads(2 if "two threads" in case else 1)
     compare(kernels, CASES[case])
 
 

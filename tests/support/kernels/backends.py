@@ -78,6 +78,8 @@ class Gpu(Kernels):
     def takes(self, case: Case) -> bool:
         if self.device == "cpu":
             return case.interpreted or case.emulated
+        if case.near:  # tests/gpu/test_activation.py compares with torch's own on the same GPU
+            return False
         return self.sums == Kernels.sums or case.op not in LAYERWISE  # whose bits follow from norms
 
     def to(self, x: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -95,7 +96,7 @@ def steps(ops: Sequence[str], title: str, edit: Edit | None = None, steps: int =
 
 
 def both(title: str, layouts: Sequence[Any] = SMALL, matrices: Sequence[Any] = MATRICES[:6], **options: Any) -> None:
-    """Of small tensors, on emulated GPUs too."""
+    """A case of each op, of few elements."""
     steps(STEPS, title, layouts=layouts, **options)
     steps(MUON, title, layouts=matrices, **options)
 
@@ -135,9 +136,10 @@ for title, norm_or_skip in {
 }.items():
     both(title, SMALL[:4], interpreted=True, **{**SCALER, **norm_or_skip})
 for field in ("params", "grads", "moments"):
-    both(f"unaligned {field}", edit=off(field))
+    both(f"unaligned {field}", edit=off(field), **MIXED)
 both("no tensors", (), (), interpreted=True)
 steps(STEPS, "many tiles of a tensor", layouts=((40, 1000),) * 3, steps=1)
+steps(STEPS, "two threads", layouts=((130, 257), (300, 1000)), steps=1)
 steps(STEPS, "many tensors", layouts=("one element",) * 131, interpreted=True)
 for title, gradient in {
     "squares underflow": values_of.of_size(1e-21),
@@ -190,7 +192,7 @@ BESIDE = ((40, 1024), (33, 640), "empty", "odd", "whole blocks", "one long row",
 for p, pair in ((F32, (0, 0)), (BF16, (0, 0)), (BF16, (1, 2)), (BF16, (3, 0))):
     title = f"whole blocks beside others, {name_of(p)}, weights {pair}"
     steps(STEPS, title, steps=3, layouts=BESIDE, param=[p], grad=[p], codec=(0, 0), weights=pair, **SCALER)
-# Tiles of 19 turns, or 30 with one moment: batches of 8, 8 and 3, or of 16 and 14. Of two threads' parts on a CPU.
+# Tiles of 19 turns, or 30 with one moment: batches of 8, 8 and 3, or of 16 and 14.
 for columns, p in product((1024, 1600), (F32, BF16)):
     shape = (300_000 // columns, columns)
     steps(STEPS, f"rows of {columns}, {name_of(p)}", layouts=(shape,), param=[p], grad=[p], **POWER)
@@ -228,30 +230,30 @@ def quantize(
 
 
 for layout, dtype in product(LAYOUTS, FLOATS):
-    one = lambda layout=layout, dtype=dtype: [spoiled(tensor(layout, dtype))]  # noqa: E731
+    one = partial(values_of.spoiled_tensors, [layout], dtype)
     quantize(f"{layout}, {name_of(dtype)}", one, block_sizes=(8, 128, 264), interpreted=True)
-quantize("few", lambda: [spoiled(tensor(x, FLOATS[i % 3])) for i, x in enumerate(SMALL)], emulated=True)
-quantize("block sizes", lambda: [spoiled(tensor(x)) for x in SOME], block_sizes=SIZES, orders=True, interpreted=True)
+quantize("few", partial(values_of.spoiled_tensors, SMALL, *FLOATS), emulated=True)
+quantize("block sizes", partial(values_of.spoiled_tensors, SOME, F32), block_sizes=SIZES, orders=True, interpreted=True)
 quantize("large", lambda: [hard((9, 4500), 0)], block_sizes=SIZES)
 quantize("two threads", lambda: [hard((300, 1000), 0)])
 for dtype, sign in product(FLOATS, SIGNS):
     # On CUDA they have a kernel of their own. Less than a warp, a half more, more than all threads at once.
     title = f"whole blocks, {name_of(dtype)}, {SIGNS[sign]}"
     for name, counts in ((title, (1, 5, 261)), (f"few {title}", (5, 33))):
-        some = lambda dtype=dtype, sign=sign, counts=counts: values_of.whole_blocks(dtype, sign, *counts)  # noqa: E731
+        some = partial(values_of.whole_blocks, dtype, sign, *counts)
         quantize(name, some, (0,), (sign,), modes=MODES[:1], emulated="few" in name)
 quantize("extreme blocks", values_of.extreme_blocks, interpreted=True)
 for scale in values_of.SCALES:
     for sign, step in ((True, None), (False, None), (False, 41), (True, 1), (True, 41), (True, 2**24)):
-        beside = lambda scale=scale, sign=sign, step=step: [values_of.power_boundaries(scale, sign, step)]  # noqa: E731
+        beside = partial(values_of.power_boundaries, scale, sign, step)
         title = f"{SIGNS[sign]} power codes beside every boundary of {scale}, step {step}"
         quantize(title, beside, (0,), (sign,), modes=((step, False),), interpreted=scale in (1.0, 2.0**-126))
     for sign in SIGNS:
-        beside = lambda scale=scale, sign=sign: [values_of.dynamic_boundaries(scale, sign)]  # noqa: E731
+        beside = partial(values_of.dynamic_boundaries, scale, sign)
         title = f"{SIGNS[sign]} dynamic codes beside every boundary of {scale}"
         quantize(title, beside, (1,), (sign,), (8,), interpreted=scale in (1.0, 2.0**-126))
 for n in (1, 3):
-    squares = lambda n=n: values_of.squares_at_the_dithers_ends(n)  # noqa: E731
+    squares = partial(values_of.squares_at_the_dithers_ends, n)
     add("quantize_blockwise", f"squares at the dither's ends, {n} steps", squares, full=True, interpreted=n == 1)
 
 
@@ -271,7 +273,7 @@ def every_code() -> Iterator[Call]:
 
 
 for layout in LAYOUTS:
-    back = lambda layout=layout: coded([layout], (8, 24, 128, 264, 1024))  # noqa: E731
+    back = partial(coded, [layout], (8, 24, 128, 264, 1024))
     add("dequantize_blockwise", layout, back, interpreted=True)
 add("dequantize_blockwise", "few", lambda: coded(SMALL), emulated=True, orders=True)
 add("dequantize_blockwise", "every code", every_code, emulated=True)
@@ -289,8 +291,12 @@ def norms(title: str, grads: Callable[[], Sequence[Tensor]], **marks: Any) -> No
         add("grad_norm_", f"{title}, scale {scale}", calls, **marks)
 
 
-every = lambda: [tensor(layout, dtype, i) for i, layout in enumerate(LAYOUTS) for dtype in FLOATS]  # noqa: E731
-norms("every layout", every, orders=True, interpreted=True)
+norms(
+    "every layout",
+    lambda: [tensor(layout, dtype) for layout in LAYOUTS for dtype in FLOATS],
+    orders=True,
+    interpreted=True,
+)
 norms("few", lambda: [tensor(layout, FLOATS[i % 3]) for i, layout in enumerate(SMALL)], emulated=True)
 norms("several tiles", lambda: [hard((70_001,), 7), hard((1 << 17,), 1).bfloat16(), torch.ones(3)], interpreted=True)
 norms("nothing", lambda: [], interpreted=True)
@@ -301,7 +307,11 @@ norms("other strides", lambda: [hard((64, 64), 0)[:, ::2], hard((64, 64), 1).t()
 
 
 def encode(title: str, tables: Iterable[Levels], inputs: Callable[[Levels], Iterable[Tensor]], **marks: Any) -> None:
-    calls = lambda: [[x, table.bits, *table[2:]] for table in tables for x in inputs(table)]  # noqa: E731
+    def calls() -> Iterator[Call]:
+        for table in tables:
+            for x in inputs(table):
+                yield [x, table.bits, *table[2:]]
+
     add("few_bit_encode", title, calls, **marks)
 
 
@@ -324,8 +334,8 @@ def from_output(layout: str) -> Iterator[Call]:
         yield [grad, output, codes, *two_branch[1:]]
 
 
-def forward(inputs: Iterable[Tensor], names: Iterable[str], bits: int = 3) -> Iterator[Call]:
-    for x, name in product(inputs, names):
+def forward(inputs: Callable[[], list[Tensor]], names: Iterable[str], bits: int = 3) -> Iterator[Call]:
+    for x, name in product(inputs(), names):
         table = LEVELS.get((name, bits), LEVELS["mish", bits])
         yield [x, ACTIVATIONS[name], *ARGUMENTS.get(name, (0.0, 0.0)), bits, *table[2:]]
 
@@ -336,28 +346,35 @@ def near_torchs(found: Any, expected: Any, args: Call) -> None:
     assert_near(found[0], args[0], [*ACTIVATIONS][args[1]], args[2], args[3])
 
 
-def many(dtype: torch.dtype) -> Tensor:
+def in_layouts(layouts: Iterable[str], dtypes: Iterable[torch.dtype]) -> list[Tensor]:
+    return [values(layout, dtype) for layout, dtype in product(layouts, dtypes)]
+
+
+def many(dtype: torch.dtype) -> list[Tensor]:
     x = torch.randn(3, 4001, generator=torch.Generator().manual_seed(0)) * torch.tensor([[0.3], [1.0], [4.0]])
     x[:, -1] = math.nan
-    return x.flatten().to(dtype)
+    return [x.flatten().to(dtype)]
+
+
+def around_thresholds(table: Levels) -> list[Tensor]:
+    return [torch.cat([around(table), values("odd").flatten()]).to(dtype) for dtype in FLOATS]
 
 
 FEW = ("odd", "channels_last", "unaligned", "empty", "0-dim")
 WITHOUT_EXP = ("relu", "leaky_relu", "hardtanh", "hardshrink", "softshrink", "threshold")
 for title, table in TABLES.items():
-    beside = lambda table: [torch.cat([around(table), values("odd").flatten()]).to(dtype) for dtype in FLOATS]  # noqa: E731
-    encode(f"table of {title}", [table], beside, interpreted=True)
+    encode(f"table of {title}", [table], around_thresholds, interpreted=True)
 for layout in DENSE:
     marks = {"interpreted": True, "orders": layout == "odd", "emulated": layout in FEW}
     tables = [LEVELS[name, bits] for name in ("gelu", "tanh", "mish") for bits in (1, 2, 3, 4)]
-    encode(layout, tables, lambda _, layout=layout: [values(layout, dtype) for dtype in FLOATS], **marks)
-    add("few_bit_backward", layout, lambda layout=layout: backward(layout), **marks)
-    add("few_bit_backward_from_output", layout, lambda layout=layout: from_output(layout), **marks)
-    forwards = lambda layout=layout: forward([values(layout, dtype) for dtype in FLOATS], ACTIVATIONS)  # noqa: E731
+    encode(layout, tables, lambda _, layout=layout: in_layouts([layout], FLOATS), **marks)
+    add("few_bit_backward", layout, partial(backward, layout), **marks)
+    add("few_bit_backward_from_output", layout, partial(from_output, layout), **marks)
+    forwards = partial(forward, partial(in_layouts, [layout], FLOATS), ACTIVATIONS)
     add("few_bit_forward", layout, forwards, near=near_torchs, interpreted=True)
 encode("two threads", [LEVELS["gelu", 3]], lambda _: [hard((300_001,), 1, scale=1.0)])
 for dtype in FLOATS:
-    forwards = lambda dtype=dtype: forward([many(dtype)], ACTIVATIONS, 2)  # noqa: E731
+    forwards = partial(forward, partial(many, dtype), ACTIVATIONS, 2)
     add("few_bit_forward", f"many values, {name_of(dtype)}", forwards, near=near_torchs, interpreted=True)
-    few = lambda dtype=dtype: forward([values(layout, dtype) for layout in FEW], WITHOUT_EXP)  # noqa: E731
+    few = partial(forward, partial(in_layouts, FEW, [dtype]), WITHOUT_EXP)
     add("few_bit_forward", f"without an exponential, {name_of(dtype)}", few, near=near_torchs, emulated=True)

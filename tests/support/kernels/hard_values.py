@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from itertools import product
+from collections.abc import Callable, Iterable, Iterator
+from itertools import cycle, product
 from typing import Any
 
 import torch
@@ -13,9 +13,9 @@ from torch import Tensor
 from memkern.quant import codec as C
 from memkern.reference.blockwise import dither
 from memkern.schemas import StepArgs
-from tests.support.helpers import FLOATS, hard, like
+from tests.support.helpers import FLOATS, hard, like, tensor
 from tests.support.hostile_weights import hostile
-from tests.support.kernels.arguments import F32, Gradient
+from tests.support.kernels.arguments import F32, Gradient, spoiled
 from tests.support.trained import spoilt
 
 Edit = Callable[[StepArgs], StepArgs]
@@ -143,6 +143,11 @@ BLOCKS = (
 )
 
 
+def spoiled_tensors(layouts: Iterable[str], *dtypes: torch.dtype) -> list[Tensor]:
+    """``dtypes``: of one after the other, in turn."""
+    return [spoiled(tensor(layout, dtype)) for layout, dtype in zip(layouts, cycle(dtypes), strict=False)]
+
+
 def extreme_blocks() -> list[Tensor]:
     return [torch.tensor([x + [0.0] * 30]).to(dtype) for x, dtype in product(BLOCKS, FLOATS)]
 
@@ -159,7 +164,7 @@ def neighbours(x: Tensor, ulps: int = 3) -> Tensor:
     return (x.view(torch.int32)[..., None] + torch.arange(-ulps, ulps + 1, dtype=torch.int32)).view(F32)
 
 
-def power_boundaries(scale: float, signed: bool, step: int | None) -> Tensor:
+def power_boundaries(scale: float, signed: bool, step: int | None) -> list[Tensor]:
     """Blocks whose first value is the scale, and the others each beside the end of a code: an encoder may estimate the
     root, so that what it does there is the test."""
     levels, u = (127 if signed else 255), torch.full((127,), 0.5, dtype=torch.float64)
@@ -174,15 +179,15 @@ def power_boundaries(scale: float, signed: bool, step: int | None) -> Tensor:
     x = torch.nn.functional.pad(x, (1, 0), value=scale)
     if signed:
         x[:, 2::2] *= -1
-    return x
+    return [x]
 
 
-def dynamic_boundaries(scale: float, signed: bool) -> Tensor:
+def dynamic_boundaries(scale: float, signed: bool) -> list[Tensor]:
     edges = torch.tensor([0.0, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.1, 1.0])
     x = neighbours(torch.cat([torch.tensor(C.dynamic_midpoints(signed)), edges, -edges if signed else edges]))
     x = x.clamp(-1, 1).reshape(-1) * scale
     x = torch.nn.functional.pad(x, (0, -len(x) % 7)).view(-1, 7)
-    return torch.cat([x, torch.full((len(x), 1), scale)], 1)
+    return [torch.cat([x, torch.full((len(x), 1), scale)], 1)]
 
 
 def squares_at_the_dithers_ends(most: int) -> Iterator[list[Any]]:
