@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..reference.blockwise import dither, from_blocks, pack_pairs, to_blocks, unpack_pairs
-from ..techniques.options import ROUNDINGS
-from .layout import FLOATS, BlockLayout, check_block_size, layout_of, memory_order
+from ..reference.blockwise import from_blocks, to_blocks
+from .layout import FLOATS, BlockLayout, check_block_size, layout_of
 
 GRANULARITIES = ("block", "channel", "tensor")
 FARTHEST = 2**20
@@ -37,16 +36,6 @@ def _layout(x: Tensor, granularity: str, block_size: int) -> BlockLayout:
         raise ValueError(f"granularity='channel' needs a contiguous tensor, got strides {x.stride()}")
     run = numel // x.shape[0]
     return BlockLayout(numel, run, run, (x.shape[0],))
-
-
-def _fixed_range(given: Any) -> tuple[float, float]:
-    try:
-        low, high = (float(end) for end in given)
-    except (TypeError, ValueError):
-        raise ValueError(f"range must be None or a pair of numbers, got {given!r}") from None
-    if not -3.4e38 < low <= high < 3.4e38:
-        raise ValueError(f"range must be finite numbers, the smaller one first, got {given!r}")
-    return low, high
 
 
 def _limits(bits: int) -> tuple[int, int]:
@@ -78,51 +67,25 @@ def _scale_and_zero_point(a: Tensor, b: Tensor, bits: int) -> tuple[Tensor, Tens
     return scale, zero_point.to(torch.int32)
 
 
-def _encode(x: Tensor, scale: Tensor, zero_point: Tensor, bits: int, u: Tensor | None) -> Tensor:
-    """``clip(round(x / s + z), a_q, b_q)`` as int8; with u ``floor(x / s + z + u)``. NaN becomes the code of 0."""
-    z = zero_point.float()[:, None]
-    q = x / scale[:, None] + z
-    q = q.round() if u is None else (q + u).floor()
-    return torch.where(x.isnan(), z, q).clamp(*_limits(bits)).to(torch.int8)
-
-
-def _offsets(x: Tensor, layout: BlockLayout, seed: int) -> Tensor:
-    """u in [0, 1) of stochastic rounding, from an element's place in memory and the seed; in blocks."""
-    u = torch.empty_like(x, dtype=torch.float32)
-    memory_order(u).copy_(dither(x.numel(), seed % 2**32, x.device))
-    return to_blocks(u, layout)
-
-
 @torch.no_grad()
 def quantize_affine(
-    x: Tensor,
-    *,
-    bits: int = 8,
-    granularity: str = "block",
-    range: tuple[float, float] | None = None,
-    rounding: str = "nearest",
-    seed: int = 0,
-    block_size: int = 128,
+    x: Tensor, *, bits: int = 8, granularity: str = "block", block_size: int = 128
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Stores a tensor as integers of 8 or 4 bits: ``x_q = clip(round(x / s + z), a_q, b_q)``, ``x = s (x_q - z)``.
 
-    With the range [a, b] of the values and [a_q, b_q] of the codes, -128 to 127 or -8 to 7:
-    ``s = (b - a) / (b_q - a_q)`` and ``z = round((b a_q - a b_q) / (b - a))``. It suits bounded values and
-    log-probabilities; values with heavy tails lose less in the codes of :func:`memkern.quantize_blockwise`.
+    With the range [a, b] of the finite values and [a_q, b_q] of the codes, -128 to 127 or -8 to 7:
+    ``s = (b - a) / (b_q - a_q)`` and ``z = round((b a_q - a b_q) / (b - a))``. It suits bounded values; values with
+    heavy tails, and log-probabilities, lose less in the codes of :func:`memkern.quantize_blockwise`.
 
     Args:
         x: float32, bfloat16 or float16, any shape, dense in memory.
-        bits: 8 or 4.
+        bits: 8 or 4. Codes of 4 bits are not packed.
         granularity: what shares a scale: ``"block"``, as :func:`memkern.quantize_blockwise` cuts; ``"channel"``, an
             index of the first dimension; ``"tensor"``.
-        range: (a, b); values outside are clipped. None takes each row's own least and largest finite value.
-        rounding: ``"nearest"`` (to even), or ``"stochastic"``: up with the probability of the remainder, without bias,
-            from a hash of the element's place and ``seed``.
         block_size: elements per block, a multiple of 8 from 8 to 4096.
 
     Returns:
-        codes: int8 of x's shape and strides; of 4 bits uint8 of shape ((numel + 1) // 2,), two in a byte in the order
-            of a contiguous tensor, the first in the low half.
+        codes: int8 of x's shape and strides.
         scale: float32, (rows, blocks per row), (channels,) or ().
         zero_point: int32, the same shape.
 
@@ -135,25 +98,19 @@ def quantize_affine(
     """
     _check("bits", bits, (8, 4))
     _check("granularity", granularity, GRANULARITIES)
-    _check("rounding", rounding, ROUNDINGS)
     check_block_size(block_size)
     if x.dtype not in FLOATS:
         raise TypeError(f"x must be float32, bfloat16 or float16, got {x.dtype}")
     if x.layout != torch.strided:
         raise ValueError(f"x must be a dense tensor, got layout {x.layout}")
-    x = x.detach() if bits == 8 else x.detach().contiguous()
+    x = x.detach()
     layout = _layout(x, granularity, block_size)
     rows = to_blocks(x, layout)
-    if range is None:
-        low, high = _finite_range(rows, to_blocks(torch.ones_like(x), layout) > 0)
-    else:
-        low, high = (rows.new_full(rows.shape[:1], end) for end in _fixed_range(range))
-    scale, zero_point = _scale_and_zero_point(low, high, bits)
-    u = None if rounding == "nearest" else _offsets(x, layout, int(seed))
+    scale, zero_point = _scale_and_zero_point(*_finite_range(rows, to_blocks(torch.ones_like(x), layout) > 0), bits)
+    z = zero_point.float()[:, None]
+    q = torch.where(rows.isnan(), z, (rows / scale[:, None] + z).round()).clamp(*_limits(bits))
     codes = torch.empty_like(x, dtype=torch.int8)
-    from_blocks(_encode(rows, scale, zero_point, bits, u), layout, codes)
-    if bits == 4:
-        codes = pack_pairs(memory_order(codes))
+    from_blocks(q.to(torch.int8), layout, codes)
     return codes, scale.view(layout.scale_shape), zero_point.view(layout.scale_shape)
 
 
@@ -163,44 +120,30 @@ def dequantize_affine(
     scale: Tensor,
     zero_point: Tensor,
     *,
-    bits: int = 8,
     granularity: str = "block",
-    shape: Sequence[int] | None = None,
     block_size: int = 128,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """The values that :func:`quantize_affine` stored: ``s (x_q - z)``.
 
     Args:
-        codes, scale, zero_point: as returned by :func:`quantize_affine`, with the same bits, granularity, block_size.
-        shape: of the tensor, needed for 4 bits, whose codes do not show it; the result is contiguous.
+        codes, scale, zero_point: as returned by :func:`quantize_affine`, with the same granularity and block_size.
         dtype: of the result: float32, bfloat16 or float16.
 
     Raises:
-        ValueError: an option that is not allowed, a missing shape, or a scale that does not fit the codes.
+        ValueError: an option that is not allowed, or a scale that does not fit the codes.
         TypeError: a dtype that is not supported.
     """
-    _check("bits", bits, (8, 4))
     _check("granularity", granularity, GRANULARITIES)
     check_block_size(block_size)
     if dtype not in FLOATS:
         raise TypeError(f"dtype must be float32, bfloat16 or float16, got {dtype}")
-    wanted = torch.int8 if bits == 8 else torch.uint8
-    if codes.dtype != wanted:
-        raise TypeError(f"codes must be {wanted} for bits={bits}, got {codes.dtype}")
+    if codes.dtype != torch.int8:
+        raise TypeError(f"codes must be torch.int8, got {codes.dtype}")
+    layout = _layout(codes, granularity, block_size)
     for name, given, of in (("scale", scale, torch.float32), ("zero_point", zero_point, torch.int32)):
         if given.dtype != of:
             raise TypeError(f"{name} must be {str(of)[6:]}, got {given.dtype}")
-    if bits == 4:
-        if shape is None:
-            raise ValueError("shape must be given for bits=4: two codes are in a byte")
-        size = torch.Size(shape)
-        if codes.shape != ((size.numel() + 1) // 2,):
-            raise ValueError(f"shape must fit the codes: {tuple(size)} does not fit {tuple(codes.shape)} bytes")
-        codes = (unpack_pairs(codes.contiguous(), size.numel()).to(torch.int8) ^ 8) - 8
-        codes = codes.view(size)
-    layout = _layout(codes, granularity, block_size)
-    for name, given in (("scale", scale), ("zero_point", zero_point)):
         if tuple(given.shape) != layout.scale_shape:
             raise ValueError(f"{name} must have shape {layout.scale_shape}, got {tuple(given.shape)}")
     # The difference is exact for the zero points that there are.

@@ -67,17 +67,6 @@ def weight_random(block: int, step: int, bits: int, device: torch.device) -> Ten
     return ((j * C.WEIGHT_J + step * C.WEIGHT_STEP) % 2**32 >> (32 - bits)).int()
 
 
-def pack_pairs(codes: Tensor) -> Tensor:
-    """Codes of 4 bits along the last dimension, two in a byte, the first in the low half."""
-    codes = torch.nn.functional.pad(codes.view(torch.uint8) & 15, (0, codes.shape[-1] % 2))
-    return codes[..., ::2] | (codes[..., 1::2] << 4)
-
-
-def unpack_pairs(pairs: Tensor, count: int) -> Tensor:
-    """The first ``count`` codes of each row, uint8: the inverse of :func:`pack_pairs`."""
-    return torch.stack((pairs & 15, pairs >> 4), -1).flatten(-2)[..., :count]
-
-
 @lru_cache
 def _dynamic_tables(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
     return (

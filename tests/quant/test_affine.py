@@ -15,9 +15,8 @@ SHAPES = [(), (1,), (7,), (3, 5), (4, 300), (2, 3, 128), (0, 4)]
 
 
 def there_and_back(x: Tensor, **options: Any) -> Tensor:
-    codes, scale, zero_point = memkern.quantize_affine(x, **options)
-    options.pop("range", None), options.pop("rounding", None), options.pop("seed", None)
-    return memkern.dequantize_affine(codes, scale, zero_point, shape=x.shape, **options)
+    made = memkern.quantize_affine(x, **options)
+    return memkern.dequantize_affine(*made, **{key: x for key, x in options.items() if key != "bits"})
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -32,10 +31,10 @@ def test_the_formula(bits: int) -> None:
     assert int(zero_point) == int(z)
     assert zero_point.dtype == torch.int32
     expected = (torch.round(x.double() / s + z).clamp(low, high) - z) * s
-    back = memkern.dequantize_affine(codes, scale, zero_point, bits=bits, granularity="tensor", shape=x.shape)
+    back = memkern.dequantize_affine(codes, scale, zero_point, granularity="tensor")
     assert (back - expected).abs().max() < 1e-5
     assert (back - x).abs().max() <= 0.5001 * s + 1e-6 or bits == 4
-    assert codes.nbytes == x.numel() * bits // 8
+    assert (codes.min(), codes.max()) == (low, high)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -46,7 +45,7 @@ def test_errors_are_within_a_step(bits: int, granularity: str, shape: Any, dtype
     x = (torch.randn(shape) * 3 + 1).to(dtype)
     codes, scale, zero_point = memkern.quantize_affine(x, bits=bits, granularity=granularity)
     assert scale.shape == zero_point.shape
-    back = memkern.dequantize_affine(codes, scale, zero_point, bits=bits, granularity=granularity, shape=x.shape)
+    back = memkern.dequantize_affine(codes, scale, zero_point, granularity=granularity)
     assert back.shape == x.shape
     if x.numel():
         # rounding the zero point moves the range by up to half a step, which clips one end
@@ -80,22 +79,6 @@ def test_non_finite_values_stay_out_of_the_range() -> None:
     assert abs(float(back[3])) <= 2 / 255
 
 
-def test_a_given_range_clips() -> None:
-    x = torch.tensor([-5.0, 0.0, 0.25, 1.0, 7.0])
-    back = there_and_back(x, range=(0.0, 1.0), granularity="tensor")
-    torch.testing.assert_close(back, x.clamp(0, 1), rtol=0, atol=0.5 / 255 + 1e-6)
-
-
-def test_stochastic_rounding_has_no_bias() -> None:
-    x = torch.rand(64, 128)
-    nearest = there_and_back(x)
-    one = there_and_back(x, rounding="stochastic", seed=1)
-    assert not torch.equal(one, nearest)
-    assert torch.equal(one, there_and_back(x, rounding="stochastic", seed=1))
-    mean = sum(there_and_back(x, rounding="stochastic", seed=seed) for seed in range(64)) / 64
-    assert (mean - x)[x < x.amax(1, True)].abs().mean() < 0.35 * (one - x).abs().mean()
-
-
 def test_layout_in_memory_stays() -> None:
     x = torch.randn(2, 8, 5, 5).to(memory_format=torch.channels_last)
     codes, _, _ = memkern.quantize_affine(x)
@@ -104,56 +87,23 @@ def test_layout_in_memory_stays() -> None:
     assert torch.equal(there_and_back(x), there_and_back(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2))
 
 
-@pytest.mark.parametrize("x", [torch.randn(2, 8, 5, 5).to(memory_format=torch.channels_last), torch.randn(40, 131).t()])
-def test_four_bits_of_any_strides(x: Tensor) -> None:
-    assert torch.equal(there_and_back(x, bits=4), there_and_back(x.contiguous(), bits=4))
-    assert (there_and_back(x, bits=4) - x).abs().max() < 0.5
-
-
 X = torch.randn(4, 8)
 CODES = memkern.quantize_affine(X)
-FOUR = memkern.quantize_affine(X, bits=4)
 
 
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
         (lambda: memkern.quantize_affine(X, bits=3), ValueError, "bits must be one of 8, 4, got 3"),
-        (
-            lambda: memkern.quantize_affine(X, granularity="row"),
-            ValueError,
-            "granularity must be one of 'block'",
-        ),
-        (lambda: memkern.quantize_affine(X, rounding="up"), ValueError, "rounding must be one of 'nearest'"),
-        (lambda: memkern.quantize_affine(X, range=(1.0, 0.0)), ValueError, "the smaller one first"),
-        (lambda: memkern.quantize_affine(X, range=3), ValueError, "a pair of numbers, got 3"),
-        (lambda: memkern.quantize_affine(X, range=(0, math.inf)), ValueError, "range must be finite"),
+        (lambda: memkern.quantize_affine(X, granularity="row"), ValueError, "granularity must be one of 'block'"),
         (lambda: memkern.quantize_affine(X, block_size=7), ValueError, "block_size must be"),
         (lambda: memkern.quantize_affine(X.double()), TypeError, "x must be float32"),
         (lambda: memkern.quantize_affine(X[:, ::2]), ValueError, "a dense tensor is needed"),
         (lambda: memkern.quantize_affine(X.t(), granularity="channel"), ValueError, "needs a contiguous"),
-        (lambda: memkern.dequantize_affine(*FOUR, bits=4), ValueError, "shape must be given for bits=4"),
-        (
-            lambda: memkern.dequantize_affine(*FOUR, bits=4, shape=(5,)),
-            ValueError,
-            "shape must fit the codes",
-        ),
-        (lambda: memkern.dequantize_affine(*FOUR), TypeError, "codes must be torch.int8 for bits=8"),
-        (
-            lambda: memkern.dequantize_affine(*CODES, granularity="channel"),
-            ValueError,
-            r"scale must have shape \(4,\)",
-        ),
-        (
-            lambda: memkern.dequantize_affine(CODES[0], CODES[1], CODES[2].float()),
-            TypeError,
-            "zero_point must be int32",
-        ),
-        (
-            lambda: memkern.dequantize_affine(CODES[0], CODES[1].double(), CODES[2]),
-            TypeError,
-            "scale must be float32",
-        ),
+        (lambda: memkern.dequantize_affine(X, *CODES[1:]), TypeError, "codes must be torch.int8"),
+        (lambda: memkern.dequantize_affine(*CODES, granularity="channel"), ValueError, r"must have shape \(4,\)"),
+        (lambda: memkern.dequantize_affine(*CODES[:2], CODES[1]), TypeError, "zero_point must be int32"),
+        (lambda: memkern.dequantize_affine(CODES[0], X.double(), CODES[2]), TypeError, "scale must be float32"),
         (lambda: memkern.dequantize_affine(*CODES, dtype=torch.float64), TypeError, "dtype must be float32"),
     ],
 )
@@ -172,10 +122,10 @@ def test_optimizers_refuse_it_with_the_reason() -> None:
 
 def within_a_step(x: Tensor, **options: Any) -> None:
     """Finite values come back within a step of the largest scale."""
-    codes, scale, zero_point = memkern.quantize_affine(x, **options)
+    _, scale, _ = memkern.quantize_affine(x, **options)
     assert scale.isfinite().all()
     assert (scale > 0).all()
-    back = memkern.dequantize_affine(codes, scale, zero_point, shape=x.shape, **options)
+    back = there_and_back(x, **options)
     finite = x.isfinite()
     # The last code may stand for more than the largest float.
     back = back.nan_to_num(nan=math.nan, posinf=3.4028234663852886e38, neginf=-3.4028234663852886e38)
