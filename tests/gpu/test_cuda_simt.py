@@ -51,7 +51,7 @@ pytestmark = [
 over_orders = pytest.mark.parametrize("order", ["fwd", "rev", "rand"])
 over_steps = pytest.mark.parametrize("name", STEP_OPS)
 MOST_LAUNCHES = {name: 7 if op.has_trust_ratios else 4 for name, op in OPS.items()}
-MOST_LAUNCHES["muon_momentum_"] = 6  # a table, two kernels, another table for the sums, two more
+MOST_LAUNCHES["muon_momentum_"] = 7  # a table, three kernels, another table for the sums, two more
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def _loaded(library: CDLL) -> None:
 # ---- the kernels
 
 
-@pytest.mark.parametrize("words", ["whole blocks", "rows of 1600"])
+@pytest.mark.parametrize("words", ["few whole", "few,"])
 def test_general_kernels_in_place_of_fast_paths(words: str, simt_library: tuple[CDLL, Path]) -> None:
     """MEMKERN_CUDA_FAST=0, which is read once: in a process of its own, with the reference's bits there too."""
     nothing_found(simt_library[1], words, MEMKERN_CUDA_FAST="0")
@@ -225,7 +225,7 @@ def test_launches_are_few_whatever_the_number_of_tensors(n: int, graph: CDLL, mo
 
 @pytest.mark.parametrize("name", OPS)
 def test_a_graph_replays_while_lr_changes(name: str, graph: CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
-    layouts = MATRICES if name in MUON else [*LAYOUTS]
+    layouts = MATRICES[:6] if name in MUON else [*LAYOUTS]
     args = arguments(name, layouts=layouts, **SCALER | {"found_inf": torch.tensor(0.0)})
     own = StepArgs(*args[-len(StepArgs._fields) :])
     step_, expected = getattr(torch.ops.memkern_simt, name), copy.deepcopy(args)

@@ -23,7 +23,7 @@ F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
 Layout = str | tuple[int, ...] | Callable[[Callable[..., Tensor]], Tensor]
 SMALL: tuple[Layout, ...] = (
-    *("odd", "long rows", "short rows", "channels_last", "unaligned", "whole blocks", "0-dim", "empty"),
+    *("whole blocks", "odd", "short rows", "channels_last", "long rows", "unaligned", "0-dim", "empty"),
 )
 MATRICES: tuple[Layout, ...] = (
     *((37, 53), (3, 1000), (130, 8), (1, 130), (4, 24, 40), (2, 3, 16, 24), (5, 0), (0, 5, 3)),

@@ -107,7 +107,8 @@ for p, g in product(FLOATS, FLOATS):
 steps(ALL, "every dtype", interpreted=True, **MIXED)
 both("backwards", [*LAYOUTS][::-1], MATRICES[::-1], groups=(1, 0), interpreted=True, **MIXED, **SCALER)
 for p, g in ((F32, F32), (BF16, BF16), (F16, F32)):
-    both(f"few, {name_of(p)}", param=[p], grad=[g], emulated=True, orders=True, **SCALER)
+    codecs = (0, 1) if p is F32 else (0, 0)
+    both(f"few, {name_of(p)}", param=[p], grad=[g], codec=codecs, emulated=True, orders=True, **SCALER)
 for n in (8, 24, 256, 264, 1000, 4096):
     steps(STEPS, f"blocks of {n}", layouts=SOME, block_size=n, orders=n == 264)
     steps(MUON, f"blocks of {n}", block_size=n)
