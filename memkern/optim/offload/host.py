@@ -81,7 +81,7 @@ class HostOffload(Optimizer):
     |---|---|---|---|---|
     | device, bytes per bf16 parameter | 4, two buckets | 2, a few gradients, two buckets | 4 | 2, a few gradients |
     | on the host | states | states | 4 (weight), 2 to 6 (buffers), states | the same |
-    | over the link per step, down and up | states, states | states, states | 2, 2 | 2, 2 |
+    | over the link per step, down and up | states, states | states, states | 4, 2 | 4, 2 |
     | accumulation | on the device | raises | on the device | on the host |
     | clipping | max_grad_norm or torch's functions | raises | max_grad_norm or torch's functions | max_grad_norm |
     | GradScaler | yes | raises | yes | raises |
