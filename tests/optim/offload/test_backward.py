@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import pickle
 import weakref
@@ -86,6 +87,24 @@ def test_has_the_bits_of_the_ordinary_step(build: type, options: dict[str, Any],
     found, ours, _ = trained(lambda params: StepInBackward(build, params, **options), schedule=True, **of_model)
     assert_same(found, expected)
     assert ours == losses
+
+
+def test_groups_with_options_of_their_own_and_a_change_of_storage() -> None:
+    results = []
+    for make in (optim.AdamW8bit, functools.partial(StepInBackward, optim.AdamW8bit)):
+        torch.manual_seed(0)
+        model = Tied()
+        groups = optim.param_groups(model, weight_decay=0.1)
+        groups[0]["lr"] = 1e-2
+        optimizer: Any = make(groups, min_8bit_size=0)
+        for step in range(4):
+            if step == 2:  # the next step converts the states
+                optimizer.param_groups[0]["state_bits"] = 32
+            model(torch.randint(VOCABULARY, (4, 9))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(snapshot(optimizer))
+    assert_same(*results)
 
 
 def test_a_gradient_set_by_hand_waits_for_step() -> None:

@@ -243,6 +243,21 @@ def test_planted_faults_are_found(fault: str, monkeypatch: pytest.MonkeyPatch) -
 # ---- between the steps (what others do: test_host_groups.py, test_programs.py)
 
 
+@over_ways
+def test_a_compiled_step(way: str) -> None:
+    found = []
+    for make in (optim.AdamW8bit, on_device(optim.AdamW8bit, way)):
+        model = model_of()
+        optimizer: Any = make(model.parameters())
+        optimizer.step = torch.compile(optimizer.step, backend="eager")
+        for _ in range(3):
+            losses(model, 1)[0].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(snapshot(optimizer))
+    assert_same(found[1], found[0])
+
+
 def test_memory_of_former_states_is_let_go() -> None:
     params = [nn.Parameter(torch.ones(64, 64)) for _ in range(3)]
     optimizer = on_device(optim.AdamW, "device")(params)

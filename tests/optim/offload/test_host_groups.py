@@ -192,7 +192,7 @@ def pop_state(optimizer: Any) -> None:
 
 def replace_an_entry(optimizer: Any) -> None:
     state = optimizer.state[optimizer.param_groups[0]["params"][1]]
-    state["exp_avg"] = state["exp_avg"].clone()
+    state["exp_avg"] = torch.zeros_like(state["exp_avg"])
 
 
 def new_key(optimizer: Any) -> None:
