@@ -56,11 +56,6 @@ def test_slabs_are_powers_of_two_and_tensors_do_not_overlap() -> None:
     assert all(map(torch.equal, tensors, copies))
 
 
-def groups_of(state: Any) -> list[Any]:
-    """fully_shard's parameter groups of a module; before torch 2.12 there is one."""
-    return getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-
-
 def test_a_model_in_slabs_trains_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pinned memory is a GPU's: here the slabs are plain memory, and all else is as there."""
     techniques = Techniques(precision="bf16", state_bits=8, master_weights="bf16+8", step_in_backward=True)
@@ -81,8 +76,9 @@ def test_a_model_in_slabs_trains_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = model_for(streamed)
     (used,) = made
     places = {x.untyped_storage().data_ptr() for x in used._made.values()}
-    modules = [m for m in model.modules() if hasattr(m, "_get_fsdp_state")]
-    shards = [p for m in modules for g in groups_of(m._get_fsdp_state()) for p in g.fsdp_params]
+    states = [m._get_fsdp_state() for m in model.modules() if hasattr(m, "_get_fsdp_state")]
+    groups = [g for s in states for g in getattr(s, "_fsdp_param_groups", None) or [s._fsdp_param_group]]  # torch 2.11
+    shards = [p for group in groups for p in group.fsdp_params]
     assert len(shards) == len([*model.parameters()])
     for held in ([p._local_tensor for p in model.parameters()], [p._sharded_param_data for p in shards]):
         assert all(x.untyped_storage().data_ptr() in places for x in held)  # nothing else keeps fully_shard's own

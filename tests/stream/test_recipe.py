@@ -11,14 +11,7 @@ import torch.distributed as dist
 from memkern.__main__ import main
 from memkern.train import Corpus, load
 from memkern.train import checkpoint as checkpoints
-from tests.support.train_helpers import (
-    SMALL,
-    assert_same_run,
-    small_run,
-    straight_and_resumed,
-    train_by_two,
-    trained,
-)
+from tests.support.train_helpers import SMALL, assert_same_run, small_run, straight_and_resumed, train_by_two, trained
 
 PLAIN = SMALL.replace(device="cpu", precision="bf16", master_weights="bf16+8", clip=0.0)
 

@@ -80,6 +80,11 @@ def test_blocks_are_modules_that_are_called_and_each_is_there_once(name: str) ->
     assert {block for blocks in found for block in blocks} == {m for m in model.modules() if isinstance(m, Block)}
 
 
+def test_of_nested_lists_the_outermost_counts() -> None:
+    model = Net(*(nn.Sequential(Block(), Block()) for _ in range(3)))
+    assert list(block_lists(model)) == [[*model.layers]]
+
+
 @pytest.mark.parametrize(
     "take",
     [

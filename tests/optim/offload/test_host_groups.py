@@ -142,20 +142,12 @@ def assign_group(optimizer: Any) -> None:
     optimizer.param_groups = [*optimizer.param_groups, group]
 
 
-def drop_group(optimizer: Any) -> None:
-    optimizer.param_groups = [*optimizer.param_groups[:1]]
-
-
 def set_list(change: Callable[[list[Any]], list[Any]]) -> Callable[[Any], None]:
     def changed(optimizer: Any) -> None:
         group = optimizer.param_groups[0]
         group["params"] = change(group["params"])
 
     return changed
-
-
-def extend(optimizer: Any) -> None:
-    optimizer.param_groups[0]["params"].extend(parameters(2, 1))
 
 
 def to_the_other_group(optimizer: Any) -> None:
@@ -182,14 +174,6 @@ def come_back(optimizer: Any) -> None:
     optimizer.param_groups[0]["params"] = params
 
 
-def clear_states(optimizer: Any) -> None:
-    optimizer.state.clear()
-
-
-def pop_state(optimizer: Any) -> None:
-    optimizer.state.pop(optimizer.param_groups[0]["params"][1])
-
-
 def replace_an_entry(optimizer: Any) -> None:
     state = optimizer.state[optimizer.param_groups[0]["params"][1]]
     state["exp_avg"] = torch.zeros_like(state["exp_avg"])
@@ -200,26 +184,26 @@ def new_key(optimizer: Any) -> None:
     optimizer.param_groups[1].pop("name")
 
 
-CHANGES: dict[str, Callable[[Any], None]] = {
+CHANGES: dict[str, Callable[[Any], Any]] = {
     "group assigned": assign_group,
-    "group dropped": drop_group,
+    "group dropped": lambda o: setattr(o, "param_groups", o.param_groups[:1]),
     "removed": set_list(lambda params: params[1:]),
     "all removed": set_list(lambda params: []),
-    "extended": extend,
+    "extended": lambda o: o.param_groups[0]["params"].extend(parameters(2, 1)),
     "in place of others": set_list(lambda params: [nn.Parameter(p.detach().clone()) for p in params]),
     "another order": set_list(lambda params: params[::-1]),
     "to the other group": to_the_other_group,
     "group added": add_group,
     "taken out and added": take_out_and_add,
     "come back": come_back,
-    "states cleared": clear_states,
-    "one state cleared": pop_state,
+    "states cleared": lambda o: o.state.clear(),
+    "one state cleared": lambda o: o.state.pop(o.param_groups[0]["params"][1]),
     "an entry of a state replaced": replace_an_entry,
     "keys of groups": new_key,
 }
 
 
-def changed(make: Callable[[Any], Any], change: Callable[[Any], None], way: str) -> Any:
+def changed(make: Callable[[Any], Any], change: Callable[[Any], Any], way: str) -> Any:
     optimizer = make([{"params": parameters(2), "name": "a"}, {"params": parameters(2, 7), "name": "b"}])
     before = [p for group in optimizer.param_groups for p in group["params"]]
     train(optimizer, 0, 3)
