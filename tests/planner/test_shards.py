@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import memkern
+from memkern.memory import Storage
 from memkern.planner.hardware import DEFAULTS
 from memkern.planner.shards import Groups
 from memkern.planner.trace import Trace
@@ -44,6 +45,10 @@ def test_what_is_gathered_in_each_part_of_a_step() -> None:
 
 
 def test_gradients_of_blocks_are_reduced_when_the_block_ends() -> None:
+    gradient, operators = Storage(64, 3), [("op",)] * 10
+    trace = Trace([gradient], {gradient: 5}, operators, 2, of_blocks={gradient: 8})
+    found = trace.levels(free_gradients=False, unit=1, devices=2)["gradients"]
+    assert found == [0] * 5 + [64] * 4 + [32] * 2
     predictors = [predictor_of(model(), INPUTS, devices=n) for n in (1, 3)]
     one, many = (each.predict(Techniques(micro_batch=50)) for each in predictors)
     assert many.phases["step"] < one.phases["step"] / 2 + DEFAULTS["cpu"].process

@@ -66,7 +66,10 @@ def resume_in_two(text: str, parallel: str, path: str) -> None:
     """The tokens that linear layers save are drawn by each process's own generator."""
     config = SMALL.replace(batch_factor=2, parallel=parallel, linear_share=0.25, activation_bits=3)
     own = Path(f"{path}.{distributed.rank()}")
-    assert_same_run(*straight_and_resumed(config, load_corpus([text], seq_len=32), own))
+    straight, resumed = straight_and_resumed(config, load_corpus([text], seq_len=32), own)
+    assert_same_run(straight, resumed)
+    ours, others = distributed.gathered([x.double().sum().item() for x in straight.weights().values()])
+    assert ours == others
 
 
 @pytest.mark.full
