@@ -45,7 +45,7 @@ def main(args: argparse.Namespace) -> int:
     names = [field.name for field in dataclasses.fields(Techniques)]
     given = {name: getattr(args, name) for name in names if hasattr(args, name)}
     if importlib.util.find_spec("transformers") is None:
-        raise not_allowed("model", args.model, "with transformers installed, which the extra memkern[plan] brings")
+        raise not_allowed("model", args.model, "with transformers installed, which the extra memkern[train] brings")
     from transformers.utils import logging
 
     logging.set_verbosity_error()
