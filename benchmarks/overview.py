@@ -438,10 +438,12 @@ def draw(path: Path = PICTURE) -> Path:
         axes.set_xlim(0, 1.15)
         axes.set_ylim(0, 1.5)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.supxlabel("peak of a step over torch's", fontsize=10)
-    figure.supylabel("time of a step over torch's", fontsize=10)
-    handles, labels = every.flat[0].get_legend_handles_labels()
-    figure.legend(handles, labels, fontsize=8, frameon=False, loc="outside lower center", ncols=2)
+    for axes in every[1]:
+        axes.set_xlabel("peak of a step over torch's")
+    for axes in every[:, 0]:
+        axes.set_ylabel("time of a step over torch's")
+    handles = {line.get_label(): line for axes in every.flat for line in axes.lines}
+    figure.legend(handles.values(), handles, fontsize=8, frameon=False, loc="outside lower center", ncols=2)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
     plt.close(figure)

@@ -130,7 +130,8 @@ def test_compiled_blocks_are_compared_by_default(device: str) -> None:
     saved = {name: made.alone[name].categories["saved activations"] for name in ("as it is", *COMPILED)}
     assert saved["compiled, saved in 8 bits"] < saved["compiled, saved once (exact)"] < saved["as it is"]
     seconds = {name: made.alone[name].seconds for name in saved}
-    assert seconds["compiled, saved once (exact)"] < seconds["compiled, saved in 8 bits"] < seconds["as it is"]
+    assert seconds["compiled, saved once (exact)"] < seconds["compiled, saved in 8 bits"]
+    assert seconds["compiled, saved once (exact)"] < seconds["as it is"]
     assert made.recommended is not None
     assert not made.recommended.techniques.compile
     without = plan(config, memory="2GiB", seq_len=256, device=device, techniques={"compile": False})
