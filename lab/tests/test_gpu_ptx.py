@@ -28,7 +28,7 @@ from tests.support import cache
 from tests.support.activation_kernels import compare_bf16_gelu, compare_gelus
 from tests.support.helpers import assert_same, tensor
 from tests.support.kernels.arguments import BF16, F16, F32, SMALL, cloned, step_args
-from tests.support.kernels.backends import BACKENDS, compare
+from tests.support.kernels.backends import BACKENDS, Kernels, compare
 from tests.support.kernels.cases import CASES
 from tests.support.simt import build
 
@@ -38,18 +38,21 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here, which runs the kernels itself"),
 ]
 MISSING = {"cuda": build.missing() or ptx.missing(), "triton": triton_ptx.missing()}
-over_compiled = pytest.mark.parametrize(
-    "compiled",
-    [pytest.param(n, marks=pytest.mark.skipif(why is not None, reason=str(why))) for n, why in MISSING.items()],
-    indirect=True,
-)
+
+
+def on(backend: str) -> pytest.MarkDecorator:
+    missing = pytest.mark.skipif(MISSING[backend] is not None, reason=str(MISSING[backend]))
+    return pytest.mark.parametrize("compiled", [pytest.param(backend, marks=missing)], indirect=True)
+
+
+on_cuda, on_triton = on("cuda"), on("triton")
 
 
 class Compiled:
     """A backend's ops, run by the emulator; ``modules`` are what was launched, or could have been."""
 
-    def __init__(self, backend: str, emulated: AbstractContextManager[Any]) -> None:
-        self.kernels, self.emulated = BACKENDS[backend], emulated
+    def __init__(self, kernels: Kernels, emulated: AbstractContextManager[Any]) -> None:
+        self.kernels, self.emulated = kernels, emulated
         self.modules: list[Module] = []
         self.launched: list[Module] = []
 
@@ -62,10 +65,10 @@ def program() -> ptx.Program:
 @pytest.fixture
 def compiled(request: pytest.FixtureRequest) -> Iterator[Compiled]:
     if request.param == "triton":
-        made = Compiled("triton", triton_ptx.emulated())
+        made = Compiled(Kernels("triton", torch.ops.memkern_triton), triton_ptx.emulated())
     else:
         library, path = request.getfixturevalue("simt_library")
-        made = Compiled("simt-fwd", ptx.emulated(request.getfixturevalue("program"), library, path))
+        made = Compiled(BACKENDS["simt-fwd"], ptx.emulated(request.getfixturevalue("program"), library, path))
         made.modules = request.getfixturevalue("program").modules
     with made.emulated as launched:
         made.launched = launched
@@ -77,14 +80,14 @@ def compiled(request: pytest.FixtureRequest) -> Iterator[Compiled]:
     assert not [text for module in made.modules for text in contracted(module)]
 
 
-@over_compiled
+@on_triton
 @pytest.mark.parametrize("case", [name for name, case in CASES.items() if case.emulated])
 def test_cases(compiled: Compiled, case: str) -> None:
-    """Of few elements. Forward passes are without an exponential: its approximation is not in the emulator."""
+    """Without an exponential, whose approximation is not in the emulator. test_cuda_host.py runs CUDA's."""
     compare(compiled.kernels, CASES[case])
 
 
-@pytest.mark.parametrize("compiled", over_compiled.args[1][:1], indirect=True)
+@on_cuda
 @pytest.mark.parametrize("name", ["adam_step_", "lamb_step_"])
 def test_zeros_take_the_fast_path(compiled: Compiled, program: ptx.Program, name: str) -> None:
     """Rows of an embedding that no token touched: not one division or root by the slow way more than other rows."""
@@ -107,8 +110,7 @@ def test_zeros_take_the_fast_path(compiled: Compiled, program: ptx.Program, name
     assert slow[0] == slow[1]
 
 
-@pytest.mark.parametrize("compiled", ["triton"], indirect=True)
-@pytest.mark.skipif(MISSING["triton"] is not None, reason=str(MISSING["triton"]))
+@on_triton
 @pytest.mark.parametrize("name", ["adam_step_", "lion_step_"])
 def test_stages(compiled: Compiled, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where lab/gpu/tune.py asks for them: three and five tiles of a program, of which one is on its way."""
@@ -124,8 +126,7 @@ def test_stages(compiled: Compiled, name: str, monkeypatch: pytest.MonkeyPatch) 
     assert any(re.fullmatch(r"cp\.async\.wait_group [1-9]\d*", text) for text in waits)
 
 
-@pytest.mark.parametrize("compiled", ["triton"], indirect=True)
-@pytest.mark.skipif(MISSING["triton"] is not None, reason=str(MISSING["triton"]))
+@on_triton
 def test_norm_with_slow_fp64(compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
     from memkern.triton import grad_norm
 
@@ -160,8 +161,7 @@ def test_forward_of_every_bf16(simt_library: tuple[CDLL, Path]) -> None:
     assert "forward_by_table" in run.stdout
 
 
-@pytest.mark.parametrize("compiled", ["triton"], indirect=True)
-@pytest.mark.skipif(MISSING["triton"] is not None, reason=str(MISSING["triton"]))
+@on_triton
 def test_gelu_of_every_bf16(compiled: Compiled) -> None:
     assert compare_bf16_gelu(compiled.kernels.ops) in (
         0,
@@ -169,8 +169,7 @@ def test_gelu_of_every_bf16(compiled: Compiled) -> None:
     )  # with the erf of CUDA 13 (Triton 3.9), of CUDA 12 (3.6)
 
 
-@pytest.mark.parametrize("compiled", ["cuda"], indirect=True)
-@pytest.mark.skipif(MISSING["cuda"] is not None, reason=str(MISSING["cuda"]))
+@on_cuda
 def test_forward_of_gelu(compiled: Compiled) -> None:
     compare_gelus(compiled.kernels.ops, F32, [("gelu", 3)])
     compare_gelus(compiled.kernels.ops, F16, [("gelu", 4)])
