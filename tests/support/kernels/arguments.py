@@ -42,7 +42,7 @@ HYPERPARAMETERS: dict[str, dict[str, Sequence[float]]] = {
         "decoupled_weight_decay": FLAGS[0], "maximize": FLAGS[1],
     },
     "lamb_step_": {
-        "beta1": BETA1, "beta2": BETA2, "eps": (1e-8, 0.0, 1e-8, 1e-6, 1e-4, 1e-8),
+        "beta1": BETA1, "beta2": BETA2, "eps": (1e-8, 1e-6, 1e-8, 0.0, 1e-4, 1e-8),
         "weight_decay": (0.1, 0.0, 0.0, 0.1, 30.0, 0.0), "decoupled_decay": FLAGS[0], "bias_correction": FLAGS[1],
         "trust_clip": FLAGS[2], "always_adapt": FLAGS[3], "maximize": FLAGS[4],
     },
