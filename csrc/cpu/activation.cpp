@@ -12,7 +12,7 @@ Tensor few_bit_encode_cpu(Tensor x, int64_t bits, Doubles thresholds, Ints flips
   job.layout = flat_layout(x, "x", kGroup);
   job.plane = plane_bytes(job.layout.numel);
   Tensor codes = new_tensor(x, {bits, job.plane}, ScalarType::Byte);
-  PlaneThresholds planes{table.symmetry, table.bits};
+  ThresholdsOfPlanes planes{table.symmetry, table.bits};
   int count = 0;
   for (int p = 0; p < bits; ++p) {
     planes.first[p] = count;

@@ -18,7 +18,7 @@ template <class Where> MEMKERN_FN uint64_t bits_where(Where where) {
 
 // The bits of kWord elements: words[p] for plane p.
 template <int Bits>
-MEMKERN_FN void encode_word(F (&u)[kVectors], const PlaneThresholds& table, uint64_t* words) {
+MEMKERN_FN void encode_word(F (&u)[kVectors], const ThresholdsOfPlanes& table, uint64_t* words) {
   uint64_t sign = 0;
   if (table.symmetry == kOdd) sign = bits_where([&](int v) MEMKERN_LAMBDA { return greater(F(0.0f), u[v]); });
   if (table.symmetry != kPlain)

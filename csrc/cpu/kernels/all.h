@@ -13,11 +13,21 @@
 
 namespace memkern::MEMKERN_ISA {
 
-// In the order of the struct.
 const Kernels kKernels{
-    adam_kernel,    lion_kernel,   sgd_kernel,           lamb_kernel,       lamb_norms,
-    lars_kernel,    lars_norms,    muon_momentum_kernel, muon_apply_kernel, codec_kernel,
-    squares_kernel, encode_kernel, levels_kernel,        two_branch_kernel,
+    .adam = adam_kernel,
+    .lion = lion_kernel,
+    .sgd = sgd_kernel,
+    .lamb = lamb_kernel,
+    .lamb_norms = lamb_norms,
+    .lars = lars_kernel,
+    .lars_norms = lars_norms,
+    .muon_momentum = muon_momentum_kernel,
+    .muon_apply = muon_apply_kernel,
+    .codec = codec_kernel,
+    .squares = squares_kernel,
+    .encode = encode_kernel,
+    .levels = levels_kernel,
+    .two_branch = two_branch_kernel,
 };
 
 }  // namespace memkern::MEMKERN_ISA

@@ -57,7 +57,7 @@ struct CodecJob {
 };
 
 // The thresholds of plane p are those from first[p] to first[p + 1].
-struct PlaneThresholds {
+struct ThresholdsOfPlanes {
   int symmetry, bits;
   int first[kMaxBits + 1];
   float threshold[kMaxBits * kMaxThresholds];
@@ -70,7 +70,7 @@ struct ActivationJob {
   void* result;
   uint8_t* codes;
   int64_t plane;  // bytes from one plane to the next
-  const PlaneThresholds* thresholds;
+  const ThresholdsOfPlanes* thresholds;
   const float* levels;
   const TwoBranch* two_branch;
   BlockLayout layout;

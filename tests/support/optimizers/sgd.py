@@ -1,4 +1,4 @@
-"""SGD."""
+"""SGD for the tests: the formula of the source, and cases (OptimizerSpec in spec.py)."""
 
 from __future__ import annotations
 

@@ -11,18 +11,19 @@ from memkern.planner import fake_cuda
 
 from .on_cuda import HEADS, KERNELS, TOKENS, WIDTH, all_graphs
 
-pytestmark = pytest.mark.full  # 12 seconds in a process of its own
-
 CASES: dict[str, tuple[Any, ...]] = {
     **{f"{kernel}, {bits}": (kernel, bits) for kernel in KERNELS for bits in (None, "exact", 8)},
     "flash, dropout": ("flash", 8, 0.1),
 }
 ROWS = 2 * TOKENS
 
-pytestmark = pytest.mark.skipif(
-    fake_cuda.why_not() is not None and not torch.cuda.is_available(),
-    reason="no GPU, which a torch built for one asks for; fake CUDA is for others, with a C++ compiler",
-)
+pytestmark = [
+    pytest.mark.full,  # 12 seconds in a process of its own
+    pytest.mark.skipif(
+        fake_cuda.why_not() is not None and not torch.cuda.is_available(),
+        reason="no GPU, which a torch built for one asks for; fake CUDA is for others, with a C++ compiler",
+    ),
+]
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +32,6 @@ def graphs() -> dict[str, dict[str, Any]]:
     return found
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_attention_is_coded_and_runs_again(graphs: dict[str, dict[str, Any]], kernel: str) -> None:
     plain, exact, coded = (graphs[f"{kernel}, {bits}"] for bits in (None, "exact", 8))
@@ -44,7 +44,6 @@ def test_attention_is_coded_and_runs_again(graphs: dict[str, dict[str, Any]], ke
     assert sum(coded["saved"].values()) < 0.2 * sum(plain["saved"].values())
 
 
-@pytest.mark.full
 def test_attention_with_dropout_stays_exact(graphs: dict[str, dict[str, Any]]) -> None:
     found = graphs["flash, dropout"]
     assert found["again"] == 0
