@@ -17,8 +17,8 @@ MEMKERN_DEVICE void add_square(double& sum, float x) {
 // Where fp64 is slow, four squares are added in fp32 first: each is rounded once, and so are two additions on
 // its way, so that the sum's relative error is at most 3 * 2^-24 and that of its root, a norm, 9e-8. 4
 // fp64 instructions a vector are left of 16. On an RTX 5090, for bf16 gradients, 16 take twice the time of
-// the memory traffic and 4 half of it, by the rate of its fp64 units. Where an element is outside [2^-50, 2^60],
-// squares may be too small or too large for fp32, and all are added in fp64.
+// the memory traffic and 4 half of it, by the rate of its fp64 units. Where an element is outside [2^-50,
+// 2^60], squares may be too small or too large for fp32, and all are added in fp64.
 MEMKERN_DEVICE void add_squares(double& sum, const float (&x)[kVector]) {
   if (slow_fp64()) {
     const float largest = absmax_or_nan<true>(x);
