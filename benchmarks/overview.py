@@ -427,21 +427,24 @@ def draw(path: Path = PICTURE) -> Path:
 
     machines = {"H200": gpu_points(), "one CPU thread": cpu_points()}
     modes = list(dict.fromkeys(mode for models in machines.values() for points in models.values() for mode in points))
-    figure, every = plt.subplots(2, 2, figsize=(8.4, 7.2), layout="constrained", sharex=True)
-    panels = ((where, *item) for where, models in machines.items() for item in models.items())
-    for axes, (where, model, points) in zip(every.flat, panels, strict=True):
-        for mode, (time, peak, _) in points.items():
-            ours = mode.startswith(("memkern", "compress"))
-            label = GPU_MODES[mode].replace("`", "")
-            axes.plot(peak, time, "osDv^P*X"[modes.index(mode)], color=OURS if ours else OTHERS, label=label)
-        axes.set_title(f"{where}: {model}", fontsize=10)
-        axes.set_xlim(0, 1.15)
-        axes.set_ylim(0, 1.5)
-        axes.spines[["top", "right"]].set_visible(False)
-    for axes in every[1]:
+    columns = max(map(len, machines.values()))
+    size = 4.2 * columns, 3.6 * len(machines)
+    figure, every = plt.subplots(len(machines), columns, figsize=size, layout="constrained", sharex=True, squeeze=False)
+    for row, (where, models) in zip(every, machines.items(), strict=True):
+        for axes in row[len(models) :]:
+            axes.set_axis_off()
+        row[0].set_ylabel("time of a step over torch's")
+        for axes, (model, points) in zip(row, models.items(), strict=False):
+            for mode, (time, peak, _) in points.items():
+                ours = mode.startswith(("memkern", "compress"))
+                label = GPU_MODES[mode].replace("`", "")
+                axes.plot(peak, time, "osDv^P*X"[modes.index(mode)], color=OURS if ours else OTHERS, label=label)
+            axes.set_title(f"{where}: {model}", fontsize=10)
+            axes.set_xlim(0, 1.15)
+            axes.set_ylim(0, 1.5)
+            axes.spines[["top", "right"]].set_visible(False)
+    for axes in every[-1]:
         axes.set_xlabel("peak of a step over torch's")
-    for axes in every[:, 0]:
-        axes.set_ylabel("time of a step over torch's")
     handles = {line.get_label(): line for axes in every.flat for line in axes.lines}
     figure.legend(handles.values(), handles, fontsize=8, frameon=False, loc="outside lower center", ncols=2)
     path.parent.mkdir(parents=True, exist_ok=True)
