@@ -25,7 +25,6 @@ from .checks import check_gradient
 from .dtensor import calls as dtensor_calls
 from .dtensor import collectives, shards
 from .dtensor import muon as dtensor_muon
-from .dtensor.calls import Call
 from .format import Format
 from .muon_step import buckets, muon_step
 from .state import State, has_scales, state_args
@@ -77,6 +76,22 @@ class Kind(NamedTuple):
         exchanged = is_muon and ranks is not None
         has_gaps = not p.is_contiguous() and not is_dense(p.shape, p.stride())
         return cls(order, p.device, op.name, by_reference, cut, reduced, exchanged, has_gaps)
+
+
+class Call(NamedTuple):
+    """A call of an op, as a plan has it, or with the values of a step."""
+
+    op: StepOp
+    args: StepArgs  # with DTensors where the parameters are
+    places: list[int]  # of the parameters in the step
+    takes_all: bool  # these are all, in order
+    ranks: Sequence[shards.Ranks | None]  # that hold other elements of each parameter
+    by_reference: bool
+    cut: bool  # other ranks have elements of its blocks or layers
+    product_devices: Sequence[torch.device | None]  # of Muon's matrix products; None for the matrix's own
+    # Where the states come from the host, what comes at a time (memkern.optim.offload.device.Staged): all of a plan's
+    # call, one of a call with the values of a step; else None.
+    staged: Any
 
 
 class StepPlan:
