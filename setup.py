@@ -313,7 +313,7 @@ def extensions(kind: str) -> tuple[list[Extension], dict[str, type]]:
         found.append(
             Extension(
                 "memkern._host",
-                ["csrc/build_info.cpp"],
+                ["csrc/host.cpp"],
                 include_dirs=includes[:2],  # csrc, and torch's pybind11
                 define_macros=facts,
                 extra_compile_args={"cxx": [*CXX_FLAGS, "-std=c++17", *extra]},

@@ -25,7 +25,7 @@ BYTES = (
     ("{state} B/{unit}", "state_bytes_per_param", ".3f"),
     ("temporary B/{unit}", "temp_bytes_per_param", ".2f"),
 )
-OPTIMIZER_TOPICS = ("optim", "host", "lamb", "muon")
+OPTIMIZER_TOPICS = ("optim", "host", "layerwise", "muon")
 
 Row = dict[str, str]
 

@@ -1,5 +1,6 @@
-// Every op: its schema and its registration. Built against LibTorch's stable ABI: no Python.h, one binary for
-// any Python and torch >= 2.10.
+// Every op: its schema and its registration. adam_step_ is adam_step_cpu of cpu/steps.cpp and adam_step_cuda
+// of cuda/adam.cu, and so on. Built against LibTorch's stable ABI: no Python.h, one binary for any Python and
+// torch >= 2.10.
 #include "common/ops.h"
 
 #ifndef MEMKERN_NAMESPACE  // of torch.ops; tools/hub_kernel.py gives each build one of its own

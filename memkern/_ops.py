@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from . import backend, reference
-from .dynamo import assume_constant_result
 from .fewbit.activations import Activation
 from .fewbit.levels import Levels, TwoBranch
 from .library import NAMESPACE
 from .quant.codec import ACTIVATIONS, CODECS
 from .quant.layout import laid_out_alike
 from .schemas import ADAM_STEP, AMSGRAD_STEP, FAKES, SCHEMAS, STEP_OPS, STEP_SCHEMA, StepArgs, StepOp
+from .tracing import assume_constant_result, vmap_one_by_one
 
 NAMESPACES = {
     "cpu": NAMESPACE,
@@ -79,18 +79,6 @@ def _kernel(namespace: str, name: str) -> Callable[..., Any]:
     return (lambda *args: function(_aligned(StepArgs(*args)))) if name.endswith("_step_") else function
 
 
-def _one_by_one(op: Any, info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple[Tensor, int]:
-    """torch.vmap's rule: example by example, as codes are packed. (torch's own way to do so warns that it is slow.)"""
-    results = []
-    for i in range(info.batch_size):
-        example = (
-            x.select(dim, i).contiguous() if isinstance(x, Tensor) and dim is not None else x
-            for x, dim in zip(args, in_dims, strict=True)
-        )
-        results.append(op(*example))
-    return torch.stack(results), 0
-
-
 @functools.cache
 def _few_bit_forward_on_cpu() -> Callable[..., tuple[Tensor, Tensor]]:
     """The reference's, with the codes of C++."""
@@ -113,7 +101,7 @@ def _register() -> None:
             torch.library.register_fake(f"{namespace}::{name}", fake, lib=library)
         for name in ("few_bit_backward", "few_bit_backward_from_output"):
             op = getattr(getattr(torch.ops, namespace), name).default
-            torch.library.register_vmap(f"{namespace}::{name}", functools.partial(_one_by_one, op), lib=library)
+            torch.library.register_vmap(f"{namespace}::{name}", functools.partial(vmap_one_by_one, op), lib=library)
         if defined:
             library.impl("few_bit_forward", torch.no_grad()(_few_bit_forward_on_cpu()), "CPU")
 

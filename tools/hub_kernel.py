@@ -181,7 +181,7 @@ def write_library(path: Path) -> None:
 
 def write(out: Path, repo: str) -> None:
     runpy.run_path(str(ROOT / "csrc" / "generate.py"))["write_headers"]()
-    skipped = shutil.ignore_patterns("__pycache__", "*.so", "*.py", "library.cpp", "build_info.cpp")
+    skipped = shutil.ignore_patterns("__pycache__", "*.so", "*.py", "library.cpp", "host.cpp")
     shutil.copytree(ROOT / "csrc", out / "csrc", ignore=skipped)
     package = out / "torch-ext" / "memkern" / "package"
     skipped = shutil.ignore_patterns("__pycache__", "*.so", "py.typed", *LEFT_OUT)

@@ -9,8 +9,6 @@
 #define MEMKERN_REGISTER_STEP(NAME, LIBRARY, DEVICE) \
   LIBRARY.impl(#NAME "_", memkern::step_op<memkern::NAME##_##DEVICE>);
 
-// few_bit_forward is on CUDA devices alone: on the CPU it is torch's own op and few_bit_encode
-// (memkern/_ops.py).
 #define MEMKERN_DECLARE_OPS(DEVICE)                                                                         \
   namespace memkern {                                                                                       \
   std::tuple<Tensor, Tensor> quantize_blockwise_##DEVICE(Tensor x, int64_t codec, bool is_signed,           \
@@ -23,9 +21,6 @@
   void muon_momentum_##DEVICE(StableIValue* stack, uint64_t arguments, uint64_t results);                   \
   void muon_apply_##DEVICE(StableIValue* stack, uint64_t arguments, uint64_t results);                      \
   Tensor few_bit_encode_##DEVICE(Tensor x, int64_t bits, Doubles thresholds, Ints flips, int64_t symmetry); \
-  std::tuple<Tensor, Tensor> few_bit_forward_##DEVICE(Tensor x, int64_t fn, double a, double b,             \
-                                                      int64_t bits, Doubles thresholds, Ints flips,         \
-                                                      int64_t symmetry);                                    \
   Tensor few_bit_backward_##DEVICE(Tensor grad, Tensor codes, Doubles levels);                              \
   Tensor few_bit_backward_from_output_##DEVICE(Tensor grad, Tensor output, Tensor codes, double minimum,    \
                                                Doubles falling, Doubles rising, double falling_reach,       \
@@ -47,3 +42,9 @@
 MEMKERN_DECLARE_OPS(cpu)
 
 MEMKERN_DECLARE_OPS(cuda)
+
+// On the CPU it is torch's own op and few_bit_encode (memkern/_ops.py).
+namespace memkern {
+std::tuple<Tensor, Tensor> few_bit_forward_cuda(Tensor x, int64_t fn, double a, double b, int64_t bits,
+                                                Doubles thresholds, Ints flips, int64_t symmetry);
+}

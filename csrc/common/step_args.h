@@ -163,12 +163,10 @@ template <class J> bool set_weight_state(J& t, const StepArgs& args, size_t i, s
   if (bytes == 0) return false;
   MEMKERN_CHECK(used < args.weight_states.size(), name_of("params", i), " has no weight state");
   const Tensor& state = args.weight_states[used];
-  const ScalarType type = bytes == 1 ? ScalarType::Char : bytes == 2 ? ScalarType::Short : ScalarType::Float;
-  MEMKERN_CHECK(state.scalar_type() == type && same_layout(state, shape) && device.holds(state),
-                name_of("weight_states", used), " must be ",
-                bytes == 1   ? "int8"
-                : bytes == 2 ? "int16"
-                             : "float32",
+  const bool is_wide = bytes == 2;
+  MEMKERN_CHECK(state.scalar_type() == (is_wide ? ScalarType::Short : ScalarType::Char) &&
+                    same_layout(state, shape) && device.holds(state),
+                name_of("weight_states", used), " must be ", is_wide ? "int16" : "int8",
                 " with its parameter's shape and strides, on its device");
   t.weight_state = address_of(state, "weight_states[", used, ']');
   return true;

@@ -27,13 +27,13 @@ template <class F> MEMKERN_FN F power_encode_signed(F x, F factor) {
   return select(is_finite(x), copysign(rint(sqrt(abs(x) * factor)), x), F(0.0f));
 }
 
-// One of the two codes around x, without bias in the value. rest: signed_rest() of the dither. The difference
-// is exact. A root that is off by up to 3 units of 2^-23 gives the same code: q is one too small or too large
-// only where a is next to a square k^2, so that a - q^2 is next to 2 q + 1 or to 0; rest is kept away from 0
-// and 1, and the comparison gives k from either q.
-template <class F> MEMKERN_FN F power_encode_signed(F x, F factor, F rest) {
+// One of the two codes around x, without bias in the value. one_minus_u: one_minus_dither() of the dither.
+// The difference is exact. A root that is off by up to 3 units of 2^-23 gives the same code: q is one too
+// small or too large only where a is next to a square k^2, so that a - q^2 is next to 2 q + 1 or to 0;
+// one_minus_u is kept away from 0 and 1, and the comparison gives k from either q.
+template <class F> MEMKERN_FN F power_encode_signed(F x, F factor, F one_minus_u) {
   const F a = abs(x) * factor, q = floor(sqrt(a));
-  const F code = select(greater(rest * (q + q + F(1.0f)), a - q * q), q, q + F(1.0f));
+  const F code = select(greater(one_minus_u * (q + q + F(1.0f)), a - q * q), q, q + F(1.0f));
   return select(is_finite(x), copysign(code, x), F(0.0f));
 }
 
@@ -54,6 +54,6 @@ MEMKERN_FN float dither(uint32_t j, uint32_t step) {
 }
 
 // 1 - u, with u kept from 0 and 1.
-MEMKERN_FN float signed_rest(float u) { return min(max(1.0f - u, kDitherClamp), 1.0f - kDitherClamp); }
+MEMKERN_FN float one_minus_dither(float u) { return min(max(1.0f - u, kDitherClamp), 1.0f - kDitherClamp); }
 
 }  // namespace memkern

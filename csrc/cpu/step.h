@@ -43,8 +43,8 @@ template <class Run> void run_stealing(int64_t count, int64_t threads, Run&& run
   for (int64_t t = 0; t < threads; ++t) next[t] = count * t / threads;
   torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t)
-      for (int64_t turn = 0; turn < threads; ++turn) {
-        const int64_t owner = (t + turn) % threads, stop = count * (owner + 1) / threads;
+      for (int64_t i = 0; i < threads; ++i) {
+        const int64_t owner = (t + i) % threads, stop = count * (owner + 1) / threads;
         for (int64_t k; (k = next[owner].fetch_add(1)) < stop;) run(k);
       }
   });
@@ -121,7 +121,7 @@ class Dithers {
       u.reset(new float[2 * row]());
       for (int64_t j = 0; j < block; ++j) {
         u[j] = dither(static_cast<uint32_t>(j), static_cast<uint32_t>(step));
-        u[row + j] = signed_rest(u[j]);
+        u[row + j] = one_minus_dither(u[j]);
       }
     }
     return {u.get(), u.get() + row};

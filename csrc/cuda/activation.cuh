@@ -70,28 +70,28 @@ MEMKERN_DEVICE int64_t vector_of_thread() {
   return static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
 }
 
-MEMKERN_DEVICE Span whole_span(int64_t vector) { return {vector * kVector, kVector, true}; }
+MEMKERN_DEVICE Span full_span(int64_t vector) { return {vector * kVector, kVector, true}; }
 MEMKERN_DEVICE Span span_of_vector(const Elementwise& t, int64_t vector) {
   return span_of(vector * kVector, t.numel - vector * kVector, t.aligned);
 }
 
-// A warp's 32 whole vectors of fp32 in parts: a lane has elements 4 * lane to 4 * lane + 3 of them and those
+// A warp's 32 full vectors of fp32 in parts: a lane has elements 4 * lane to 4 * lane + 3 of them and those
 // 128 further, which are halves of vectors lane / 2 and 16 + lane / 2.
 MEMKERN_DEVICE int warp_lane() { return static_cast<int>(threadIdx.x) % kWarp; }
 MEMKERN_DEVICE Parts warp_parts(int64_t vector) {
   return {(vector - warp_lane()) * kVector + warp_lane() * (kVector / 2), kWarp * kVector / 2};
 }
 
-// Calls work(at, vector) for a thread's share of so many vectors: first the whole ones, then the others. `at`
-// is a Span or, with InParts in whole warps, Parts.
+// Calls work(at, vector) for a thread's share of so many vectors: first the full ones, then the others. `at`
+// is a Span or, with InParts in full warps, Parts.
 template <int Threads, bool InParts = false, class Work>
 MEMKERN_DEVICE void for_each_vector(const Elementwise& t, int64_t vectors, Work&& work) {
   const uint32_t all = static_cast<uint32_t>(vectors), step = gridDim.x * Threads;
-  const uint32_t whole = t.aligned ? static_cast<uint32_t>(t.numel / kVector) : 0;
+  const uint32_t full = t.aligned ? static_cast<uint32_t>(t.numel / kVector) : 0;
   uint32_t vector = blockIdx.x * Threads + threadIdx.x;
   if constexpr (InParts)
-    for (; vector < whole / kWarp * kWarp; vector += step) work(warp_parts(vector), vector);
-  for (; vector < whole; vector += step) work(whole_span(vector), vector);
+    for (; vector < full / kWarp * kWarp; vector += step) work(warp_parts(vector), vector);
+  for (; vector < full; vector += step) work(full_span(vector), vector);
   for (; vector < all; vector += step) work(span_of_vector(t, vector), vector);
 }
 

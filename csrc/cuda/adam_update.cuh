@@ -5,9 +5,9 @@
 #include "block_state.cuh"
 #include "core/adam.h"
 #include "fast_path.cuh"
+#include "main_path.cuh"
 #include "step_table.cuh"
 #include "weights.cuh"
-#include "whole_blocks.cuh"
 
 namespace memkern {
 
@@ -199,7 +199,7 @@ MEMKERN_DEVICE void adam_update_fp32(const TileWork<typename Rule::Stepped>& wor
   });
 }
 
-// ---- the main path (whole_blocks.cuh)
+// ---- the main path (main_path.cuh)
 
 // The constants of a tensor in registers. Where these do not suffice, in shared memory: before sm_90, and for
 // bf16 that is not copied, whose gradients start anywhere.
@@ -211,14 +211,14 @@ template <class Scalars, class P, class G, Loads How> using HeldScalars =
 #endif
 
 // A tile's vectors, with the constants that all of them need.
-template <class Scalars, class P, class G, Loads How, StateKind Kind = StateKind::kPower> struct AdamWhole
-    : WholeVectors<Kind, P, G, How> {
+template <class Scalars, class P, class G, Loads How, StateKind Kind = StateKind::kPower> struct AdamMainPath
+    : LaneVectors<Kind, P, G, How> {
   HeldScalars<Scalars, P, G, How> s;
   bool plain;
 
-  template <class Work> MEMKERN_DEVICE AdamWhole(const Work& work, P param_type, G grad_type)
-      : WholeVectors<Kind, P, G, How>(work, param_type, grad_type, &work.stepped.scalars.beta1,
-                                      &work.stepped.scalars.root_beta2),
+  template <class Work> MEMKERN_DEVICE AdamMainPath(const Work& work, P param_type, G grad_type)
+      : LaneVectors<Kind, P, G, How>(work, param_type, grad_type, &work.stepped.scalars.beta1,
+                                     &work.stepped.scalars.root_beta2),
         s(work.stepped.scalars),
         plain(!any_lane(!plain_gradients(s))) {}
 
@@ -308,12 +308,12 @@ struct AdamCare {
 };
 
 template <StateKind Kind, class Rule, Loads How, class P, class G>
-MEMKERN_DEVICE void adam_update_whole(const TileWork<typename Rule::Stepped>& work, P param_type,
-                                      G grad_type) {
+MEMKERN_DEVICE void adam_update_main_path(const TileWork<typename Rule::Stepped>& work, P param_type,
+                                          G grad_type) {
   constexpr bool kRounded = Rule::kOneProduct && std::is_same_v<P, ConstantType<FloatType::kBf16>>;
   constexpr int kRootLevels = levels_of(false);
   constexpr uint32_t kRootBias = kBias<kRootLevels, kRounded>;
-  AdamWhole<typename Rule::Scalars, P, G, How, Kind> at(work, param_type, grad_type);
+  AdamMainPath<typename Rule::Scalars, P, G, How, Kind> at(work, param_type, grad_type);
   const auto& s = at.s;
   const uint32_t step = work.stepped.step;
   const float max_radicand = fast_scalars(s, kRounded) ? kMaxRadicand : -1.0f;
@@ -357,11 +357,11 @@ MEMKERN_DEVICE void adam_update_whole(const TileWork<typename Rule::Stepped>& wo
           m_codes = encode_signed(x.m, m_factor, dithers, at.lane, m_sums);
     if (any_lane(v_sums.least < 2 * kRootBias || m_sums.least < 2 * kSignedBias || care.zeros)) {
       const auto root = [&](int i) { return kRounded ? sqrt(x.v[i]) : w[i]; };
-      settle(v_sums, kRootBias, v_codes, [&](int i) {
+      recompute_doubtful(v_sums, kRootBias, v_codes, [&](int i) {
         return static_cast<uint32_t>(power_encode_unsigned<kRootLevels>(root(i), v_factor, dither.u(i)));
       });
-      settle(m_sums, kSignedBias, m_codes, [&](int i) {
-        const float code = power_encode_signed(x.m[i], m_factor, dither.rest(i));
+      recompute_doubtful(m_sums, kSignedBias, m_codes, [&](int i) {
+        const float code = power_encode_signed(x.m[i], m_factor, dither.one_minus_u(i));
         return static_cast<uint32_t>(static_cast<int>(code));
       });
       v_codes = clear_zeros(w, v_factor, v_codes);
@@ -385,7 +385,7 @@ MEMKERN_DEVICE void adam_update(const TileWork<typename Rule::Stepped>& work, P 
   if constexpr (is_power(Kind) && std::is_same_v<Group, SixteenLanes>)
     if (any_lane(work.tensor.main_path))
       return with_loads(work, param_type, grad_type, [&](auto how) {
-        adam_update_whole<Kind, Rule, how.value>(work, param_type, grad_type);
+        adam_update_main_path<Kind, Rule, how.value>(work, param_type, grad_type);
       });
   adam_update_8bit<Kind, Rule>(work, param_type, grad_type, group);
 }

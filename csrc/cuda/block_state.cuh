@@ -129,8 +129,8 @@ struct Rounding {
     return static_cast<float>(dither_bits(static_cast<uint32_t>(j), step));
   }
   MEMKERN_DEVICE float u(int j) const { return nearest ? 0.5f : bits(j) * 0x1p-24f; }
-  // signed_rest(u)
-  MEMKERN_DEVICE float rest(int j) const {
+  // one_minus_dither(u)
+  MEMKERN_DEVICE float one_minus_u(int j) const {
     return fminf(fmaxf(__fmaf_rn(bits(j), -0x1p-24f, 1.0f), kDitherClamp), 1.0f - kDitherClamp);
   }
   // c + u: the product is exact, so that one rounding is left.
@@ -157,13 +157,13 @@ struct Encoded {
 constexpr float kDown = 8388608.0f;    // 2^23. Added with rounding down it leaves the floor in the low bits.
 constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: to nearest even, of either sign
 
-// power_encode_signed(x, factor, rest) of a finite x, in the low byte, from an approximate square root, whose
-// error the comparison corrects.
-MEMKERN_DEVICE uint32_t signed_code(float x, float factor, float rest, float twice_rest) {
+// power_encode_signed(x, factor, one_minus_u) of a finite x, in the low byte, from an approximate square
+// root, whose error the comparison corrects.
+MEMKERN_DEVICE uint32_t signed_code(float x, float factor, float one_minus_u, float twice_one_minus_u) {
   const float a = fabsf(x) * factor;
   const float q = __fadd_rd(approximate_sqrt(a), kDown) - kDown;
-  // rest * (2 q + 1) is rounded once, as in the formula; the difference is exact.
-  const bool up = __fmaf_rn(-q, q, a) >= __fmaf_rn(twice_rest, q, rest);
+  // one_minus_u * (2 q + 1) is rounded once, as in the formula; the difference is exact.
+  const bool up = __fmaf_rn(-q, q, a) >= __fmaf_rn(twice_one_minus_u, q, one_minus_u);
   return bits_of(copysignf(up ? q + 1.0f : q, x) + kRound);
 }
 
@@ -181,8 +181,8 @@ MEMKERN_DEVICE Encoded estimate(const float (&x)[kVector], float factor, int j, 
 #pragma unroll
   for (int i = 0; i < kVector; ++i) {
     if (Signed && !rounding.nearest) {
-      const float rest = rounding.rest(j + i);
-      code[i] = signed_code(x[i], factor, rest, rest + rest);
+      const float one_minus_u = rounding.one_minus_u(j + i);
+      code[i] = signed_code(x[i], factor, one_minus_u, one_minus_u + one_minus_u);
       continue;
     }
     const float root = approximate_sqrt((Signed ? fabsf(x[i]) : x[i]) * factor);
@@ -205,7 +205,7 @@ MEMKERN_DEVICE Encoded estimate(const float (&x)[kVector], float factor, int j, 
 }
 
 // Codes by the formulas of core/, for any values. j: the first element's index in its block. rounding:
-// Rounding, or DitherTable (whole_blocks.cuh).
+// Rounding, or DitherTable (main_path.cuh).
 template <StateKind Kind, bool Signed, class Dithers>
 MEMKERN_DEVICE Codes encode_exactly(const float (&x)[kVector], float factor, int j, const Dithers& rounding) {
   uint32_t code[kVector];
@@ -216,7 +216,7 @@ MEMKERN_DEVICE Codes encode_exactly(const float (&x)[kVector], float factor, int
       if (!Signed && !rounding.nearest && code[i] == 0 && x[i] > 0.0f) code[i] = 1;
     } else if constexpr (Signed) {
       const float q = rounding.nearest ? power_encode_signed(x[i], factor)
-                                       : power_encode_signed(x[i], factor, rounding.rest(j + i));
+                                       : power_encode_signed(x[i], factor, rounding.one_minus_u(j + i));
       code[i] = static_cast<uint32_t>(static_cast<int>(q));
     } else {
       code[i] =

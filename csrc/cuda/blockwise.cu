@@ -4,7 +4,7 @@
 #include "block_state.cuh"
 #include "common/ops.h"
 #include "launch.h"
-#include "whole_codes.cuh"
+#include "vector_codes.cuh"
 
 namespace memkern {
 
@@ -70,7 +70,7 @@ template <StateKind Kind, bool Signed> __global__ void __launch_bounds__(kThread
   });
 }
 
-// ---- power codes, rounded to the nearest, of whole blocks in aligned arrays: what is saved for a backward
+// ---- power codes, rounded to the nearest, of full blocks in aligned arrays: what is saved for a backward
 // pass
 
 // Vectors of a thread block's tile. They follow one another; the last tile has fewer.
@@ -81,12 +81,12 @@ struct CodecTile {
   int end, lane;
 
   MEMKERN_DEVICE explicit CodecTile(const Blocks& blocks)
-      : start(int64_t{blockIdx.x} * kCodecTile), lane(threadIdx.x % kWholeLanes) {
-    const int64_t left = blocks.blocks * kWholeLanes - start;
+      : start(int64_t{blockIdx.x} * kCodecTile), lane(threadIdx.x % kBlockLanes) {
+    const int64_t left = blocks.blocks * kBlockLanes - start;
     end = left < kCodecTile ? static_cast<int>(left) : kCodecTile;
   }
   // A thread without a vector has one of the last block, which it does not store.
-  MEMKERN_DEVICE int64_t vector(int i) const { return start + (i < end ? i : end - kWholeLanes + lane); }
+  MEMKERN_DEVICE int64_t vector(int i) const { return start + (i < end ? i : end - kBlockLanes + lane); }
   MEMKERN_DEVICE Span span(int i) const { return {vector(i) * kVector, kVector, true}; }
 };
 
@@ -96,7 +96,7 @@ template <bool Signed> MEMKERN_DEVICE ScaleFormula scale_formula() {
 }
 
 template <FloatType Type, bool Signed> __global__ void __launch_bounds__(kThreads, kCodecBlocks)
-    quantize_whole(CodecTensor t) {
+    quantize_full_blocks(CodecTensor t) {
   constexpr ConstantType<Type> type;
   constexpr int kLevels = levels_of(Signed);
   constexpr uint32_t kDoubt = Signed ? kSignedBias : kBias<kLevels, false>;
@@ -115,11 +115,11 @@ template <FloatType Type, bool Signed> __global__ void __launch_bounds__(kThread
     float absmax = absmax_or_nan<Signed>(x);
     const bool finite = is_finite(absmax);
     if (any_lane(!finite) && !finite) absmax = t.absmax_of_rest<Signed>(x);
-    float scale = max_over_lanes(absmax, kWholeLanes / 2);
+    float scale = max_over_lanes(absmax, kBlockLanes / 2);
     const float factor = formula.factor(scale);
     std::conditional_t<Signed, SignedSums, PositiveSums> sums;
     Codes codes = encode_to_nearest(x, factor, sums);
-    settle(sums, kDoubt, codes, [&](int i) {
+    recompute_doubtful(sums, kDoubt, codes, [&](int i) {
       if constexpr (Signed)
         return static_cast<uint32_t>(static_cast<int>(power_encode_signed(x[i], factor)));
       else
@@ -128,7 +128,7 @@ template <FloatType Type, bool Signed> __global__ void __launch_bounds__(kThread
     if (any_lane(!finite || (!Signed && factor == 0.0f)))
       codes = encode_exactly<StateKind::kPower, Signed>(x, factor, 0, Rounding{true, 0});
     if (mine >= tile.end) continue;
-    if (tile.lane == 0) t.store_scale(tile.vector(mine) / kWholeLanes, scale);
+    if (tile.lane == 0) t.store_scale(tile.vector(mine) / kBlockLanes, scale);
     store_codes(t.codes, tile.span(mine), codes);
   }
 }
@@ -139,13 +139,13 @@ static_assert(MEMKERN_CODEC_VECTORS % kDecodedTogether == 0);
 
 // fp32 values are stored in parts, half a block from each other.
 template <FloatType Type, bool Signed> __global__ void __launch_bounds__(kThreads)
-    dequantize_whole(CodecTensor t) {
+    dequantize_full_blocks(CodecTensor t) {
   constexpr ConstantType<Type> type;
   const CodecTile tile(t.blocks);
   const ScaleFormula formula = scale_formula<Signed>();
   const auto place = [&](int i) {
     if constexpr (Type == FloatType::kFp32)
-      return Parts{(tile.vector(i) - tile.lane) * kVector + tile.lane * kVector / 2, kWholeBlock / 2};
+      return Parts{(tile.vector(i) - tile.lane) * kVector + tile.lane * kVector / 2, kFullBlock / 2};
     else
       return tile.span(i);
   };
@@ -156,7 +156,7 @@ template <FloatType Type, bool Signed> __global__ void __launch_bounds__(kThread
 #pragma unroll
     for (int k = 0; k < kDecodedTogether; ++k) {
       codes[k] = load_codes(t.codes, place(mine + k * kThreads));
-      scale[k] = __ldcs(t.scale + tile.vector(mine + k * kThreads) / kWholeLanes);
+      scale[k] = __ldcs(t.scale + tile.vector(mine + k * kThreads) / kBlockLanes);
     }
 #pragma unroll
     for (int k = 0; k < kDecodedTogether; ++k) {
@@ -211,8 +211,8 @@ template <class Use> void with_type(FloatType type, Use&& use) {
   }
 }
 
-bool has_whole_kernels(const CodecTensor& t) { return fast_paths() && t.aligned && are_whole(t.blocks); }
-int64_t codec_tiles(const Blocks& blocks) { return ceil_div(blocks.blocks * kWholeLanes, kCodecTile); }
+bool takes_full_blocks(const CodecTensor& t) { return fast_paths() && t.aligned && are_full(t.blocks); }
+int64_t codec_tiles(const Blocks& blocks) { return ceil_div(blocks.blocks * kBlockLanes, kCodecTile); }
 
 CodecTensor codec_tensor(const Tensor& values, const Tensor& codes, const Tensor& scale,
                          const BlockLayout& layout) {
@@ -242,9 +242,9 @@ std::tuple<Tensor, Tensor> quantize_blockwise_cuda(Tensor x, int64_t codec, bool
   t.mark_nonfinite = mark_nonfinite;
   const Rounding rounding{!step, static_cast<uint32_t>(step.value_or(0))};
   with_codec(codec, is_signed, [&](auto kind, auto sign) {
-    if (kind() == StateKind::kPower && !step && has_whole_kernels(t)) {
+    if (kind() == StateKind::kPower && !step && takes_full_blocks(t)) {
       with_type(t.type, [&](auto type) {
-        launch_checked("quantize_blockwise", quantize_whole<type(), sign()>, codec_tiles(t.blocks),
+        launch_checked("quantize_blockwise", quantize_full_blocks<type(), sign()>, codec_tiles(t.blocks),
                        scope.stream, t);
       });
       return;
@@ -269,9 +269,9 @@ Tensor dequantize_blockwise_cuda(Tensor codes, Tensor scale, int64_t codec, int6
   Tensor values = empty_like(codes, dtype);
   const CodecTensor t = codec_tensor(values, codes, scale, layout);
   with_codec(codec, is_signed, [&](auto kind, auto sign) {
-    if (kind() == StateKind::kPower && has_whole_kernels(t)) {
+    if (kind() == StateKind::kPower && takes_full_blocks(t)) {
       with_type(t.type, [&](auto type) {
-        launch_checked("dequantize_blockwise", dequantize_whole<type(), sign()>, codec_tiles(t.blocks),
+        launch_checked("dequantize_blockwise", dequantize_full_blocks<type(), sign()>, codec_tiles(t.blocks),
                        scope.stream, t);
       });
       return;

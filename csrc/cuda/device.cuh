@@ -70,7 +70,7 @@ MEMKERN_DEVICE uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
 }
 
 // A place in shared memory, in a register. Of a pointer in a loop the compiler computes it anew in every
-// turn.
+// iteration.
 using SharedAddress = uint32_t;
 MEMKERN_DEVICE SharedAddress shared_address(void* shared) {
   return static_cast<SharedAddress>(__cvta_generic_to_shared(shared));

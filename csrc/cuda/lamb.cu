@@ -49,10 +49,10 @@ MEMKERN_DEVICE void lamb_squares(Squares& sum, const AdamVector& x, int n, const
   add_squares(sum.update, update);
 }
 
-// The same as lamb_norms_8bit on the main path (whole_blocks.cuh).
+// The same as lamb_norms_8bit on the main path (main_path.cuh).
 template <Loads How, class P, class G>
-MEMKERN_DEVICE Squares lamb_norms_whole(const TileWork<LambStepped>& work, P param_type, G grad_type) {
-  AdamWhole<LambScalars, P, G, How> at(work, param_type, grad_type);
+MEMKERN_DEVICE Squares lamb_norms_main_path(const TileWork<LambStepped>& work, P param_type, G grad_type) {
+  AdamMainPath<LambScalars, P, G, How> at(work, param_type, grad_type);
   const float max_radicand = fast_scalars(at.s, false) ? kMaxRadicand : -1.0f;
   Squares sum{0.0, 0.0};
   at.for_each([&](const AdamVector& x) {
@@ -99,7 +99,7 @@ MEMKERN_DEVICE Squares lamb_norms(const TileWork<LambStepped>& work, P param_typ
     if (any_lane(work.tensor.main_path)) {
       Squares sum;
       with_loads(work, param_type, grad_type,
-                 [&](auto how) { sum = lamb_norms_whole<how.value>(work, param_type, grad_type); });
+                 [&](auto how) { sum = lamb_norms_main_path<how.value>(work, param_type, grad_type); });
       return sum;
     }
   return lamb_norms_8bit<Kind>(work, param_type, grad_type, group);

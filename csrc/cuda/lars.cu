@@ -46,10 +46,10 @@ MEMKERN_DEVICE void lars_squares(Squares& sum, const LionVector& x, const LarsSc
   add_squares(sum.update, update);
 }
 
-// The same as lars_norms_8bit on the main path (whole_blocks.cuh), where the norm is of moments.
+// The same as lars_norms_8bit on the main path (main_path.cuh), where the norm is of moments.
 template <Loads How, class P, class G>
-MEMKERN_DEVICE Squares lars_norms_whole(const TileWork<LarsStepped>& work, P param_type, G grad_type) {
-  WholeVectors<StateKind::kPower, P, G, How, 1> at(work, param_type, grad_type);
+MEMKERN_DEVICE Squares lars_norms_main_path(const TileWork<LarsStepped>& work, P param_type, G grad_type) {
+  LaneVectors<StateKind::kPower, P, G, How, 1> at(work, param_type, grad_type);
   const LarsScalars& s = work.stepped.scalars;
   Squares sum{0.0, 0.0};
   at.for_each_loaded([&](const Loaded<P>& loaded) {
@@ -90,7 +90,7 @@ MEMKERN_DEVICE Squares lars_norms(const TileWork<LarsStepped>& work, P param_typ
     if (any_lane(work.tensor.main_path && !work.stepped.scalars.classic)) {
       Squares sum;
       with_loads(work, param_type, grad_type,
-                 [&](auto how) { sum = lars_norms_whole<how.value>(work, param_type, grad_type); });
+                 [&](auto how) { sum = lars_norms_main_path<how.value>(work, param_type, grad_type); });
       return sum;
     }
   return lars_norms_8bit<Kind>(work, param_type, grad_type, group);

@@ -68,7 +68,7 @@ inline TensorRecord tensor_record(const StepTensor& job, const Tensor& step, int
   r.weight_state = job.weight_state;
   r.weight_storage = job.weight_storage;
   r.aligned = on_16_bytes(r.param) && on_16_bytes(r.m) && on_16_bytes(r.v) && on_16_bytes(r.weight_state);
-  r.main_path = fast_paths() && r.aligned && have_whole_vectors(r.blocks);
+  r.main_path = fast_paths() && r.aligned && have_full_vectors(r.blocks);
   return r;
 }
 

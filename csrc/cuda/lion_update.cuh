@@ -3,9 +3,9 @@
 // next vector early and has the dithers in a table.
 #pragma once
 #include "block_state.cuh"
+#include "main_path.cuh"
 #include "step_table.cuh"
 #include "weights.cuh"
-#include "whole_blocks.cuh"
 
 namespace memkern {
 
@@ -119,12 +119,12 @@ MEMKERN_DEVICE void lion_update_fp32(const TileWork<typename Rule::Stepped>& wor
   });
 }
 
-// ---- the main path (whole_blocks.cuh)
+// ---- the main path (main_path.cuh)
 
 template <class Rule, Loads How, class P, class G>
-MEMKERN_DEVICE void lion_update_whole(const TileWork<typename Rule::Stepped>& work, P param_type,
-                                      G grad_type) {
-  WholeVectors<StateKind::kPower, P, G, How, 1> at(work, param_type, grad_type);
+MEMKERN_DEVICE void lion_update_main_path(const TileWork<typename Rule::Stepped>& work, P param_type,
+                                          G grad_type) {
+  LaneVectors<StateKind::kPower, P, G, How, 1> at(work, param_type, grad_type);
   const typename Rule::Scalars& s = work.stepped.scalars;
   const uint32_t step = work.stepped.step;
   DitherTable& dithers = dither_table();
@@ -139,12 +139,12 @@ MEMKERN_DEVICE void lion_update_whole(const TileWork<typename Rule::Stepped>& wo
     float absmax = absmax_or_nan<true>(x.m);
     const bool finite = is_finite(absmax);
     if (any_lane(!finite)) absmax = finite_absmax<true>(x.m);
-    float scale = max_over_lanes(absmax, kWholeLanes / 2);
+    float scale = max_over_lanes(absmax, kBlockLanes / 2);
     const float factor = at.formula.factor(scale);
     SignedSums sums;
     Codes codes = encode_signed(x.m, factor, dithers, at.lane, sums);
-    settle(sums, kSignedBias, codes, [&](int i) {
-      const float code = power_encode_signed(x.m[i], factor, dither.rest(i));
+    recompute_doubtful(sums, kSignedBias, codes, [&](int i) {
+      const float code = power_encode_signed(x.m[i], factor, dither.one_minus_u(i));
       return static_cast<uint32_t>(static_cast<int>(code));
     });
     if (any_lane(!finite)) codes = encode_exactly<StateKind::kPower, true>(x.m, factor, 0, dither);
@@ -164,8 +164,9 @@ MEMKERN_DEVICE void lion_update_tile(const TileWork<typename Rule::Stepped>& wor
                                      Group group) {
   if constexpr (Kind == StateKind::kPower && std::is_same_v<Group, SixteenLanes>)
     if (any_lane(work.tensor.main_path))
-      return with_loads(work, param_type, grad_type,
-                        [&](auto how) { lion_update_whole<Rule, how.value>(work, param_type, grad_type); });
+      return with_loads(work, param_type, grad_type, [&](auto how) {
+        lion_update_main_path<Rule, how.value>(work, param_type, grad_type);
+      });
   lion_update_8bit<Kind, Rule>(work, param_type, grad_type, group);
 }
 

@@ -46,7 +46,7 @@ struct TensorRecord {
   int32_t aligned;  // to 16 bytes: all arrays but the gradient
   int32_t first_layer;
   WeightStorage weight_storage;
-  int32_t main_path;  // whether whole_blocks.cuh has its update
+  int32_t main_path;  // whether main_path.cuh has its update
 };
 
 MEMKERN_DEVICE bool has_master_weights(const TensorRecord& t) {

@@ -54,7 +54,7 @@ namespace memkern {
 constexpr int kThreads = MEMKERN_THREADS;
 // Thread blocks that a multiprocessor has room for: of kernels with few registers, where it runs 2,048
 // threads at once (resident_blocks() in launch.h); of a step, with up to 96 registers a thread; of one with
-// two moments whose next vectors are on their way (whole_blocks.cuh), with up to 128; of codecs.
+// two moments whose next vectors are on their way (main_path.cuh), with up to 128; of codecs.
 constexpr int kResidentThreads = MEMKERN_RESIDENT_THREADS, kResidentBlocks = kResidentThreads / kThreads;
 constexpr int kStepBlocks = MEMKERN_STEP_THREADS / kThreads;
 constexpr int kAheadBlocks = MEMKERN_AHEAD_THREADS / kThreads;
@@ -96,23 +96,23 @@ struct Blocks {
   int32_t tile_blocks, tile_elements;  // of a tile; the latter where there are no blocks
 };
 
-// Blocks of 128 elements that all are whole: consecutive then, whatever the rows are. Kernels with a path of
+// Blocks of 128 elements that all are full: consecutive then, whatever the rows are. Kernels with a path of
 // their own for these have 16 lanes for each.
-constexpr int kWholeBlock = 128, kWholeLanes = kWholeBlock / kVector;
-MEMKERN_FN bool are_whole(const Blocks& b) { return b.block == kWholeBlock && b.segment % kWholeBlock == 0; }
-// Blocks of as many lanes that are cut into whole vectors, as in rows of a multiple of 8 elements.
-MEMKERN_FN bool have_whole_vectors(const Blocks& b) {
-  return b.block % kVector == 0 && b.segment % kVector == 0 && b.block <= kWholeBlock &&
-         b.block > kWholeBlock / 2;
+constexpr int kFullBlock = 128, kBlockLanes = kFullBlock / kVector;
+MEMKERN_FN bool are_full(const Blocks& b) { return b.block == kFullBlock && b.segment % kFullBlock == 0; }
+// Blocks of as many lanes that are cut into full vectors, as in rows of a multiple of 8 elements.
+MEMKERN_FN bool have_full_vectors(const Blocks& b) {
+  return b.block % kVector == 0 && b.segment % kVector == 0 && b.block <= kFullBlock &&
+         b.block > kFullBlock / 2;
 }
 
 // What was loaded before a loop that loads a vector ahead, after a wait for it: combined with a zero that the
 // compiler cannot know to be one.
 //
 // ptxas waits for a loaded register at its first use, on one of six barriers that loads count on. For the
-// first vector that use would be inside of the loop: every turn would wait there, on a barrier that the loads
-// of the same turn count on too, and none would be ahead. On an H200 Adam spent 40 % of its time in that
-// wait.
+// first vector that use would be inside of the loop: every iteration would wait there, on a barrier that the
+// loads of the same iteration count on too, and none would be ahead. On an H200 Adam spent 40 % of its time
+// in that wait.
 template <class Loaded> MEMKERN_DEVICE Loaded arrived(Loaded loaded, const Blocks& blocks) {
   const uint32_t zero = static_cast<uint32_t>(blocks.block >> 31);
   uint32_t words[sizeof(Loaded) / sizeof(uint32_t)];

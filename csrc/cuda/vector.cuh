@@ -8,12 +8,12 @@ namespace memkern {
 
 constexpr int kVector = 8;  // elements
 
-// The elements of a vector. whole: there are 8 of them and their offset is a multiple of 8, in arrays that
+// The elements of a vector. full: there are 8 of them and their offset is a multiple of 8, in arrays that
 // are aligned to 16 bytes; then memory accesses are of 16 bytes (of codes, 8).
 struct Span {
   int64_t offset;
   int n;  // 0 to 8; fewer at the end of a block or tensor
-  bool whole;
+  bool full;
 };
 
 MEMKERN_DEVICE Span span_of(int64_t offset, int64_t left, bool aligned) {
@@ -21,9 +21,9 @@ MEMKERN_DEVICE Span span_of(int64_t offset, int64_t left, bool aligned) {
   return {offset, n, aligned && n == kVector && offset % kVector == 0};
 }
 
-// Calls move(span) with `whole` as a constant: one branch for the accesses to several arrays.
+// Calls move(span) with `full` as a constant: one branch for the accesses to several arrays.
 template <class Move> MEMKERN_DEVICE void with_constant_span(const Span& at, Move&& move) {
-  if (at.whole)
+  if (at.full)
     move(Span{at.offset, kVector, true});
   else
     move(Span{at.offset, at.n, false});
@@ -56,7 +56,7 @@ template <class Type> MEMKERN_DEVICE Raw load_raw(const void* array, Type type, 
   Raw raw;
   if (type == FloatType::kFp32) {
     const uint32_t* p = static_cast<const uint32_t*>(array) + at.offset;
-    if (at.whole) {
+    if (at.full) {
       const uint4 a = __ldcs(reinterpret_cast<const uint4*>(p)),
                   b = __ldcs(reinterpret_cast<const uint4*>(p) + 1);
       raw = {{a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w}};
@@ -66,7 +66,7 @@ template <class Type> MEMKERN_DEVICE Raw load_raw(const void* array, Type type, 
     }
   } else {
     const uint16_t* p = static_cast<const uint16_t*>(array) + at.offset;
-    if (at.whole) {
+    if (at.full) {
       const uint4 a = __ldcs(reinterpret_cast<const uint4*>(p));
       raw = {{a.x, a.y, a.z, a.w}};
     } else {
@@ -123,7 +123,7 @@ template <class Type> MEMKERN_DEVICE void store_raw(void* array, Type type, cons
   const uint32_t (&w)[kVector] = raw.word;
   if (type == FloatType::kFp32) {
     uint32_t* p = static_cast<uint32_t*>(array) + at.offset;
-    if (at.whole) {
+    if (at.full) {
       __stcs(reinterpret_cast<uint4*>(p), uint4{w[0], w[1], w[2], w[3]});
       __stcs(reinterpret_cast<uint4*>(p) + 1, uint4{w[4], w[5], w[6], w[7]});
     } else {
@@ -133,7 +133,7 @@ template <class Type> MEMKERN_DEVICE void store_raw(void* array, Type type, cons
     }
   } else {
     uint16_t* p = static_cast<uint16_t*>(array) + at.offset;
-    if (at.whole) {
+    if (at.full) {
       __stcs(reinterpret_cast<uint4*>(p), uint4{w[0], w[1], w[2], w[3]});
     } else {
 #pragma unroll
@@ -169,9 +169,9 @@ MEMKERN_DEVICE Alignment alignment_of(const void* gradient) {
   const auto address = reinterpret_cast<uintptr_t>(gradient);
   return address % 16 == 0 ? Alignment::kVector : address % 4 == 0 ? Alignment::kWord : Alignment::kHalfWord;
 }
-// The elements of a vector that is not whole are loaded one by one, wherever they are.
+// The elements of a vector that is not full are loaded one by one, wherever they are.
 MEMKERN_DEVICE Alignment alignment_of(const void* gradient, const Span& at) {
-  return at.whole ? alignment_of(gradient) : Alignment::kVector;
+  return at.full ? alignment_of(gradient) : Alignment::kVector;
 }
 
 // A vector of a gradient; in words that are aligned, fp32 in 8 and 16-bit types in 4, or in 3 between two
@@ -246,7 +246,7 @@ using Codes = uint2;
 
 MEMKERN_DEVICE Codes load_codes(const void* array, const Span& at) {
   const uint8_t* p = static_cast<const uint8_t*>(array) + at.offset;
-  if (at.whole) return __ldcs(reinterpret_cast<const uint2*>(p));
+  if (at.full) return __ldcs(reinterpret_cast<const uint2*>(p));
   uint32_t word[2] = {0, 0};
 #pragma unroll
   for (int i = 0; i < kVector; ++i)
@@ -262,7 +262,7 @@ MEMKERN_DEVICE Codes load_codes(const void* array, const Parts& at) {
 
 MEMKERN_DEVICE void store_codes(void* array, const Span& at, const Codes& codes) {
   uint8_t* p = static_cast<uint8_t*>(array) + at.offset;
-  if (at.whole) {
+  if (at.full) {
     __stcs(reinterpret_cast<uint2*>(p), codes);
   } else {
 #pragma unroll

@@ -86,19 +86,19 @@ PATHS |= {
     ),
 }
 PATHS |= {  # of saved tensors: blocks of 128, rounded to the nearest
-    "power codes fp32": ("quantize_whole<0, 1>", {"LDG.128": 2, "STG.64": 1}),
-    "power codes bf16": ("quantize_whole<1, 1>", {"LDG.128": 1, "STG.64": 1}),
-    "power values fp32": ("dequantize_whole<0, 1>", {"LDG": 12, "STG.128": 8}),
-    "power values bf16": ("dequantize_whole<1, 1>", {"LDG.64": 4, "STG.128": 4, "F2FP.BF16": 16}),
+    "power codes fp32": ("quantize_full_blocks<0, 1>", {"LDG.128": 2, "STG.64": 1}),
+    "power codes bf16": ("quantize_full_blocks<1, 1>", {"LDG.128": 1, "STG.64": 1}),
+    "power values fp32": ("dequantize_full_blocks<0, 1>", {"LDG": 12, "STG.128": 8}),
+    "power values bf16": ("dequantize_full_blocks<1, 1>", {"LDG.64": 4, "STG.128": 4, "F2FP.BF16": 16}),
 }
-# Turns of a batch, whose scales are loaded and stored in a loop around that of the turns (csrc/cuda/whole_blocks.cuh).
+# Iterations of a batch, whose scales are loaded and stored in a loop around theirs (csrc/cuda/main_path.cuh).
 BATCHES = {
     path: 8 if path.startswith(("AdamW", "LAMB")) else 16
     for path in PATHS
     if path.startswith(("AdamW", "LAMB", "Lion", "LARS", "Muon momentum"))
 }
-PARAMETERS = 8  # or elements, that a lane has in one turn of the loop
-# Of several vectors that a lane has in one turn.
+PARAMETERS = 8  # or elements, that a lane has in one iteration of the loop
+# Of several vectors that a lane has in one iteration.
 VECTORS = {"grad norm fp32": 2, "grad norm bf16": 2, "power values fp32": 4, "power values bf16": 4}
 
 
@@ -184,10 +184,10 @@ Ways = dict[str, list[sass.Instruction]]
 
 @functools.cache
 def main_paths(binary: Path, arch: str) -> Ways:
-    """The instructions of a turn of each loop, from an architecture's machine code."""
+    """The instructions of an iteration of each loop, from an architecture's machine code."""
     found = {}
     for path, (kernel, wanted) in PATHS.items():
-        # ptxas for sm_100 and sm_120 has one approximate reciprocal more in each turn of some loops.
+        # ptxas for sm_100 and sm_120 has one approximate reciprocal more in each iteration of some loops.
         found[path] = _loop(_kernels(binary, arch)[kernel], wanted, arch, range(2))
         assert found[path], f"{arch}: no loop of {kernel} has {wanted}, which {path} is known by"
     return found
@@ -195,7 +195,8 @@ def main_paths(binary: Path, arch: str) -> Ways:
 
 @functools.cache
 def batches(binary: Path, arch: str) -> Ways:
-    """Those of a batch of one turn, with a load, a store and a division more; the turn's where there is no such way."""
+    """Those of a batch of one iteration, with a load, a store and a division more; those of the iteration
+    where there is no such way."""
     found = dict(main_paths(binary, arch))
     for path in BATCHES:
         kernel, wanted = PATHS[path]
@@ -208,9 +209,9 @@ def batches(binary: Path, arch: str) -> Ways:
 
 
 def per_turn(binary: Path, arch: str, path: str) -> float:
-    """The instructions of a turn, with the turn's part of a batch."""
-    turn = len(main_paths(binary, arch)[path])
-    return turn + (len(batches(binary, arch)[path]) - turn) / BATCHES.get(path, 1)
+    """The instructions of an iteration, with the iteration's part of a batch."""
+    iteration = len(main_paths(binary, arch)[path])
+    return iteration + (len(batches(binary, arch)[path]) - iteration) / BATCHES.get(path, 1)
 
 
 @functools.cache
@@ -229,7 +230,7 @@ def _loop(code: list[sass.Instruction], wanted: dict[str, int], arch: str, more:
 
 
 def elements(path: str) -> int:
-    """That a lane has in one turn of the loop."""
+    """That a lane has in one iteration of the loop."""
     return VECTORS.get(path, 1) * PARAMETERS
 
 

@@ -21,7 +21,7 @@ import memkern
 from benchmarks import harness
 from benchmarks.bench_activation import contender as activation
 from benchmarks.bench_activation import gelus
-from benchmarks.bench_lamb import CLASSIC_NORMS, NORMS, NOTHING, RECIPE
+from benchmarks.bench_layerwise import CLASSIC_NORMS, NORMS, NOTHING, RECIPE
 from benchmarks.bench_optim import GPT2, Shapes, flash_adamw, gpt2_shapes, of, stepper
 from memkern import _ops
 

@@ -41,14 +41,15 @@ def test_quotients() -> None:
     import triton
     import triton.language as tl
 
-    from memkern.triton.fast_path import fast_divide, fast_root
+    from memkern.triton.codec import code_root
+    from memkern.triton.fast_path import fast_divide
 
     @triton.jit
     def kernel(a, b, quotients, roots, BLOCK: tl.constexpr):
         i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         x, y = tl.load(a + i), tl.load(b + i)
         tl.store(quotients + i, fast_divide(x, y))
-        tl.store(roots + i, fast_root(y))
+        tl.store(roots + i, code_root(y))
 
     a, b = near_midpoints(SIZE, 0)
     assert len(a) == SIZE

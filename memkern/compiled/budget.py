@@ -60,7 +60,11 @@ def check(budget: Any) -> None:
 
 def size_in_codes(node: fx.Node, size: int) -> int:
     codec = node.meta.get(CODEC)
-    return size if codec is None else max(1, int(size * codecs.CODECS["ops"][codec].bytes / value(node).element_size()))
+    return (
+        size
+        if codec is None
+        else max(1, int(size * codecs.BY_BACKEND["ops"][codec].bytes / value(node).element_size()))
+    )
 
 
 @contextlib.contextmanager

@@ -86,7 +86,7 @@ def _codecs(backend: str) -> dict[str, Codec]:
     }
 
 
-CODECS = {backend: _codecs(backend) for backend in BACKENDS}
+BY_BACKEND = {backend: _codecs(backend) for backend in BACKENDS}
 
 DISTANCES = {PROBABILITY, TANH}
 
@@ -131,7 +131,7 @@ def inline(graph: fx.Graph, function: Callable[..., Any], *nodes: fx.Node) -> An
 
 
 def encode(graph: fx.Graph, x: fx.Node, codec: str, backend: str) -> tuple[fx.Node, ...]:
-    function: Callable[[Tensor], tuple[Tensor, ...]] = CODECS[backend][codec].encode
+    function: Callable[[Tensor], tuple[Tensor, ...]] = BY_BACKEND[backend][codec].encode
     if not _can_be_in_blocks(value(x)):
         function = functools.partial(_of_copy, function)
     return tuple(inline(graph, lambda y: tuple(function(y)), x))
@@ -142,4 +142,4 @@ def _of_copy(function: Callable[[Tensor], tuple[Tensor, ...]], x: Tensor) -> tup
 
 
 def decode(graph: fx.Graph, data: Sequence[fx.Node], codec: str, backend: str, dtype: torch.dtype) -> fx.Node:
-    return inline(graph, lambda *parts: CODECS[backend][codec].decode(parts, dtype), *data)
+    return inline(graph, lambda *parts: BY_BACKEND[backend][codec].decode(parts, dtype), *data)

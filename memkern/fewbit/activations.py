@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..dynamo import assume_constant_result
 from ..reference.activation import function_of
+from ..tracing import assume_constant_result
 from .levels import (
     Levels,
     TwoBranch,

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..dynamo import assume_constant_result
+from ..tracing import assume_constant_result, vmap_one_by_one
 
 _WAY_OUT = "use torch.nn.functional's own (memkern.restore(model)) where it is needed"
 
@@ -30,7 +29,7 @@ class SavesLess(torch.autograd.Function):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        cls.vmap = staticmethod(functools.partial(_one_by_one, cls))  # type: ignore[method-assign]
+        cls.vmap = staticmethod(functools.partial(_vmap, cls))  # type: ignore[method-assign]
         if "jvp" not in vars(cls):
             raising = {"jvp": staticmethod(functools.partial(_no_jvp, cls.reason))}
             cls.transformed = type(cls.__name__, (cls,), raising)
@@ -48,21 +47,8 @@ def _forward_with_context(function: type[SavesLess], ctx: Any, *args: Any) -> An
     return results if isinstance(results, Tensor) else (results[0], results[-1])
 
 
-def _one_by_one(function: type[SavesLess], info: Any, in_dims: Sequence[Any], *args: Any) -> tuple[Any, int]:
-    """torch.vmap's rule: the function of each example, stacked."""
-    results = []
-    for i in range(info.batch_size):
-        # Contiguous: the codes are in the memory order of the result, which torch.stack makes contiguous.
-        example = [
-            x.select(dim, i).contiguous() if isinstance(x, Tensor) and dim is not None else x
-            for x, dim in zip(args, in_dims, strict=True)
-        ]
-        results.append(function.apply(*example))
-    if isinstance(results[0], Tensor):
-        return torch.stack(results), 0
-    return tuple(
-        torch.stack(each) if isinstance(each[0], Tensor) else each[0] for each in zip(*results, strict=True)
-    ), 0
+def _vmap(function: type[SavesLess], *args: Any) -> tuple[Any, int]:
+    return vmap_one_by_one(function.apply, *args)
 
 
 def _no_jvp(reason: str, ctx: Any, *tangents: Any) -> Any:

@@ -21,6 +21,7 @@ from ..quant.layout import extent, is_dense
 from ..reference.state import check_step
 from ..schemas import AMSGRAD_STEP, MUON_STEP, StepArgs, StepOp
 from . import step_errors, trust_bounds, weights
+from .call import Call
 from .checks import check_gradient
 from .dtensor import calls as dtensor_calls
 from .dtensor import collectives, shards
@@ -76,22 +77,6 @@ class Kind(NamedTuple):
         exchanged = is_muon and ranks is not None
         has_gaps = not p.is_contiguous() and not is_dense(p.shape, p.stride())
         return cls(order, p.device, op.name, by_reference, cut, reduced, exchanged, has_gaps)
-
-
-class Call(NamedTuple):
-    """A call of an op, as a plan has it, or with the values of a step."""
-
-    op: StepOp
-    args: StepArgs  # with DTensors where the parameters are
-    places: list[int]  # of the parameters in the step
-    takes_all: bool  # these are all, in order
-    ranks: Sequence[shards.Ranks | None]  # that hold other elements of each parameter
-    by_reference: bool
-    cut: bool  # other ranks have elements of its blocks or layers
-    product_devices: Sequence[torch.device | None]  # of Muon's matrix products; None for the matrix's own
-    # Where the states come from the host, what comes at a time (memkern.optim.offload.device.Staged): all of a plan's
-    # call, one of a call with the values of a step; else None.
-    staged: Any
 
 
 class StepPlan:

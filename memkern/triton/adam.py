@@ -8,20 +8,20 @@ import triton.language as tl
 from ..schemas import ADAM_STEP, StepArgs
 from . import step_table as st
 from .block_state import dequantize, load_moment, load_scale, store_codes, store_moment
-from .codec import DYNAMIC, POWER
-from .fast_path import absmax_or_nan, fast_codes, fast_divide, fast_root, has_fast_path, in_fast_range
+from .codec import DYNAMIC, POWER, code_root
+from .fast_path import absmax_or_nan, fast_codes, fast_divide, has_fast_path, in_fast_range
 from .launch_step import step_in_one_pass
 from .tile import load_floats, tile_of
 from .weights import join_weights, load_weights, random_of, store_weights
 
-# Words of a group.
+# Where a group's hyperparameters are in the table (step_table.py), in words of 8 bytes.
 _BETA1 = st.word_of(ADAM_STEP, "beta1")
 _BETA2 = st.word_of(ADAM_STEP, "beta2")
 _EPS = st.word_of(ADAM_STEP, "eps")
 _WEIGHT_DECAY = st.word_of(ADAM_STEP, "weight_decay")
 _DECOUPLED = st.word_of(ADAM_STEP, "decoupled_weight_decay")
 _MAXIMIZE = st.word_of(ADAM_STEP, "maximize")
-# Words of a tensor's scalars, beside those of step_table.py.
+# Where a tensor's scalars are; step_table.py has those that optimizers share.
 ROOT_BETA2 = st.scalar("root_beta2")
 EPS = st.scalar("eps")
 STEP_SIZE = st.scalar("step_size")
@@ -38,7 +38,7 @@ def adam_moments(m, v, g, one_minus_beta1, one_minus_beta2):
 def adam_direction(m, v, eps, FAST: tl.constexpr):
     """m / (w + eps), and w = sqrt(v). FAST: the tile is in the range of fast_path.py."""
     if FAST:
-        w = fast_root(v)
+        w = code_root(v)
         return fast_divide(m, w + eps), w
     else:
         w = tl.math.sqrt_rn(v)
@@ -154,7 +154,7 @@ def adam_store(
     if FAST:
         codes = fast_codes(m, m_absmax, u, KIND, True)
         store_codes(codes, m_absmax, exp_avg, m_scales, tile, KIND, True, VECTOR)
-        w_absmax = fast_root(v_absmax)  # the root is monotonic
+        w_absmax = code_root(v_absmax)  # the root is monotonic
         codes = fast_codes(w, w_absmax, u, KIND, False)
         store_codes(codes, w_absmax, exp_avg_sq, v_scales, tile, KIND, False, VECTOR)
     else:
@@ -185,8 +185,8 @@ def adam_tiles(
     s = scalars + tensor * st.SCALARS
     addresses, grad_scalars, moment_scalars, param_scalars, u = adam_tensor(word, grad, s, tensors, BLOCK_SIZE, KIND)
     r = random_of(s, BLOCK_SIZE, PARAM_DTYPE)
-    turns = st.tiles_if(s + st.RUN, first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)
-    for i in tl.range(0, turns, num_stages=STAGES):
+    iterations = st.tiles_if(s + st.RUN, first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)
+    for i in tl.range(0, iterations, num_stages=STAGES):
         tile = tile_of(first_tile + i, layout, ROWS, BLOCK_SIZE, VECTOR, FLAT)
         p, m, v = adam_load(
             addresses,

@@ -3,7 +3,7 @@
 ``sqrt_rn`` and ``div_rn`` are about ten instructions, of which four send operands outside of a middle range to a slow
 path. A kernel checks the range once for a tile (:func:`in_fast_range`) and does without these.
 
-No row of benchmarks/results times a GPU without this path: the next run on one is to show a tenth, or it goes.
+No row of benchmarks/results times a GPU without this path.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .codec import POWER, REFINE_ROOTS, code_root, encode_in_range, levels_squared
+from .codec import POWER, REFINE_ROOTS, encode_in_range, levels_squared
 
 # As in csrc/cuda/fast_path.cuh.
 MIN_RADICAND, MAX_RADICAND = tl.constexpr(2.0**-101), tl.constexpr(2.0**40)
@@ -70,12 +70,6 @@ def fast_divide(a, b):
     quotient = a * reciprocal
     # Minus (b * quotient - a) * reciprocal: a quotient of -0 stays -0.
     return tl.math.fma(-reciprocal, tl.math.fma(b, quotient, -a), quotient)
-
-
-@triton.jit
-def fast_root(v):
-    """sqrt(v), correctly rounded: five instructions."""
-    return code_root(v)
 
 
 @triton.jit

@@ -32,8 +32,8 @@ def norm_tiles(
     """The sum of squares of a program's tiles, in fp64."""
     _, _, grad, layout, first_tile = st.find_work(table, groups, tensors, first, count, TILES)
     total = zero_squares(ROWS, BLOCK_SIZE, VECTOR, SLOW_FP64)
-    turns = st.tiles_from(first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)
-    for i in tl.range(0, turns, num_stages=STAGES):
+    iterations = st.tiles_from(first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)
+    for i in tl.range(0, iterations, num_stages=STAGES):
         tile = tile_of(first_tile + i, layout, ROWS, BLOCK_SIZE, VECTOR, FLAT)
         total = add_squares(total, load_floats(grad, tile, GRAD_DTYPE, VECTOR).to(tl.float32), SLOW_FP64)
     tl.store(sums + programs_before + tl.program_id(0), tl.sum(tl.sum(total, axis=1), axis=0))

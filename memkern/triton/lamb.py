@@ -15,7 +15,7 @@ from .squares import add_squares, zero_squares
 from .tile import tile_of
 from .weights import random_of
 
-# Words of a group, beside those of trust_ratio.py.
+# Where a group's hyperparameters are in the table, in words of 8 bytes; trust_ratio.py has others.
 _BETA1 = st.word_of(LAMB_STEP, "beta1")
 _BETA2 = st.word_of(LAMB_STEP, "beta2")
 _EPS = st.word_of(LAMB_STEP, "eps")
@@ -77,8 +77,8 @@ def lamb_norm_tiles(
     update_decay = tl.load(s + _UPDATE_DECAY)
     params = zero_squares(ROWS, BLOCK_SIZE, VECTOR, SLOW_FP64)
     updates = zero_squares(ROWS, BLOCK_SIZE, VECTOR, SLOW_FP64)
-    turns = st.tiles_if(s + tr.ADAPT, first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)
-    for i in tl.range(0, turns, num_stages=STAGES):
+    iterations = st.tiles_if(s + tr.ADAPT, first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)
+    for i in tl.range(0, iterations, num_stages=STAGES):
         tile = tile_of(first_tile + i, layout, ROWS, BLOCK_SIZE, VECTOR, FLAT)
         p, m, v = adam_load(
             addresses, grad_scalars, moment_scalars, tile, tables, KIND, PARAM_DTYPE, GRAD_DTYPE, VECTOR
@@ -128,8 +128,8 @@ def lamb_tiles(
     eps, step_size, decay = param_scalars
     update_decay, rate = tl.load(s + _UPDATE_DECAY), tl.load(s + st.RATE)
     r = random_of(s, BLOCK_SIZE, PARAM_DTYPE)
-    turns = st.tiles_if(s + st.RUN, first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)
-    for i in tl.range(0, turns, num_stages=STAGES):
+    iterations = st.tiles_if(s + st.RUN, first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)
+    for i in tl.range(0, iterations, num_stages=STAGES):
         tile = tile_of(first_tile + i, layout, ROWS, BLOCK_SIZE, VECTOR, FLAT)
         p, m, v = adam_load(
             addresses, grad_scalars, moment_scalars, tile, tables, KIND, PARAM_DTYPE, GRAD_DTYPE, VECTOR

@@ -16,14 +16,14 @@ from .squares import add_squares, zero_squares
 from .tile import tile_of
 from .weights import random_of
 
-# Words of a group, beside those of trust_ratio.py.
+# Where a group's hyperparameters are in the table, in words of 8 bytes; trust_ratio.py has others.
 _GROUP_MOMENTUM = st.word_of(LARS_STEP, "momentum")
 _DAMPENING = st.word_of(LARS_STEP, "dampening")
 _GROUP_WEIGHT_DECAY = st.word_of(LARS_STEP, "weight_decay")
 _GROUP_NESTEROV = st.word_of(LARS_STEP, "nesterov")
 _TRUST_COEFF = st.word_of(LARS_STEP, "trust_coeff")
 _EPS = st.word_of(LARS_STEP, "eps")
-# Words of a layer's scalars, beside those of step_table, sgd and trust_ratio.
+# Where a layer's scalars are; step_table, sgd and trust_ratio have others.
 _CLASSIC = st.scalar("classic")
 _GRAD_RATIO = st.scalar("grad_ratio")
 
@@ -93,8 +93,8 @@ def lars_norm_tiles(
     classic = tl.load(s + _CLASSIC) != 0.0
     params = zero_squares(ROWS, BLOCK_SIZE, VECTOR, SLOW_FP64)
     updates = zero_squares(ROWS, BLOCK_SIZE, VECTOR, SLOW_FP64)
-    turns = st.tiles_if(s + tr.ADAPT, first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)
-    for i in tl.range(0, turns, num_stages=STAGES):
+    iterations = st.tiles_if(s + tr.ADAPT, first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)
+    for i in tl.range(0, iterations, num_stages=STAGES):
         tile = tile_of(first_tile + i, layout, ROWS, BLOCK_SIZE, VECTOR, FLAT)
         p, g, _d, m = lars_load(addresses, step_scalars, tile, tables, KIND, PARAM_DTYPE, GRAD_DTYPE, VECTOR)
         params = add_squares(params, p, SLOW_FP64)
@@ -137,8 +137,8 @@ def lars_tiles(
     addresses, step_scalars = lion_addresses(word, grad, tensors), load_step_scalars(s)
     momentum, rate, nesterov = tl.load(s + MOMENTUM), tl.load(s + st.RATE), tl.load(s + NESTEROV) != 0.0
     u, r = st.dither_of(s, BLOCK_SIZE), random_of(s, BLOCK_SIZE, PARAM_DTYPE)
-    turns = st.tiles_if(s + st.RUN, first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)
-    for i in tl.range(0, turns, num_stages=STAGES):
+    iterations = st.tiles_if(s + st.RUN, first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)
+    for i in tl.range(0, iterations, num_stages=STAGES):
         tile = tile_of(first_tile + i, layout, ROWS, BLOCK_SIZE, VECTOR, FLAT)
         p, _g, d, m = lars_load(addresses, step_scalars, tile, tables, KIND, PARAM_DTYPE, GRAD_DTYPE, VECTOR)
         p = sgd_parameter(p, d, m, rate, momentum, nesterov)

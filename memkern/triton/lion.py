@@ -12,12 +12,12 @@ from .launch_step import step_in_one_pass
 from .tile import load_floats, tile_of
 from .weights import join_weights, load_weights, random_of, store_weights
 
-# Words of a group.
+# Where a group's hyperparameters are in the table (step_table.py), in words of 8 bytes.
 _BETA1 = st.word_of(LION_STEP, "beta1")
 _BETA2 = st.word_of(LION_STEP, "beta2")
 _WEIGHT_DECAY = st.word_of(LION_STEP, "weight_decay")
 _MAXIMIZE = st.word_of(LION_STEP, "maximize")
-# A word of a tensor's scalars, beside those of step_table.py.
+# Where a tensor's rate is; step_table.py has the scalars that optimizers share.
 _LR = st.scalar("lr")
 
 
@@ -106,8 +106,8 @@ def lion_tiles(
     beta2, one_minus_beta2 = tl.load(s + st.BETA2), tl.load(s + st.ONE_MINUS_BETA2)
     lr, decay = tl.load(s + _LR), tl.load(s + st.DECAY)
     u, r = st.dither_of(s, BLOCK_SIZE), random_of(s, BLOCK_SIZE, PARAM_DTYPE)
-    turns = st.tiles_if(s + st.RUN, first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)
-    for i in tl.range(0, turns, num_stages=STAGES):
+    iterations = st.tiles_if(s + st.RUN, first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)
+    for i in tl.range(0, iterations, num_stages=STAGES):
         tile = tile_of(first_tile + i, layout, ROWS, BLOCK_SIZE, VECTOR, FLAT)
         p, g, m, scale = lion_load(addresses, grad_factor, tile, KIND, PARAM_DTYPE, GRAD_DTYPE, VECTOR)
         m = dequantize(m, scale, 1.0, tables, KIND, True)

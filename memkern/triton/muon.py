@@ -25,13 +25,13 @@ from .tensor_table import plan_for
 from .tile import load_floats, store_floats, tile_of
 from .weights import join_weights, load_weights, random_of, store_weights
 
-# Words of a group.
+# Where a group's hyperparameters are in the table (step_table.py), in words of 8 bytes.
 _GROUP_MOMENTUM = st.word_of(MUON_STEP, "momentum")
 _GROUP_NESTEROV = st.word_of(MUON_STEP, "nesterov")
 _WEIGHT_DECAY = st.word_of(MUON_STEP, "weight_decay")
 _MAXIMIZE = st.word_of(MUON_STEP, "maximize")
 _RATIO = tl.constexpr(st.LR_WORDS.value + len(MUON_STEP.hyperparameters))  # of muon_apply_'s groups
-# Words of a tensor's scalars, beside those of step_table.py.
+# Where a tensor's scalars are; step_table.py has those that optimizers share.
 _MOMENTUM = st.scalar("momentum")  # the weight of the momentum in the update, with nesterov
 _WEIGHT = st.scalar("weight")  # of the gradient in the momentum
 _NESTEROV = st.scalar("nesterov")
@@ -84,8 +84,8 @@ def muon_tiles(
     grad_factor = tl.load(s + st.GRAD_FACTOR)
     momentum, weight, nesterov = tl.load(s + _MOMENTUM), tl.load(s + _WEIGHT), tl.load(s + _NESTEROV) != 0.0
     u = st.dither_of(s, BLOCK_SIZE)
-    turns = st.tiles_if(s + st.RUN, first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)
-    for i in tl.range(0, turns, num_stages=STAGES):
+    iterations = st.tiles_if(s + st.RUN, first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)
+    for i in tl.range(0, iterations, num_stages=STAGES):
         tile = tile_of(first_tile + i, layout, ROWS, BLOCK_SIZE, VECTOR, FLAT)
         g = load_floats(grad, tile, GRAD_DTYPE, VECTOR).to(tl.float32)
         m = load_moment(moment, tile, KIND, True, VECTOR)
@@ -187,8 +187,8 @@ def muon_apply_tiles(
     param, update, _, _, weight_state = lion_addresses(word, update, tensors)
     rate, decay = tl.load(s + st.RATE), tl.load(s + st.DECAY)
     r = random_of(s, BLOCK_SIZE, PARAM_DTYPE)
-    turns = st.tiles_if(s + st.RUN, first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)
-    for i in tl.range(0, turns, num_stages=STAGES):
+    iterations = st.tiles_if(s + st.RUN, first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)
+    for i in tl.range(0, iterations, num_stages=STAGES):
         tile = tile_of(first_tile + i, layout, ROWS, BLOCK_SIZE, VECTOR, FLAT)
         p, p_state = load_weights(param, weight_state, tile, PARAM_DTYPE, VECTOR)
         o = load_floats(update, tile, GRAD_DTYPE, VECTOR).to(tl.float32)

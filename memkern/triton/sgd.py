@@ -13,13 +13,13 @@ from .lion import lion_addresses, lion_load, lion_store
 from .tile import tile_of
 from .weights import random_of
 
-# Words of a group.
+# Where a group's hyperparameters are in the table (step_table.py), in words of 8 bytes.
 _GROUP_MOMENTUM = st.word_of(SGD_STEP, "momentum")
 _DAMPENING = st.word_of(SGD_STEP, "dampening")
 _GROUP_WEIGHT_DECAY = st.word_of(SGD_STEP, "weight_decay")
 _GROUP_NESTEROV = st.word_of(SGD_STEP, "nesterov")
 _MAXIMIZE = st.word_of(SGD_STEP, "maximize")
-# Words of a tensor's scalars, beside those of step_table.py.
+# Where a tensor's scalars are; step_table.py has those that optimizers share.
 MOMENTUM = st.scalar("momentum")
 WEIGHT = st.scalar("weight")  # of the gradient in the momentum
 WEIGHT_DECAY = st.scalar("weight_decay")
@@ -80,8 +80,8 @@ def sgd_tiles(
     momentum, weight, weight_decay = tl.load(s + MOMENTUM), tl.load(s + WEIGHT), tl.load(s + WEIGHT_DECAY)
     rate, nesterov = tl.load(s + st.RATE), tl.load(s + NESTEROV) != 0.0
     u, r = st.dither_of(s, BLOCK_SIZE), random_of(s, BLOCK_SIZE, PARAM_DTYPE)
-    turns = st.tiles_if(s + st.RUN, first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)
-    for i in tl.range(0, turns, num_stages=STAGES):
+    iterations = st.tiles_if(s + st.RUN, first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)
+    for i in tl.range(0, iterations, num_stages=STAGES):
         tile = tile_of(first_tile + i, layout, ROWS, BLOCK_SIZE, VECTOR, FLAT)
         p, g, m, scale = lion_load(addresses, grad_factor, tile, KIND, PARAM_DTYPE, GRAD_DTYPE, VECTOR)
         d = sgd_decayed(p, g, weight_decay)

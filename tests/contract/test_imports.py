@@ -104,7 +104,7 @@ print(*[name for name in heavy if name in {*sys.modules} - before])
 def test_the_mark_for_torchdynamo_is_the_one_that_torch_sets() -> None:
     import torch
 
-    from memkern.dynamo import assume_constant_result
+    from memkern.tracing import assume_constant_result
 
     def ours() -> None: ...
     def theirs() -> None: ...

@@ -104,11 +104,11 @@ BlockLayout layout_of(int64_t rows, int64_t columns, int64_t block_size) {
 }
 
 struct Dithers {
-  std::vector<float> u, rest;
-  Dithers(int64_t block, uint32_t step) : u(block + 16, 0.0f), rest(block + 16, 0.0f) {
+  std::vector<float> u, one_minus_u;
+  Dithers(int64_t block, uint32_t step) : u(block + 16, 0.0f), one_minus_u(block + 16, 0.0f) {
     for (int64_t j = 0; j < block; ++j) {
       u[j] = dither(static_cast<uint32_t>(j), step);
-      rest[j] = signed_rest(u[j]);
+      one_minus_u[j] = one_minus_dither(u[j]);
     }
   }
 };
@@ -144,7 +144,7 @@ void codes(const Kernels& kernels, const std::vector<float>& data, const char* n
             job.layout = layout_of(given.size(), 0, block);
             Array scale(job.layout.blocks, 4, true), back(given.size(), size_of(type), true);
             const Dithers dithers(job.layout.block, 7);
-            if (dithered) job.dither = {dithers.u.data(), dithers.rest.data()};
+            if (dithered) job.dither = {dithers.u.data(), dithers.one_minus_u.data()};
             job.values = x.data();
             job.codes = codes.data();
             job.scale = static_cast<float*>(scale.data());
@@ -224,7 +224,7 @@ template <class J, class Scalars, class ScalarsOf> void steps(const StepCase<Sca
         job.weight_state = state_bytes ? weight.data() : nullptr;
         job.weight_storage = storage;
         job.scalars = &scalars;
-        if (coded) job.dither = {dithers.u.data(), dithers.rest.data()};
+        if (coded) job.dither = {dithers.u.data(), dithers.one_minus_u.data()};
         job.weight_random = random.data();
         if constexpr (std::is_same_v<J, MuonJob>) job.update = update.data();
         if (c.norms) {
@@ -383,7 +383,7 @@ void run_one(const Kernels& kernels, const std::string& what, int64_t count) {
     job.kind = StateKind::kPower;
     job.param_type = job.grad_type = type;
     job.scalars = &scalars;
-    job.dither = {dithers.u.data(), dithers.rest.data()};
+    job.dither = {dithers.u.data(), dithers.one_minus_u.data()};
     pick(job)(job, 0, l.blocks);
   };
   if (what.rfind("Adam", 0) == 0) return step(AdamJob{}, adam, kernels.adam);
@@ -415,7 +415,7 @@ void serve(const Kernels& kernels) {
     job.layout = layout_of(count, 0, ask.block);
     Array scale(job.layout.blocks, 4, true);
     const Dithers dithers(job.layout.block, ask.step);
-    if (ask.step >= 0) job.dither = {dithers.u.data(), dithers.rest.data()};
+    if (ask.step >= 0) job.dither = {dithers.u.data(), dithers.one_minus_u.data()};
     job.values = static_cast<char*>(x.data()) + offset * size;
     job.codes = static_cast<char*>(codes.data()) + offset;
     job.scale = static_cast<float*>(scale.data());

@@ -245,12 +245,12 @@ template <class Code, StateKind Kind> struct Moment {
 template <class Encoder> struct SignedWriter {
   int8_t* codes;
   const float* values;
-  const float* rest;  // of the dither, for each place of the block
+  const float* one_minus_u;  // of the dither, for each place of the block
   Encoder encoder;
-  MEMKERN_FN SignedWriter(int8_t* codes_, const float* values_, float factor, const float* rest_)
-      : codes(codes_), values(values_), rest(rest_), encoder(factor) {}
+  MEMKERN_FN SignedWriter(int8_t* codes_, const float* values_, float factor, const float* one_minus_u_)
+      : codes(codes_), values(values_), one_minus_u(one_minus_u_), encoder(factor) {}
   template <class Store> MEMKERN_FN void write(int i, Store store_to) {
-    store_to(codes + i, encoder.encode(load(values + i), load(rest + i)));
+    store_to(codes + i, encoder.encode(load(values + i), load(one_minus_u + i)));
   }
 };
 
@@ -289,7 +289,7 @@ MEMKERN_FN void encode(Code* codes, const float* values, int n, float factor, co
         store_to(codes + i, UnsignedEncoder<kLevels<Code>>(factor).encode(load(values + i), F(0.5f)));
     });
   } else if constexpr (kSigned) {
-    SignedWriter<SignedEncoder> writer(codes, values, factor, dither.rest);
+    SignedWriter<SignedEncoder> writer(codes, values, factor, dither.one_minus_u);
     write_with(writer);
   } else {
     UnsignedWriter writer(codes, values, factor, dither.u);

@@ -12,10 +12,11 @@
 
 namespace memkern {
 
-// The dither of codes for each position in a block: u, and signed_rest(u). Null: round to the nearest code.
+// The dither of codes for each position in a block: u, and one_minus_dither(u). Null: round to the nearest
+// code.
 struct Dither {
   const float* u = nullptr;
-  const float* rest = nullptr;
+  const float* one_minus_u = nullptr;
 };
 
 // A tensor of a step. `run` updates the blocks [begin, end).

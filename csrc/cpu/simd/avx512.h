@@ -160,10 +160,10 @@ MEMKERN_FN __m128i signed_code(F c, F x) {
 
 MEMKERN_FN __m128i nearest_signed(F x, F factor) { return signed_code(sqrt(abs(x) * factor), x); }
 
-// power_encode_signed(x, factor, rest) from a = |x| * factor and a root of it, which may be 6 units of 2^-24
-// off. rest * (2 q + 1) is rounded once, as in the formula. A root that is NaN gives code 0.
-MEMKERN_FN __m128i dithered_code(F a, F root, F rest, F x) {
-  const __m512 q = floor(root).v, bound = _mm512_fmadd_ps((rest + rest).v, q, rest.v);
+// power_encode_signed(x, factor, one_minus_u) from a = |x| * factor and a root of it, which may be 6 units of
+// 2^-24 off. one_minus_u * (2 q + 1) is rounded once, as in the formula. A root that is NaN gives code 0.
+MEMKERN_FN __m128i dithered_code(F a, F root, F one_minus_u, F x) {
+  const __m512 q = floor(root).v, bound = _mm512_fmadd_ps((one_minus_u + one_minus_u).v, q, one_minus_u.v);
   const __mmask16 up = _mm512_cmp_ps_mask(_mm512_fnmadd_ps(q, q, a.v), bound, _CMP_GE_OQ);
   return signed_code(F(_mm512_mask_add_ps(q, up, q, _mm512_set1_ps(1.0f))), x);
 }
@@ -171,9 +171,9 @@ MEMKERN_FN __m128i dithered_code(F a, F root, F rest, F x) {
 struct SignedEncoder {
   F factor;
   MEMKERN_FN explicit SignedEncoder(float factor_) : factor(factor_) {}
-  MEMKERN_FN __m128i encode(F x, F rest) {
+  MEMKERN_FN __m128i encode(F x, F one_minus_u) {
     const F a = abs(x) * factor;
-    return dithered_code(a, sqrt(a), rest, x);
+    return dithered_code(a, sqrt(a), one_minus_u, x);
   }
 };
 
@@ -184,11 +184,11 @@ struct SignedEstimator {
 
   // sqrt(a) by a 14-bit estimate and one Newton step, y (3 - y r), which with a quarter of a under the root
   // needs no halving: within 3 units of 2^-24. Zero and what is not finite become NaN.
-  MEMKERN_FN __m128i encode(F x, F rest) {
+  MEMKERN_FN __m128i encode(F x, F one_minus_u) {
     const F magnitude = abs(x);
     const __m512 t = (magnitude * quarter).v, r = _mm512_rsqrt14_ps(t), y = _mm512_mul_ps(t, r);
     const __m512 root = _mm512_mul_ps(y, _mm512_fnmadd_ps(y, r, _mm512_set1_ps(3.0f)));
-    return dithered_code(magnitude * factor, root, rest, x);
+    return dithered_code(magnitude * factor, root, one_minus_u, x);
   }
 };
 

@@ -11,7 +11,7 @@ MEMKERN_FN F nearest_signed(F x, F factor) { return power_encode_signed(x, facto
 struct SignedEncoder {
   F factor;
   MEMKERN_FN explicit SignedEncoder(float factor_) : factor(factor_) {}
-  MEMKERN_FN F encode(F x, F rest) { return power_encode_signed(x, factor, rest); }
+  MEMKERN_FN F encode(F x, F one_minus_u) { return power_encode_signed(x, factor, one_minus_u); }
 };
 
 using SignedEstimator = SignedEncoder;

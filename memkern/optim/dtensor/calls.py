@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,13 +12,11 @@ from torch import Tensor
 from ... import _ops, reference
 from ...reference.shard import ShardArgs, ShardLayout
 from ...schemas import StepArgs, StepOp
+from ..call import Call
 from ..trust_bounds import clamp_norms, new_squares
 from .blocks import layout_of_shard, reduce_magnitudes
 from .collectives import all_reduce
 from .shards import Ranks, is_dtensor, local, locals_of
-
-if TYPE_CHECKING:
-    from ..plan import Call
 
 
 def matching(g: Tensor, p: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ another. While one bucket is orthogonalized, the next one is on its way to the o
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,13 +16,11 @@ from torch import Tensor
 from ... import _ops, reference
 from ...reference.shard import ShardArgs
 from ...schemas import StepArgs
+from ..call import Call
 from ..muon_step import orthogonalize_, ratios_of, squares_of
 from .blocks import layout_of_shard, reduce_magnitudes
 from .calls import copies, local_args
 from .shards import local, ranks_of
-
-if TYPE_CHECKING:
-    from ..plan import Call
 
 Group = dict[str, Any]
 Loads = dict[Any, list[float]]

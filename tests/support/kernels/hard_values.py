@@ -1,4 +1,6 @@
-"""What makes the cases hard: values beside every boundary, states in doubt, tensors at odd places in memory."""
+"""Arguments at which a kernel is most likely to differ from the reference: values beside the boundaries of codes,
+states and gradients that are not finite, tensors that begin anywhere in memory.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-// Power codes of whole vectors, from approximate square roots: how sums in shared memory round them, which of
+// Power codes of full vectors, from approximate square roots: how sums in shared memory round them, which of
 // them are in doubt, and scales for 16 lanes of a block. For the main path of steps, and for saved tensors.
 #pragma once
 #include "block_state.cuh"
@@ -53,9 +53,9 @@ MEMKERN_DEVICE void decode_root(const Codes& codes, float unit, float (&w)[kVect
 // Second moments: floor(max(root, 1) + u) is the formula. With 256 added to u, in rounding down, the sum has
 // the code in bits 15 to 22 and its fraction, in units of 2^-15, below.
 //
-// Signed codes: of a = |m| * factor, with q = floor(sqrt(a)), the formula takes q + 1 where a - q^2 >= rest *
-// (2 q + 1), else q. That is floor(sqrt(a - rest * (1 - rest)) + 1 - rest). With 128 added, the sum has the
-// code in bits 16 to 22 and 16 bits of its fraction.
+// Signed codes: of a = |m| * factor, with q = floor(sqrt(a)), the formula takes q + 1 where a - q^2 >=
+// one_minus_u * (2 q + 1), else q. That is floor(sqrt(a - one_minus_u * (1 - one_minus_u)) + 1 -
+// one_minus_u). With 128 added, the sum has the code in bits 16 to 22 and 16 bits of its fraction.
 //
 // A code is in doubt where its sum is within the error of an integer. kBias, in units of the fraction, bounds
 // the error, and is in the addend: then a fraction below 2 * kBias is in doubt. Errors of roots, in those
@@ -68,12 +68,12 @@ constexpr uint32_t kSignedBias = 2;
 // takes a quarter of an instruction for each, computing one three to six.
 struct DitherTable {
   // Elements 0 to 3 of all lanes, then elements 4 to 7, so that loads of 16 bytes have no bank conflicts.
-  using Row = uint4[2][kWholeLanes];
+  using Row = uint4[2][kBlockLanes];
   Row addends, signed_addends, subtrahends;
 
   // Of position j, where lanes have vectors in parts or not.
   template <bool InParts> static MEMKERN_DEVICE auto& word(Row& row, int j) {
-    constexpr int kHalf = kWholeBlock / 2;
+    constexpr int kHalf = kFullBlock / 2;
     return InParts ? (&row[j / kHalf][j % kHalf / 4].x)[j % 4] : (&row[j / 4 % 2][j / kVector].x)[j % 4];
   }
 
@@ -81,13 +81,13 @@ struct DitherTable {
   template <bool InParts> MEMKERN_DEVICE void fill(uint32_t step, uint32_t bias) {
     const Rounding rounding{false, step};
 #pragma unroll
-    for (int first = 0; first < kWholeBlock; first += kThreads) {
+    for (int first = 0; first < kFullBlock; first += kThreads) {
       const int j = first + static_cast<int>(threadIdx.x);
-      if (kThreads > kWholeBlock && j >= kWholeBlock) break;
-      const float rest = rounding.rest(j);
+      if (kThreads > kFullBlock && j >= kFullBlock) break;
+      const float one_minus_u = rounding.one_minus_u(j);
       word<InParts>(addends, j) = bits_of(256.0f + static_cast<float>(bias) * 0x1p-15f + rounding.u(j));
-      word<InParts>(signed_addends, j) = bits_of(128.0f + kSignedBias * 0x1p-16f + (1.0f - rest));
-      word<InParts>(subtrahends, j) = bits_of(rest * (1.0f - rest));
+      word<InParts>(signed_addends, j) = bits_of(128.0f + kSignedBias * 0x1p-16f + (1.0f - one_minus_u));
+      word<InParts>(subtrahends, j) = bits_of(one_minus_u * (1.0f - one_minus_u));
     }
     __syncthreads();
   }
@@ -187,7 +187,8 @@ MEMKERN_DEVICE Codes encode_to_nearest(const float (&x)[kVector], float factor, 
 
 // Replaces the codes that are in doubt by formula(i), in all lanes of the warp: a case of few elements.
 template <uint32_t Fraction, class Formula>
-MEMKERN_DEVICE void settle(const Sums<Fraction>& sums, uint32_t bias, Codes& codes, Formula&& formula) {
+MEMKERN_DEVICE void recompute_doubtful(const Sums<Fraction>& sums, uint32_t bias, Codes& codes,
+                                       Formula&& formula) {
   if (!any_lane(sums.least < 2 * bias)) return;
 #pragma unroll
   for (int i = 0; i < kVector; ++i) {

@@ -6,16 +6,16 @@
 #include <cstddef>
 
 #include "step_table.cuh"
+#include "vector_codes.cuh"
 #include "weights.cuh"
-#include "whole_codes.cuh"
 
 namespace memkern {
 
 // The position of a lane's vector, as its distance from the tile's first element, and how many of its
 // elements are within the block: all, none or, of a vector in parts, the first 4. Lanes past the end of a
 // block load the block's first elements, which does not change the maximum, and store nothing.
-struct WholeVector {
-  uint32_t word;  // the distance, a multiple of 4, and n / 4: registers are scarce. kCopiedWhole has no n
+struct LaneVector {
+  uint32_t word;  // the distance, a multiple of 4, and n / 4: registers are scarce. kCopiedFull has no n
 
   MEMKERN_DEVICE uint32_t offset() const { return word & ~3u; }
   MEMKERN_DEVICE int n() const { return static_cast<int>(word & 3u) * 4; }
@@ -31,11 +31,11 @@ template <class P> struct Loaded {
   Codes m, v;
 };
 
-// The vectors of a thread block in a turn, where they are copied to shared memory: 16 bytes of a thread in
-// each array, so that its places are constants apart.
+// The vectors of a thread block in an iteration, where they are copied to shared memory: 16 bytes of a thread
+// in each array, so that its places are constants apart.
 struct CopiedVectors {
   uint4 p[kThreads], g[kThreads], codes[kThreads];  // of m in the first half, of v in the second
-  uint32_t word[kThreads];                          // WholeVector, where not all blocks are whole
+  uint32_t word[kThreads];                          // LaneVector, where not all blocks are full
 };
 
 MEMKERN_DEVICE CopiedVectors& copied_vectors(int slot) {
@@ -55,7 +55,7 @@ struct CopiedVector {
   }
 };
 
-// Whether vectors are copied to shared memory, some turns ahead, so that the bytes on their way take no
+// Whether vectors are copied to shared memory, some iterations ahead, so that the bytes on their way take no
 // registers: of bf16 (Muon's update, in the parameter's place, is not read), where the gradient is aligned.
 // Vectors of fp32 are 32 bytes: one ahead in registers is enough, and copies were slower
 // (lab/results/gpu-tune.csv).
@@ -63,25 +63,25 @@ template <class P, class G> constexpr bool kCanCopy =
     (kIsBf16<P> || std::is_same_v<P, Written>) && kIsBf16<G>;
 
 // How vectors come: one ahead in registers, or by copies to shared memory. Where all blocks have 128 elements
-// no lane keeps how many of its own are within: AdamW's turn in bf16 takes 457 instructions then, not 480
-// (sm_90).
-enum class Loads { kAhead, kCopied, kCopiedWhole };
+// no lane keeps how many of its own are within: AdamW's iteration in bf16 takes 457 instructions then, not
+// 480 (sm_90).
+enum class Loads { kAhead, kCopied, kCopiedFull };
 // Whether registers are too few for the next batch's scales and the stride: before sm_90 where blocks are not
-// whole or vectors not copied, and for gradients of 16 bits that start anywhere.
+// full or vectors not copied, and for gradients of 16 bits that start anywhere.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-template <class P, class G, Loads How> constexpr bool kScarce = How != Loads::kCopiedWhole;
+template <class P, class G, Loads How> constexpr bool kScarce = How != Loads::kCopiedFull;
 #else
 template <class P, class G, Loads How> constexpr bool kScarce = kCanCopy<P, G> && How == Loads::kAhead;
 #endif
 
 // Iterates over a lane's vectors in the blocks of a tile. 16 lanes share a block. Those of fp32 are in parts,
 // half a block from each other.
-template <StateKind Kind, class P, class G, Loads How, int Moments = 2> struct WholeVectors {
-  static constexpr bool kCopied = How != Loads::kAhead, kWhole = How == Loads::kCopiedWhole;
+template <StateKind Kind, class P, class G, Loads How, int Moments = 2> struct LaneVectors {
+  static constexpr bool kCopied = How != Loads::kAhead, kFull = How == Loads::kCopiedFull;
   static constexpr bool kParts = kIsFp32<P> && kIsFp32<G>;
-  static constexpr int kPart = kParts ? kVector / 2 : kVector, kDistance = kWholeBlock / 2;
+  static constexpr int kPart = kParts ? kVector / 2 : kVector, kDistance = kFullBlock / 2;
   // Turns whose scales are loaded together, a lane for each, and stored together.
-  static constexpr int kBatch = kWholeLanes / Moments;
+  static constexpr int kBatch = kBlockLanes / Moments;
   TensorRecord tensor;  // with its pointers moved to the start of the tile
   const void* grad;
   P param_type;
@@ -89,29 +89,29 @@ template <StateKind Kind, class P, class G, Loads How, int Moments = 2> struct W
   MomentHalves half;
   ScaleFormula formula;
   int lane, left;  // left: blocks from the group's on, with those of other groups
-  WholeVector here, ahead;
+  LaneVector here, ahead;
 
   template <class Work>
-  MEMKERN_DEVICE WholeVectors(const Work& work, P param_type_, G grad_type_, const float* m_decay_ = nullptr,
-                              const float* w_decay_ = nullptr)
+  MEMKERN_DEVICE LaneVectors(const Work& work, P param_type_, G grad_type_, const float* m_decay_ = nullptr,
+                             const float* w_decay_ = nullptr)
       : tensor(work.tensor),
         param_type(param_type_),
         grad_type(grad_type_),
         half(SixteenLanes{}),
-        lane(threadIdx.x % kWholeLanes),
-        left(work.tile.blocks - static_cast<int>(threadIdx.x) / kWholeLanes),
+        lane(threadIdx.x % kBlockLanes),
+        left(work.tile.blocks - static_cast<int>(threadIdx.x) / kBlockLanes),
         tile(work.tile),
         record(work.tensor),
         m_decay(m_decay_),
         w_decay(w_decay_),
         blocks(work.tensor.blocks),
         held_stride(same_in_all_lanes(work.tile.block_stride)),
-        ragged(any_lane(!are_whole(blocks))) {
+        ragged(any_lane(!are_full(blocks))) {
     if (Moments == 1) half.upper = false;
     const float levels = half.pick(levels_of(true), levels_of(false));
     formula = {levels * levels, 1.0f / (levels * levels), 1.0f, half.upper};
     start_at(tile.segment_start + static_cast<int64_t>(tile.block_in_segment) * blocks.block, work.grad);
-    const unsigned group = left > 0 ? threadIdx.x / kWholeLanes : 0;
+    const unsigned group = left > 0 ? threadIdx.x / kBlockLanes : 0;
     const unsigned per_segment = static_cast<unsigned>(blocks.blocks_per_segment),
                    block = static_cast<unsigned>(tile.block_in_segment) + group;
     in_segment = static_cast<int>(block % per_segment);
@@ -121,22 +121,22 @@ template <StateKind Kind, class P, class G, Loads How, int Moments = 2> struct W
   }
 
   // Turns of the tile: a group without a block takes part, as lanes shuffle.
-  MEMKERN_DEVICE int turns() const { return same_in_all_lanes((tile.blocks + stride() - 1) / stride()); }
+  MEMKERN_DEVICE int iterations() const { return same_in_all_lanes((tile.blocks + stride() - 1) / stride()); }
   // The position of the lane's element i in its block.
   MEMKERN_DEVICE int position(int i) const { return lane * kPart + (i < kPart ? i : kDistance + i - kPart); }
   // Elements to be stored. None in a group of lanes that has no block left: it loads its last block again, or
   // the tile's first.
-  MEMKERN_DEVICE int count() const { return left <= 0 ? 0 : kWhole ? kVector : here.n(); }
+  MEMKERN_DEVICE int count() const { return left <= 0 ? 0 : kFull ? kVector : here.n(); }
   MEMKERN_DEVICE bool exists() const { return count() > 0; }
   // Whether any lane's vector has elements past the end of its block. Where a lane has no vector at all, its
   // elements are another's.
   MEMKERN_DEVICE bool any_half() const { return kParts && any_lane(here.n() == kPart); }
-  // Of the block of this turn, for moment 0 or 1.
+  // Of the block of this iteration, for moment 0 or 1.
   MEMKERN_DEVICE float unit(int moment) const {
-    return __shfl_sync(kAllLanes, units, moment * kBatch + turn, kWholeLanes);
+    return __shfl_sync(kAllLanes, units, moment * kBatch + iteration, kBlockLanes);
   }
   // Where a vector is: Span or Parts.
-  static MEMKERN_DEVICE auto place(const WholeVector& vector) {
+  static MEMKERN_DEVICE auto place(const LaneVector& vector) {
     if constexpr (kParts)
       return Parts{vector.offset(), vector.n() == kVector ? kDistance : 0};
     else
@@ -169,11 +169,11 @@ template <StateKind Kind, class P, class G, Loads How, int Moments = 2> struct W
   bool ragged;     // some blocks have fewer than 128 elements
   int in_segment;  // index of the next block in its segment
   uint32_t start;
-  int turn;     // in its batch
-  float units;  // of the lane's turn and moment; after that turn, its new scale
+  int iteration;  // in its batch
+  float units;    // of the lane's iteration and moment; after that iteration, its new scale
 
-  static MEMKERN_DEVICE uint32_t offset(const WholeVector& vector) {
-    return kWhole ? vector.word : vector.offset();
+  static MEMKERN_DEVICE uint32_t offset(const LaneVector& vector) {
+    return kFull ? vector.word : vector.offset();
   }
 
   MEMKERN_DEVICE float decay() const {
@@ -181,33 +181,33 @@ template <StateKind Kind, class P, class G, Loads How, int Moments = 2> struct W
     return 1.0f;
   }
 
-  // The scale of a later turn's block, if the group has one.
-  MEMKERN_DEVICE float* scale_of(int turns) const {
-    const int after = left - turns * tile.block_stride;  // blocks from that one on
+  // The scale of a later iteration's block, if the group has one.
+  MEMKERN_DEVICE float* scale_of(int iterations) const {
+    const int after = left - iterations * tile.block_stride;  // blocks from that one on
     if (after <= 0) return nullptr;
     return half.pick(record.m_scale, record.v_scale) + (tile.first_block + (tile.blocks - after));
   }
-  MEMKERN_DEVICE float load_scale(int turns) const {
-    const float* const scale = scale_of(turns);
+  MEMKERN_DEVICE float load_scale(int iterations) const {
+    const float* const scale = scale_of(iterations);
     return scale ? __ldcs(scale) : 0.0f;
   }
 
-  // Calls work() for each turn. Each lane has the scale of one turn of a batch and one moment: it is loaded a
-  // batch before, divided once, handed to the other lanes in its turn, and its new value is stored at the
-  // end.
-  template <class Work> MEMKERN_DEVICE void for_each_turn(Work&& work) {
+  // Calls work() for each iteration. Each lane has the scale of one iteration of a batch and one moment: it
+  // is loaded a batch before, divided once, handed to the other lanes in its iteration, and its new value is
+  // stored at the end.
+  template <class Work> MEMKERN_DEVICE void for_each_iteration(Work&& work) {
     constexpr bool kStores = !std::is_void_v<decltype(work())>;
     const int mine = lane % kBatch;
     float next = kScarce<P, G, How> ? 0.0f : load_scale(mine);
-    for (int after = turns(); after > 0; after -= kBatch) {
+    for (int after = iterations(); after > 0; after -= kBatch) {
       if (kScarce<P, G, How>) next = load_scale(mine);
       units = decay() * next / formula.squared_levels;
       if (!kScarce<P, G, How>) next = load_scale(kBatch + mine);
       const int count = after < kBatch ? after : kBatch;
-      for (turn = 0; turn < count; ++turn, left -= stride()) {
+      for (iteration = 0; iteration < count; ++iteration, left -= stride()) {
         if constexpr (kStores) {
           const float scale = work();
-          if ((turn ^ lane) % kBatch == 0) units = scale;
+          if ((iteration ^ lane) % kBatch == 0) units = scale;
         } else {
           work();
         }
@@ -217,12 +217,12 @@ template <StateKind Kind, class P, class G, Loads How, int Moments = 2> struct W
     }
   }
 
-  // Moves `ahead` to the block that is `turns` turns after the present one. Where the group has none it keeps
-  // its vector: a load that hits the cache takes fewer instructions than a branch around it.
-  MEMKERN_DEVICE void find_next(int turns) {
-    const bool more = left > turns * stride();
-    if (kWhole || !ragged) {
-      ahead.word += more ? stride() * kWholeBlock : 0;
+  // Moves `ahead` to the block of an iteration that much later. Where the group has
+  // none it keeps its vector: a load that hits the cache takes fewer instructions than a branch around it.
+  MEMKERN_DEVICE void find_next(int iterations) {
+    const bool more = left > iterations * stride();
+    if (kFull || !ragged) {
+      ahead.word += more ? stride() * kFullBlock : 0;
     } else if (more) {
       in_segment += tile.block_step;
       start += tile.step;
@@ -244,7 +244,7 @@ template <StateKind Kind, class P, class G, Loads How, int Moments = 2> struct W
 
   template <class Work> MEMKERN_DEVICE void for_each_in_registers(Work&& work) {
     Loaded<P> next = arrived(load(), blocks);
-    for_each_turn([&] {
+    for_each_iteration([&] {
       const Loaded<P> loaded = next;
       here = ahead;
       find_next(1);
@@ -259,7 +259,7 @@ template <StateKind Kind, class P, class G, Loads How, int Moments = 2> struct W
     copy_async<16>(to.p + to.kG, element<2>(grad, at));
     copy_async<8>(to.p + to.kCodes, element<1>(tensor.m, at));
     if constexpr (Moments > 1) copy_async<8>(to.p + to.kCodes + 8, element<1>(tensor.v, at));
-    if (!kWhole && ragged) store_shared(to.word(), ahead.word);
+    if (!kFull && ragged) store_shared(to.word(), ahead.word);
   }
 
   static MEMKERN_DEVICE Raw words(const uint4& x) { return {{x.x, x.y, x.z, x.w}}; }
@@ -267,15 +267,15 @@ template <StateKind Kind, class P, class G, Loads How, int Moments = 2> struct W
   // A thread reads what it has copied itself: no barrier is needed.
   template <class Work> MEMKERN_DEVICE void for_each_copied(Work&& work) {
     const CopiedVector first(0), last(kCopiesAhead);
-    CopiedVector slot = first, before = last;  // before: the slot of the turn before, which is free
-    for (int turns = 0; turns < kCopiesAhead; ++turns) {
-      if (turns > 0) find_next(turns);
-      copy(CopiedVector(turns));
+    CopiedVector slot = first, before = last;  // before: the slot of the iteration before, which is free
+    for (int iterations = 0; iterations < kCopiesAhead; ++iterations) {
+      if (iterations > 0) find_next(iterations);
+      copy(CopiedVector(iterations));
       commit_copies();
     }
-    here.word -= stride() * kWholeBlock;
-    int to_copy = turns() - kCopiesAhead;
-    for_each_turn([&] {
+    here.word -= stride() * kFullBlock;
+    int to_copy = iterations() - kCopiesAhead;
+    for_each_iteration([&] {
       wait_for_copies<kCopiesAhead - 1>();
       if (to_copy > 0) {
         find_next(kCopiesAhead);
@@ -293,7 +293,7 @@ template <StateKind Kind, class P, class G, Loads How, int Moments = 2> struct W
       } else {  // the other bytes were not copied
         loaded.m = load_shared<uint2>(slot.p + slot.kCodes);
       }
-      here.word = kWhole || !ragged ? here.word + stride() * kWholeBlock : load_shared<uint32_t>(slot.word());
+      here.word = kFull || !ragged ? here.word + stride() * kFullBlock : load_shared<uint32_t>(slot.word());
       before = slot;
       slot.p = slot.p == last.p ? first.p : slot.p + sizeof(CopiedVectors);
       return work(loaded);
@@ -304,7 +304,7 @@ template <StateKind Kind, class P, class G, Loads How, int Moments = 2> struct W
     const bool last = in_segment == blocks.blocks_per_segment - 1;
     const int length = blocks.block + (last ? tile.gap : 0);
     const int n = position(kVector - 1) < length ? kVector : kParts && position(0) < length ? kPart : 0;
-    ahead.word = start + (n > 0 ? position(0) : 0) + (kWhole ? 0 : n / 4);
+    ahead.word = start + (n > 0 ? position(0) : 0) + (kFull ? 0 : n / 4);
   }
 
   MEMKERN_DEVICE void start_at(int64_t element, const void* gradient) {
@@ -324,8 +324,8 @@ template <class Work, class P, class G, class Use>
 MEMKERN_DEVICE void with_loads(const Work& work, P, G, Use&& use) {
   if constexpr (kCanCopy<P, G>)
     if (any_lane(alignment_of(work.grad) == Alignment::kVector)) {
-      if (any_lane(are_whole(work.tensor.blocks)))
-        return use(std::integral_constant<Loads, Loads::kCopiedWhole>{});
+      if (any_lane(are_full(work.tensor.blocks)))
+        return use(std::integral_constant<Loads, Loads::kCopiedFull>{});
       return use(std::integral_constant<Loads, Loads::kCopied>{});
     }
   use(std::integral_constant<Loads, Loads::kAhead>{});
@@ -338,7 +338,7 @@ template <class Vectors> struct LaneDithers {
   Rounding rounding;
   static constexpr bool nearest = false;
   MEMKERN_DEVICE float u(int i) const { return rounding.u(at.position(i)); }
-  MEMKERN_DEVICE float rest(int i) const { return rounding.rest(at.position(i)); }
+  MEMKERN_DEVICE float one_minus_u(int i) const { return rounding.one_minus_u(at.position(i)); }
 };
 
 // The smallest magnitude. NaN is ignored.
