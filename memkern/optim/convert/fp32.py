@@ -49,7 +49,7 @@ def to_fp32_state_dict(model: nn.Module, optimizer: BlockwiseOptimizer | HostOff
     """
     _check_model(model, optimizer)
     if isinstance(optimizer, HostOffload):
-        optimizer._settle(converts=False)  # an option may change back before the next step
+        optimizer._follow_edits(converts=False)  # an option may change back before the next step
     state_dict = model.state_dict()
     states = states_of(optimizer) if isinstance(optimizer, BlockwiseOptimizer) else optimizer.state
     for name, p in model.named_parameters(remove_duplicate=False):

@@ -138,7 +138,7 @@ class Bucket:
     def bring(self) -> None:
         """Begins the copy to the device, unless it is there."""
         if self.slot.holder is not self:
-            after = [self.slot.free, *(event for event in (self.saved, self.region.saved) if event is not None)]
+            after = {self.slot.free, self.saved, self.region.saved} - {None}
             for host, offset in self.copies:
                 memory = self.slot.memory[offset : offset + host.nbytes]
                 self.came = self.region.stage.transfers.to_device(memory, host, *after)
@@ -211,7 +211,7 @@ class Stage:
             whole: whether a part whose states are in no region gets one, and not one for each ``BUCKET_BYTES``.
             by_rows: whether the op can step some rows of a parameter by themselves.
         """
-        self.settle()
+        self.wait_for_copies()
         found: list[list[int]] = []
         new: list[list[int]] = []
         for part in parts:
@@ -257,7 +257,7 @@ class Stage:
         if (following := self._next.get(bucket)) is not None:
             following.bring()
 
-    def settle(self) -> None:
+    def wait_for_copies(self) -> None:
         """Waits until the states are on the host."""
         if self._saved is not None:
             self.transfers.host_waits(self._saved)
@@ -328,21 +328,21 @@ class StatesOnHost(BlockwiseOptimizer):
     def state(self) -> Any:
         """The states. Whoever reads them between two steps waits until they are on the host."""
         if not self._is_stepping:
-            self._settle()
+            self._wait_for_copies()
         return vars(self)["state"]
 
     @state.setter
     def state(self, states: Any) -> None:
         vars(self)["state"] = states
 
-    def _settle(self) -> None:
+    def _wait_for_copies(self) -> None:
         for stage in vars(self).get("_stages", {}).values():
             if stage is not None:
-                stage.settle()
+                stage.wait_for_copies()
 
     def _forget_stages(self) -> None:
         """Lets go of the host's memory that states were in, whose owners they are until the next step moves them."""
-        self._settle()
+        self._wait_for_copies()
         self._stages = {}
 
     def _stage_of(self, device: torch.device) -> Stage | None:
@@ -357,7 +357,7 @@ class StatesOnHost(BlockwiseOptimizer):
         return p.detach().cpu() if values else torch.empty_like(p.detach(), device="cpu")
 
     def _convert_storage(self, p: Tensor, group: dict[str, Any]) -> None:
-        self._settle()
+        self._wait_for_copies()
         super()._convert_storage(p, group)
 
     # ---- steps

@@ -437,7 +437,7 @@ class HostOffload(Optimizer):
         w = self._weights.get(p)
         return w.host_param.detach() if w is not None and w.host_param.dtype != p.dtype else None
 
-    def _settle(self, converts: bool = True) -> None:
+    def _follow_edits(self, converts: bool = True) -> None:
         """Follows what has been written, before states are saved, copied or read.
 
         converts: whether states are converted to options that have changed, as the next step would. States of
@@ -452,7 +452,7 @@ class HostOffload(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's, with a ``host_weight`` in the state of a parameter of another dtype."""
-        self._settle()
+        self._follow_edits()
         found = super().state_dict()
         if isinstance(self._inner, BlockwiseOptimizer):
             found = loading.saved(found, self.param_groups, self._inner._op_of)
@@ -495,7 +495,7 @@ class HostOffload(Optimizer):
             post_hook(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        self._settle()
+        self._follow_edits()
         return {**super().__getstate__(), **{key: vars(self)[key] for key in _COPIED}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -223,7 +223,7 @@ FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "used before its copy has ended": without(LateTransfers, "device_waits"),
     "written before the copy back has ended": reuse_too_early,
     "changes stay on the device": skip_copy_back,
-    "read before they are on the host": without(device.Stage, "settle"),
+    "read before they are on the host": without(device.Stage, "wait_for_copies"),
     "what came before the states were edited": without(device.Stage, "begin"),
     "each part of a parameter counts a step": count_each_row,
 }
