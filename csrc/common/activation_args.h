@@ -1,6 +1,6 @@
-// Few-bit activations: the checks before anything is read, for CPU and CUDA alike.
+// Few-bit activations: the ops' arguments, checked and made the structs of core/activation.h.
 #pragma once
-#include "common/ops.h"
+#include "common/tensors.h"
 #include "core/activation.h"
 
 namespace memkern {
@@ -32,8 +32,8 @@ inline void check_planes(const Tensor& codes, int64_t numel) {
                 " of ", bytes);
 }
 
-// The levels by code in fp32, zeros behind them.
-inline void check_levels(const Doubles& levels, int64_t bits, float (&table)[1 << kMaxBits]) {
+// Checks the levels, and fills the table with them in fp32 and with zeros behind them.
+inline void fill_levels(const Doubles& levels, int64_t bits, float (&table)[1 << kMaxBits]) {
   MEMKERN_CHECK(levels.size() == size_t{1} << bits, "levels must have ", 1 << bits,
                 " entries, one per code, got ", levels.size());
   for (size_t i = 0; i < size_t{1} << kMaxBits; ++i)

@@ -52,6 +52,15 @@ MEMKERN_FN bool block_layout(const int64_t* sizes, const int64_t* strides, int64
   return true;
 }
 
+// Of so many consecutive elements, whose blocks end anywhere.
+inline BlockLayout flat_layout(int64_t numel, int64_t block) {
+  BlockLayout layout;
+  layout.numel = layout.segment = numel;
+  layout.block = block;
+  layout.blocks = layout.blocks_per_segment = ceil_div(numel, block);
+  return layout;
+}
+
 // A tensor of many layers, in place of their number: each row is one.
 constexpr int64_t kEveryRow = 0;
 

@@ -4,7 +4,8 @@
 
 #include "common/step_args.h"
 
-// One line for each of the optimizers' steps.
+// Of each optimizer's step: MEMKERN_FOR_STEPS(DO, ...), in the generated common/schemas.h, is DO(adam_step,
+// ...) DO(lamb_step, ...) and so on.
 #define MEMKERN_DECLARE_STEP(NAME, DEVICE) void NAME##_##DEVICE(const StepArgs& args);
 #define MEMKERN_REGISTER_STEP(NAME, LIBRARY, DEVICE) \
   LIBRARY.impl(#NAME "_", memkern::step_op<memkern::NAME##_##DEVICE>);

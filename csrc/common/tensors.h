@@ -98,11 +98,7 @@ inline BlockLayout layout_of(const Shape& t, int64_t block_size, const char* nam
 // A layout of one segment, in blocks of so many elements.
 inline BlockLayout flat_layout(const Tensor& x, const char* name, int64_t block) {
   MEMKERN_CHECK(is_float_type(x.scalar_type()), name, " must be float32, bfloat16 or float16");
-  BlockLayout layout = layout_of(x, kMinBlockSize, name);
-  layout.segment = layout.numel;
-  layout.block = block;
-  layout.blocks = layout.blocks_per_segment = ceil_div(layout.numel, block);
-  return layout;
+  return flat_layout(layout_of(x, kMinBlockSize, name).numel, block);
 }
 
 // The elements of a lie in memory as those of b do (a dimension of size 1 lies anywhere).

@@ -1,8 +1,8 @@
 // memkern::few_bit_encode, few_bit_backward and few_bit_backward_from_output on the CPU. The forward pass is
 // torch's own (memkern/_ops.py).
 #include "common/activation_args.h"
-
-#include "cpu/step.h"
+#include "common/ops.h"
+#include "cpu/run_jobs.h"
 
 namespace memkern {
 
@@ -51,7 +51,7 @@ Tensor few_bit_backward_cpu(Tensor grad, Tensor codes, Doubles levels) {
   ActivationJob job = backward_job(grad, layout, codes, result);
   const int bits = static_cast<int>(codes.sizes()[0]);
   float table[1 << kMaxBits];
-  check_levels(levels, bits, table);
+  fill_levels(levels, bits, table);
   job.levels = table;
   job.run = cpu_kernels().levels(float_type(grad), bits);
   run_jobs(std::vector<ActivationJob>{job});

@@ -6,36 +6,23 @@
 
 namespace memkern {
 
-// Elements that are summed together. The partial sums are added in order, so that the number of threads
-// changes nothing.
-constexpr int64_t kChunk = 1 << 14;
-
 void grad_norm_cpu(Tensor norm, const Tensors& grads, const std::optional<Tensor>& grad_scale) {
   MEMKERN_CHECK(norm.numel() == 1 && norm.scalar_type() == ScalarType::Double && norm.is_cpu(),
                 "norm must be float64 of one element on the gradients' device");
   const double factor = gradient_factor(grad_scale, std::nullopt, 0.0);
   const Kernels& kernels = cpu_kernels();
   std::vector<SquaresJob> jobs;
-  int64_t chunks = 0;
   Tensors values;  // that the jobs point to
   for (size_t i = 0; i < grads.size(); ++i) {
     MEMKERN_CHECK(grads[i].is_cpu(), name_of("grads", i), " must be on the CPU, like norm");
     values.push_back(dense(grads[i]));
     const Tensor& g = values.back();
-    const BlockLayout layout = flat_layout(g, name_of("grads", i).c_str(), kChunk);
+    const BlockLayout layout = flat_layout(g, name_of("grads", i).c_str(), kSquaresChunk);
     if (layout.numel == 0) continue;
     jobs.push_back({address_of(g, "a gradient"), nullptr, layout, kernels.squares(float_type(g))});
-    chunks += layout.blocks;
   }
-  std::vector<double> partial(chunks);
-  chunks = 0;
-  for (SquaresJob& job : jobs) {
-    job.partial = partial.data() + chunks;
-    chunks += job.layout.blocks;
-  }
-  run_jobs(jobs);
   double sum = 0.0;
-  for (double x : partial) sum += x;
+  for (double x : run_squares(jobs)) sum += x;
   *static_cast<double*>(norm.data_ptr()) = std::sqrt(sum) * factor;
 }
 

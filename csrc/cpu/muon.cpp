@@ -7,36 +7,20 @@
 namespace memkern {
 namespace {
 
-// Elements that are summed together: as in grad_norm.cpp, the number of threads changes nothing.
-constexpr int64_t kChunk = 1 << 14;
-
 // sums[i]: the sum of squares of each matrix of updates[i].
 void sum_squares(const Tensors& updates, const Tensors& sums) {
   const Kernels& kernels = cpu_kernels();
   std::vector<SquaresJob> jobs;
   Tensors values;  // that the jobs point to
-  int64_t chunks = 0;
   for (const Tensor& u : updates) {
     const Matrices matrices(u);
     values.push_back(with_whole_matrices(u));
     auto* first = static_cast<const uint16_t*>(values.back().data_ptr());
-    BlockLayout layout{};
-    layout.numel = layout.segment = matrices.each;
-    layout.rows = 1;
-    layout.block = kChunk;
-    layout.blocks = layout.blocks_per_segment = ceil_div(matrices.each, kChunk);
-    for (int64_t k = 0; matrices.each && k < matrices.count; ++k) {
+    const BlockLayout layout = flat_layout(matrices.each, kSquaresChunk);
+    for (int64_t k = 0; matrices.each && k < matrices.count; ++k)
       jobs.push_back({first + k * matrices.each, nullptr, layout, kernels.squares(FloatType::kBf16)});
-      chunks += layout.blocks;
-    }
   }
-  std::vector<double> partial(chunks);
-  double* next = partial.data();
-  for (SquaresJob& job : jobs) {
-    job.partial = next;
-    next += job.layout.blocks;
-  }
-  run_jobs(jobs);
+  const std::vector<double> partial = run_squares(jobs);
   const SquaresJob* job = jobs.data();
   for (size_t i = 0; i < updates.size(); ++i) {
     const Matrices matrices(updates[i]);

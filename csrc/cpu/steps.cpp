@@ -1,6 +1,6 @@
 // The optimizers' steps on the CPU: memkern::adam_step_ and its kin.
 #include "common/ops.h"
-#include "cpu/step.h"
+#include "cpu/step_in_two_passes.h"
 
 namespace memkern {
 

@@ -1,10 +1,14 @@
-// memkern's few-bit activations on CUDA devices.
+// memkern::few_bit_encode, few_bit_forward, few_bit_backward and few_bit_backward_from_output on CUDA
+// devices. GELU of bf16 is in bf16_table.cuh.
 #include "activation.cuh"
 
 #include <algorithm>
 #include <limits>
 
 #include "bf16_table.cuh"
+#include "common/activation_args.h"
+#include "common/ops.h"
+#include "launch.h"
 
 namespace memkern {
 
@@ -244,7 +248,7 @@ Tensor few_bit_backward_cuda(Tensor grad, Tensor codes, Doubles levels) {
   check_planes(codes, numel);
   MEMKERN_CHECK(same_device(codes, grad), "codes must be on grad's device");
   LevelTable table{static_cast<int>(codes.sizes()[0])};
-  check_levels(levels, table.bits, table.level);
+  fill_levels(levels, table.bits, table.level);
   const DeviceScope scope(grad);
   Tensor result = empty_like(grad, grad.scalar_type());
   const Elementwise t = elementwise(grad, &result, codes, numel);

@@ -23,7 +23,7 @@ struct Bf16Range {
   static constexpr int kEntries = 2 * static_cast<int>(kHigh - kFirst + 1);  // of both signs
 };
 
-constexpr int kTableThreads = MEMKERN_TABLE_THREADS, kTableBlocks = kResidentThreads / kTableThreads;
+constexpr int kTableThreads = 1024, kTableBlocks = kResidentThreads / kTableThreads;
 // Smaller tensors do not repay filling the table.
 constexpr int64_t kTableNumel = 1 << 19;
 

@@ -234,7 +234,7 @@ template <StateKind Kind, bool Signed> MEMKERN_DEVICE Codes encode(const float (
                                                                    const Rounding& rounding) {
   if constexpr (Kind == StateKind::kPower) {
     const Encoded estimated = estimate<Signed>(x, factor, j, rounding);
-    if (!__any_sync(kAllLanes, !(finite && estimated.certain))) return estimated.codes;
+    if (!any_lane(!(finite && estimated.certain))) return estimated.codes;
   }
   return encode_exactly<Kind, Signed>(x, factor, j, rounding);
 }
@@ -249,10 +249,9 @@ template <StateKind Kind> MEMKERN_DEVICE void encode_both(const float (&m)[kVect
                   second = estimate<false, levels_of(false)>(v, v_factor, j, rounding);
     m_codes = first.codes;
     v_codes = second.codes;
-    if (!__any_sync(kAllLanes, !(finite && first.certain && second.certain))) return;
-    if (__any_sync(kAllLanes, !(finite && first.certain)))
-      m_codes = encode_exactly<Kind, true>(m, m_factor, j, rounding);
-    if (__any_sync(kAllLanes, !(finite && second.certain)))
+    if (!any_lane(!(finite && first.certain && second.certain))) return;
+    if (any_lane(!(finite && first.certain))) m_codes = encode_exactly<Kind, true>(m, m_factor, j, rounding);
+    if (any_lane(!(finite && second.certain)))
       v_codes = encode_exactly<Kind, false>(v, v_factor, j, rounding);
     return;
   }

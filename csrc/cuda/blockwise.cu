@@ -74,7 +74,7 @@ template <StateKind Kind, bool Signed> __global__ void __launch_bounds__(kThread
 // pass
 
 // Vectors of a thread block's tile. They follow one another; the last tile has fewer.
-constexpr int kCodecTile = MEMKERN_CODEC_VECTORS * kThreads;
+constexpr int kVectorsPerThread = 8, kCodecTile = kVectorsPerThread * kThreads;
 
 struct CodecTile {
   int64_t start;
@@ -135,7 +135,7 @@ template <FloatType Type, bool Signed> __global__ void __launch_bounds__(kThread
 
 // Vectors of codes that are loaded together: one alone would leave most of the memory's latency in the open.
 constexpr int kDecodedTogether = 4;
-static_assert(MEMKERN_CODEC_VECTORS % kDecodedTogether == 0);
+static_assert(kVectorsPerThread % kDecodedTogether == 0);
 
 // fp32 values are stored in parts, half a block from each other.
 template <FloatType Type, bool Signed> __global__ void __launch_bounds__(kThreads)

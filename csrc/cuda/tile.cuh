@@ -10,54 +10,15 @@
 
 namespace memkern {
 
-// What `make gpu PART=tune` varies, by nvcc's -D (lab/gpu/tune.py).
-#ifndef MEMKERN_THREADS
-#define MEMKERN_THREADS 64
-#endif
-#ifndef MEMKERN_STEP_THREADS
-#define MEMKERN_STEP_THREADS 640
-#endif
-#ifndef MEMKERN_AHEAD_THREADS
-#define MEMKERN_AHEAD_THREADS 512
-#endif
-#ifndef MEMKERN_RESIDENT_THREADS
-#define MEMKERN_RESIDENT_THREADS 2048
-#endif
-#ifndef MEMKERN_TABLE_THREADS
-#define MEMKERN_TABLE_THREADS 1024
-#endif
-#ifndef MEMKERN_TILE_ELEMENTS
-#define MEMKERN_TILE_ELEMENTS 16384
-#endif
-#ifndef MEMKERN_EVEN_TILES
-#define MEMKERN_EVEN_TILES true
-#endif
-#ifndef MEMKERN_CODEC_THREADS
-#define MEMKERN_CODEC_THREADS 1024
-#endif
-#ifndef MEMKERN_CODEC_VECTORS
-#define MEMKERN_CODEC_VECTORS 8
-#endif
-#ifndef MEMKERN_COPIES_AHEAD
-#if __CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ == 1200
-#define MEMKERN_COPIES_AHEAD 1
-#else
-#define MEMKERN_COPIES_AHEAD 3
-#endif
-#endif
-#ifndef MEMKERN_RUN_TILES
-#define MEMKERN_RUN_TILES 128
-#endif
-
 // Per thread block. With 64 in place of 128, at as many resident threads, steps take 0.93 to 0.97 of the time
 // on an H200, and GELU and codecs 1.00 to 1.03.
-constexpr int kThreads = MEMKERN_THREADS;
+constexpr int kThreads = 64;
 // Thread blocks that a multiprocessor has room for: of kernels with few registers, where it runs 2,048
 // threads at once (resident_blocks() in launch.h); of a step, with up to 96 registers a thread; of one with
 // two moments whose next vectors are on their way (main_path.cuh), with up to 128; of codecs.
-constexpr int kResidentThreads = MEMKERN_RESIDENT_THREADS, kResidentBlocks = kResidentThreads / kThreads;
-constexpr int kStepBlocks = MEMKERN_STEP_THREADS / kThreads;
-constexpr int kAheadBlocks = MEMKERN_AHEAD_THREADS / kThreads;
+constexpr int kResidentThreads = 2048, kResidentBlocks = kResidentThreads / kThreads;
+constexpr int kStepBlocks = 640 / kThreads;
+constexpr int kAheadBlocks = 512 / kThreads;
 // Of the latter with master weights: with room for as many, ptxas spills registers of the loop for sm_80 to
 // sm_89.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
@@ -71,7 +32,7 @@ constexpr int kNormBlocks = kAheadBlocks;
 #else
 constexpr int kNormBlocks = kStepBlocks;
 #endif
-constexpr int kCodecBlocks = MEMKERN_CODEC_THREADS / kThreads;
+constexpr int kCodecBlocks = 1024 / kThreads;
 constexpr int kWarp = 32;
 constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 
@@ -82,12 +43,16 @@ MEMKERN_DEVICE bool any_lane(bool yes) { return __any_sync(kAllLanes, yes); }
 // A number that is the same in all lanes, for the same reason: a loop's count.
 MEMKERN_DEVICE int same_in_all_lanes(int x) { return __reduce_max_sync(kAllLanes, x); }
 
-constexpr int kTileElements = MEMKERN_TILE_ELEMENTS;  // at most
-// Turns of a step's loop that copies to shared memory are ahead (CopiedVectors): of 100 KB, eight thread
+constexpr int kTileElements = 16384;  // at most
+// Iterations of a step's loop that copies to shared memory are ahead (CopiedVectors): of 100 KB, eight thread
 // blocks have room for one.
-constexpr int kCopiesAhead = MEMKERN_COPIES_AHEAD;
-// Consecutive tiles of a tensor whose thread blocks take turns over a run of memory (Tile).
-constexpr int kRunTiles = MEMKERN_RUN_TILES;
+#if __CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ == 1200
+constexpr int kCopiesAhead = 1;
+#else
+constexpr int kCopiesAhead = 3;
+#endif
+// Consecutive tiles of a tensor whose thread blocks alternate over a run of memory (Tile).
+constexpr int kRunTiles = 128;
 
 // A tensor's blocks, as kernels and the table hold them.
 struct Blocks {
@@ -130,7 +95,7 @@ template <class Loaded> MEMKERN_DEVICE Loaded arrived(Loaded loaded, const Block
 inline int tile_elements(int64_t numel, int64_t slots) {
   constexpr int64_t kRound = kThreads * kVector;
   static_assert(kTileElements % kRound == 0);
-  if (!MEMKERN_EVEN_TILES || numel == 0) return kTileElements;
+  if (numel == 0) return kTileElements;
   const int64_t tiles = slots * ceil_div(numel, slots * kTileElements);
   return static_cast<int>(kRound * ceil_div(numel, tiles * kRound));
 }

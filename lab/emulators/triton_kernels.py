@@ -50,7 +50,6 @@ def tile(kind: int, p: Any, g: Any, block: int = 128, vector: int = 0, flat: boo
         "PARAM_DTYPE": p,
         "GRAD_DTYPE": g,
         "TILES": 8,
-        "STAGES": 1,
         "ROWS": rows_of(block),
         "BLOCK_SIZE": block,
         "VECTOR": vector or (4 if widest else 8),
@@ -151,7 +150,7 @@ KERNELS: dict[str, Variant] = {
         for text, constants in MUON_APPLY.items()
     },
     "muon apply: prologue": Variant(muon.muon_apply_prologue, {}, {}, 0, True),
-    "layers: count of steps": Variant(trust_ratio.increment_steps, {}, {}, 0, True),
+    "layers: count of steps": Variant(trust_ratio.increment_steps_of_tensors, {}, {}, 0, True),
     "norm: squares, fp32": _norm(FP32, 4),
     "norm: squares, bf16, unaligned": _norm(BF16, 1),
     "norm: sum": Variant(grad_norm.norm_total, {}, {}, 0, True),

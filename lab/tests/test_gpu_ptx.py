@@ -7,7 +7,6 @@ flushed denormal or a root that is not correctly rounded would show.
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from collections import Counter
@@ -27,7 +26,7 @@ from memkern import reference
 from tests.support import cache
 from tests.support.activation_kernels import compare_bf16_gelu, compare_gelus
 from tests.support.helpers import assert_same, tensor
-from tests.support.kernels.arguments import BF16, F16, F32, SMALL, cloned, step_args
+from tests.support.kernels.arguments import F16, F32, SMALL, cloned, step_args
 from tests.support.kernels.backends import BACKENDS, Kernels, compare
 from tests.support.kernels.cases import CASES
 from tests.support.simt import build
@@ -108,22 +107,6 @@ def test_zeros_take_the_fast_path(compiled: Compiled, program: ptx.Program, name
         slow.append({op: executed[op] for op in ("div.rn.f32", "sqrt.rn.f32")})
         assert executed["rsqrt.approx.ftz.f32"] >= 2 * args.params[0].numel()
     assert slow[0] == slow[1]
-
-
-@on_triton
-@pytest.mark.parametrize("name", ["adam_step_", "lion_step_"])
-def test_stages(compiled: Compiled, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where lab/gpu/tune.py asks for them: three and five tiles of a program, of which one is on its way."""
-    from memkern.triton import tensor_table
-
-    monkeypatch.setattr(tensor_table, "STAGES", 3)
-    args = step_args(name, ((40, 128), (17, 136), (24, 128)), [BF16], [BF16], (0, 0))
-    expected = cloned(args)
-    compiled.kernels.call(name, *args)
-    getattr(reference, name)(expected)
-    assert_same([*args], [*expected])
-    waits = {i.text for made in compiled.launched for kernel in made.kernels.values() for i in kernel.code}
-    assert any(re.fullmatch(r"cp\.async\.wait_group [1-9]\d*", text) for text in waits)
 
 
 @on_triton

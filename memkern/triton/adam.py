@@ -178,7 +178,7 @@ def adam_update(
 def adam_tiles(
     table, scalars, tables, groups, tensors, first, count,
     KIND: tl.constexpr, PARAM_DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr,
-    TILES: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    TILES: tl.constexpr, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     VECTOR: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
     tensor, word, grad, layout, first_tile = st.find_work(table, groups, tensors, first, count, TILES)
@@ -186,7 +186,7 @@ def adam_tiles(
     addresses, grad_scalars, moment_scalars, param_scalars, u = adam_tensor(word, grad, s, tensors, BLOCK_SIZE, KIND)
     r = random_of(s, BLOCK_SIZE, PARAM_DTYPE)
     iterations = st.tiles_if(s + st.RUN, first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)
-    for i in tl.range(0, iterations, num_stages=STAGES):
+    for i in range(0, iterations):
         tile = tile_of(first_tile + i, layout, ROWS, BLOCK_SIZE, VECTOR, FLAT)
         p, m, v = adam_load(
             addresses,

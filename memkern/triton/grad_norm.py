@@ -25,7 +25,7 @@ _SUMS = tl.constexpr(4096)
 def norm_tiles(
     table, sums, programs_before, groups, tensors, first, count,
     KIND: tl.constexpr, PARAM_DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr,
-    TILES: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    TILES: tl.constexpr, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     VECTOR: tl.constexpr, FLAT: tl.constexpr,
     SLOW_FP64: tl.constexpr,
 ):  # fmt: skip
@@ -33,7 +33,7 @@ def norm_tiles(
     _, _, grad, layout, first_tile = st.find_work(table, groups, tensors, first, count, TILES)
     total = zero_squares(ROWS, BLOCK_SIZE, VECTOR, SLOW_FP64)
     iterations = st.tiles_from(first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)
-    for i in tl.range(0, iterations, num_stages=STAGES):
+    for i in range(0, iterations):
         tile = tile_of(first_tile + i, layout, ROWS, BLOCK_SIZE, VECTOR, FLAT)
         total = add_squares(total, load_floats(grad, tile, GRAD_DTYPE, VECTOR).to(tl.float32), SLOW_FP64)
     tl.store(sums + programs_before + tl.program_id(0), tl.sum(tl.sum(total, axis=1), axis=0))

@@ -65,7 +65,7 @@ def lamb_update(p, m, v, eps, step_size, update_decay, FAST: tl.constexpr):
 def lamb_norm_tiles(
     table, scalars, tables, sums, programs_before, groups, tensors, first, count,
     KIND: tl.constexpr, PARAM_DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr,
-    TILES: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    TILES: tl.constexpr, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     VECTOR: tl.constexpr, FLAT: tl.constexpr,
     SLOW_FP64: tl.constexpr,
 ):  # fmt: skip
@@ -78,7 +78,7 @@ def lamb_norm_tiles(
     params = zero_squares(ROWS, BLOCK_SIZE, VECTOR, SLOW_FP64)
     updates = zero_squares(ROWS, BLOCK_SIZE, VECTOR, SLOW_FP64)
     iterations = st.tiles_if(s + tr.ADAPT, first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)
-    for i in tl.range(0, iterations, num_stages=STAGES):
+    for i in range(0, iterations):
         tile = tile_of(first_tile + i, layout, ROWS, BLOCK_SIZE, VECTOR, FLAT)
         p, m, v = adam_load(
             addresses, grad_scalars, moment_scalars, tile, tables, KIND, PARAM_DTYPE, GRAD_DTYPE, VECTOR
@@ -119,7 +119,7 @@ def lamb_ratios(table, scalars, sums, programs_before, programs, groups, tensors
 def lamb_tiles(
     table, scalars, tables, groups, tensors, first, count,
     KIND: tl.constexpr, PARAM_DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr,
-    TILES: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    TILES: tl.constexpr, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     VECTOR: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
     tensor, word, grad, layout, first_tile = st.find_work(table, groups, tensors, first, count, TILES)
@@ -129,7 +129,7 @@ def lamb_tiles(
     update_decay, rate = tl.load(s + _UPDATE_DECAY), tl.load(s + st.RATE)
     r = random_of(s, BLOCK_SIZE, PARAM_DTYPE)
     iterations = st.tiles_if(s + st.RUN, first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)
-    for i in tl.range(0, iterations, num_stages=STAGES):
+    for i in range(0, iterations):
         tile = tile_of(first_tile + i, layout, ROWS, BLOCK_SIZE, VECTOR, FLAT)
         p, m, v = adam_load(
             addresses, grad_scalars, moment_scalars, tile, tables, KIND, PARAM_DTYPE, GRAD_DTYPE, VECTOR

@@ -82,7 +82,7 @@ def lars_load(
 def lars_norm_tiles(
     table, scalars, tables, sums, programs_before, groups, tensors, first, count,
     KIND: tl.constexpr, PARAM_DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr,
-    TILES: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    TILES: tl.constexpr, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     VECTOR: tl.constexpr, FLAT: tl.constexpr,
     SLOW_FP64: tl.constexpr,
 ):  # fmt: skip
@@ -94,7 +94,7 @@ def lars_norm_tiles(
     params = zero_squares(ROWS, BLOCK_SIZE, VECTOR, SLOW_FP64)
     updates = zero_squares(ROWS, BLOCK_SIZE, VECTOR, SLOW_FP64)
     iterations = st.tiles_if(s + tr.ADAPT, first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)
-    for i in tl.range(0, iterations, num_stages=STAGES):
+    for i in range(0, iterations):
         tile = tile_of(first_tile + i, layout, ROWS, BLOCK_SIZE, VECTOR, FLAT)
         p, g, _d, m = lars_load(addresses, step_scalars, tile, tables, KIND, PARAM_DTYPE, GRAD_DTYPE, VECTOR)
         params = add_squares(params, p, SLOW_FP64)
@@ -129,7 +129,7 @@ def lars_ratios(table, scalars, sums, programs_before, programs, groups, tensors
 def lars_tiles(
     table, scalars, tables, groups, tensors, first, count,
     KIND: tl.constexpr, PARAM_DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr,
-    TILES: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    TILES: tl.constexpr, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     VECTOR: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
     tensor, word, grad, layout, first_tile = st.find_work(table, groups, tensors, first, count, TILES)
@@ -138,7 +138,7 @@ def lars_tiles(
     momentum, rate, nesterov = tl.load(s + MOMENTUM), tl.load(s + st.RATE), tl.load(s + NESTEROV) != 0.0
     u, r = st.dither_of(s, BLOCK_SIZE), random_of(s, BLOCK_SIZE, PARAM_DTYPE)
     iterations = st.tiles_if(s + st.RUN, first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)
-    for i in tl.range(0, iterations, num_stages=STAGES):
+    for i in range(0, iterations):
         tile = tile_of(first_tile + i, layout, ROWS, BLOCK_SIZE, VECTOR, FLAT)
         p, _g, d, m = lars_load(addresses, step_scalars, tile, tables, KIND, PARAM_DTYPE, GRAD_DTYPE, VECTOR)
         p = sgd_parameter(p, d, m, rate, momentum, nesterov)

@@ -11,17 +11,15 @@ import torch
 
 T = TypeVar("T")
 
-# No contraction of a multiplication and an addition into an fma, so that every backend gives the same bits.
-OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
+# No contraction of a multiplication and an addition into an fma, so that every backend gives the same bits. One stage
+# of the loops over tiles: with 3 a tile is copied to shared memory (cp.async) while another is computed, for a tenth
+# more instructions, and with 2 each copy is waited for at once (docs/gpu-checks.md).
+OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False}
 TILE = 2048 if torch.version.hip else 1024
 """Elements of a tile: 8 for each thread. With 16, Adam's kernel takes 150 to 200 registers instead of 90 to 125."""
 
 TILES = 8
 """That a program of a step works on, one after the other."""
-
-STAGES = 1
-"""Of the loop over a program's tiles; lab/gpu/tune.py times others. With 3 a tile is copied to shared memory (cp.async)
-while another is computed, for a tenth more instructions; with 2 each copy is waited for at once."""
 
 
 def rows_of(block: int) -> int:

@@ -16,7 +16,7 @@ from .launch import TILES, guard
 from .squares import slow_fp64
 from .step_args import check_step
 from .tensor_table import plan_for
-from .trust_ratio import BOTH, FIRST, SECOND, increment_steps
+from .trust_ratio import BOTH, FIRST, SECOND, increment_steps_of_tensors
 
 
 def step_in_one_pass(op: StepOp, args: StepArgs, prologue: Any, kernel: Any) -> None:
@@ -96,7 +96,7 @@ def step_in_two_passes(op: StepOp, args: StepArgs, prologue: Any, norms: Any, ra
         squares = sums if args.squares is None else args.squares
         plan.prologue(prologue, table, scalars, *plan.sizes, passes)
         if not args.squares_only:
-            plan.prologue(increment_steps, table, scalars, *plan.sizes)
+            plan.prologue(increment_steps_of_tensors, table, scalars, *plan.sizes)
         for launch, reduction in zip(plan.launches, plan.reductions, strict=True):
             run = launch.first, launch.count
             programs = launch.programs_before, launch.programs

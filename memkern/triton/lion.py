@@ -96,7 +96,7 @@ def lion_store(
 def lion_tiles(
     table, scalars, tables, groups, tensors, first, count,
     KIND: tl.constexpr, PARAM_DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr,
-    TILES: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    TILES: tl.constexpr, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     VECTOR: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
     tensor, word, grad, layout, first_tile = st.find_work(table, groups, tensors, first, count, TILES)
@@ -107,7 +107,7 @@ def lion_tiles(
     lr, decay = tl.load(s + _LR), tl.load(s + st.DECAY)
     u, r = st.dither_of(s, BLOCK_SIZE), random_of(s, BLOCK_SIZE, PARAM_DTYPE)
     iterations = st.tiles_if(s + st.RUN, first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)
-    for i in tl.range(0, iterations, num_stages=STAGES):
+    for i in range(0, iterations):
         tile = tile_of(first_tile + i, layout, ROWS, BLOCK_SIZE, VECTOR, FLAT)
         p, g, m, scale = lion_load(addresses, grad_factor, tile, KIND, PARAM_DTYPE, GRAD_DTYPE, VECTOR)
         m = dequantize(m, scale, 1.0, tables, KIND, True)

@@ -74,7 +74,7 @@ def lerp(start, end, weight):
 def muon_tiles(
     table, scalars, tables, groups, tensors, first, count,
     KIND: tl.constexpr, PARAM_DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr,
-    TILES: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    TILES: tl.constexpr, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     VECTOR: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
     """Updates the momentum; the update is in the parameter's place."""
@@ -85,7 +85,7 @@ def muon_tiles(
     momentum, weight, nesterov = tl.load(s + _MOMENTUM), tl.load(s + _WEIGHT), tl.load(s + _NESTEROV) != 0.0
     u = st.dither_of(s, BLOCK_SIZE)
     iterations = st.tiles_if(s + st.RUN, first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)
-    for i in tl.range(0, iterations, num_stages=STAGES):
+    for i in range(0, iterations):
         tile = tile_of(first_tile + i, layout, ROWS, BLOCK_SIZE, VECTOR, FLAT)
         g = load_floats(grad, tile, GRAD_DTYPE, VECTOR).to(tl.float32)
         m = load_moment(moment, tile, KIND, True, VECTOR)
@@ -178,7 +178,7 @@ def muon_apply_prologue(table, scalars, groups, tensors):
 def muon_apply_tiles(
     table, scalars, groups, tensors, first, count,
     KIND: tl.constexpr, PARAM_DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr,
-    TILES: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    TILES: tl.constexpr, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     VECTOR: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
     """Updates the parameters; the orthogonalized updates are in the gradients' place."""
@@ -188,7 +188,7 @@ def muon_apply_tiles(
     rate, decay = tl.load(s + st.RATE), tl.load(s + st.DECAY)
     r = random_of(s, BLOCK_SIZE, PARAM_DTYPE)
     iterations = st.tiles_if(s + st.RUN, first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)
-    for i in tl.range(0, iterations, num_stages=STAGES):
+    for i in range(0, iterations):
         tile = tile_of(first_tile + i, layout, ROWS, BLOCK_SIZE, VECTOR, FLAT)
         p, p_state = load_weights(param, weight_state, tile, PARAM_DTYPE, VECTOR)
         o = load_floats(update, tile, GRAD_DTYPE, VECTOR).to(tl.float32)

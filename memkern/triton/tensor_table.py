@@ -23,7 +23,6 @@ from . import step_table as st
 from .codec import FP32
 from .launch import (
     OPTIONS,
-    STAGES,
     allocate_outside_of_graphs,
     cdiv,
     event_of,
@@ -47,7 +46,6 @@ CONSTANTS = (
     "PARAM_DTYPE",
     "GRAD_DTYPE",
     "TILES",
-    "STAGES",
     "ROWS",
     "BLOCK_SIZE",
     "VECTOR",
@@ -211,7 +209,6 @@ class Plan:
                 param_dtype(FLOATS.index(p.dtype), storage),
                 FLOATS.index(g.dtype),
                 tiles,
-                STAGES,
                 rows_of(block),
                 block,
                 vector,

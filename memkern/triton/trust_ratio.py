@@ -1,7 +1,7 @@
 """Shared by LAMB and LARS: sums of squares of tiles, norms of layers. Mirror: ``csrc/cuda/trust_ratio.cuh``.
 
-In the step's table each layer of a tensor is a tensor of its own. A word of its scalars that both optimizers
-have: ADAPT; words of its group: TRUST_CLIP, ALWAYS_ADAPT and MAXIMIZE, the last ones of both (:mod:`memkern.schemas`).
+The step's table has an entry for each layer of a tensor. ADAPT: where its scalars say whether there is a ratio.
+TRUST_CLIP, ALWAYS_ADAPT, MAXIMIZE: where they are among a group's hyperparameters, the same place in both optimizers.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ _LEAST_NORM = tl.constexpr(C.LEAST_NORM)
 ADAPT = st.scalar("adapt")
 
 
-def _word_of_all(hyperparameter: str) -> tl.constexpr:
-    (word,) = {st.word_of(op, hyperparameter).value for op in STEP_OPS.values() if op.has_trust_ratios}
-    return tl.constexpr(word)
+def _place_in_both(hyperparameter: str) -> tl.constexpr:
+    (place,) = {st.word_of(op, hyperparameter).value for op in STEP_OPS.values() if op.has_trust_ratios}
+    return tl.constexpr(place)
 
 
-TRUST_CLIP = _word_of_all("trust_clip")
-ALWAYS_ADAPT = _word_of_all("always_adapt")
-MAXIMIZE = _word_of_all("maximize")
+TRUST_CLIP = _place_in_both("trust_clip")
+ALWAYS_ADAPT = _place_in_both("always_adapt")
+MAXIMIZE = _place_in_both("maximize")
 # The passes of a step: both, or one of them, with rows of StepArgs' squares (one per layer) written or read.
 BOTH = tl.constexpr(0)
 FIRST = tl.constexpr(1)
@@ -34,7 +34,7 @@ _LANES = tl.constexpr(1024)
 
 @triton.jit
 def next_step(columns, tensors, t, mask):
-    """The step being made, from 1 on. :func:`increment_steps` stores it, once for all layers of a tensor."""
+    """The step being made, from 1 on. :func:`increment_steps_of_tensors` stores it, once for all layers of a tensor."""
     at = tl.load(columns + st.STEP * tensors + t, mask=mask, other=0).to(tl.pointer_type(tl.float32))
     return (tl.load(at, mask=mask, other=0.0) + 1.0).to(tl.int64)
 
@@ -101,7 +101,8 @@ def clip_ratio(ratio, clip):
 
 
 @triton.jit(do_not_specialize=["groups", "tensors"])
-def increment_steps(table, scalars, groups, tensors):
+def increment_steps_of_tensors(table, scalars, groups, tensors):
+    """Adds 1 to each tensor's step, which the column COUNTED_STEP has for one of its layers."""
     columns, t, mask = st.tensors_of_program(table, groups, tensors)
     word = tl.load(columns + st.COUNTED_STEP * tensors + t, mask=mask, other=0)
     at = word.to(tl.pointer_type(tl.float32))

@@ -258,15 +258,6 @@ def test_a_graph_replays_while_lr_changes(name: str, graph: CDLL, monkeypatch: p
         compare(f"eager step {step}", other)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("threads", [64, 256])
-def test_other_sizes_give_the_same_bits(threads: int) -> None:
-    """What `make gpu PART=tune` varies: nothing else knows how many threads a thread block has."""
-    flags = (f"-DMEMKERN_THREADS={threads}", "-DMEMKERN_TILE_ELEMENTS=4096", "-DMEMKERN_TABLE_THREADS=512")
-    folder = cache.built(f"simt-{threads}", lambda folder: build.compile_library(folder, *flags), flags)
-    nothing_found(folder / build.LIBRARY)
-
-
 # ---- memory
 
 

@@ -50,6 +50,7 @@ void adam_run(const Job<typename Rule::Scalars>& job, int64_t begin, int64_t end
     const float *m = m_values + b.place, *w = w_values + b.place;
     if constexpr (kPower) {
       if (b.m_factor != 0.0f && b.w_factor != 0.0f) {
+        // m's root is an estimate, corrected (avx512.h): w's takes the divider.
         SignedWriter<SignedEstimator> m_writer(m_codes, m, b.m_factor, job.dither.one_minus_u);
         UnsignedWriter w_writer(w_codes, w, b.w_factor, job.dither.u);
         for_vectors(b.n, [&](int i, auto, auto store_to) MEMKERN_LAMBDA {

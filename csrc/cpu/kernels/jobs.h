@@ -99,6 +99,7 @@ struct Kernels {
   decltype(ActivationJob::run) (*levels)(FloatType grad, int bits);
   decltype(ActivationJob::run) (*two_branch)(FloatType grad, FloatType output);
 };
+// Defined in kernels/all.h, which simd/compile_*.cpp compile for an instruction set each.
 namespace generic {
 extern const Kernels kKernels;
 }

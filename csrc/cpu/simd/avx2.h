@@ -29,7 +29,6 @@ constexpr int kLanes = 8;
 MEMKERN_FN I operator+(I a, I b) { return _mm256_add_epi32(a.v, b.v); }
 MEMKERN_FN I operator-(I a, I b) { return _mm256_sub_epi32(a.v, b.v); }
 MEMKERN_FN I operator&(I a, I b) { return _mm256_and_si256(a.v, b.v); }
-MEMKERN_FN I operator>>(I a, int n) { return _mm256_srli_epi32(a.v, n); }
 MEMKERN_FN I to_bits(F x) { return _mm256_castps_si256(x.v); }
 MEMKERN_FN F from_bits(I u) { return _mm256_castsi256_ps(u.v); }
 MEMKERN_FN F operator+(F a, F b) { return _mm256_add_ps(a.v, b.v); }
@@ -63,15 +62,6 @@ MEMKERN_FN float max_of(F x) {
   __m128 m = _mm_max_ps(_mm256_castps256_ps128(x.v), _mm256_extractf128_ps(x.v, 1));
   m = _mm_max_ps(m, _mm_movehl_ps(m, m));
   return _mm_cvtss_f32(_mm_max_ss(m, _mm_shuffle_ps(m, m, 1)));
-}
-MEMKERN_FN float min_of(F x) { return -max_of(_mm256_xor_ps(_mm256_set1_ps(-0.0f), x.v)); }
-
-// The dither of consecutive places: h is the first one's product and sum (core/power.h), before the shift.
-MEMKERN_FN F dither_of(uint32_t h) {
-  const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-  const __m256i each = _mm256_mullo_epi32(lane, _mm256_set1_epi32(static_cast<int>(kDitherJ)));
-  const __m256i places = _mm256_add_epi32(_mm256_set1_epi32(static_cast<int>(h)), each);
-  return F(_mm256_cvtepi32_ps(_mm256_srli_epi32(places, kDitherShift))) * F(0x1p-24f);
 }
 
 // A sum of squares in fp64, where a square is exact.

@@ -30,7 +30,6 @@ constexpr int kLanes = 16;
 MEMKERN_FN I operator+(I a, I b) { return _mm512_add_epi32(a.v, b.v); }
 MEMKERN_FN I operator-(I a, I b) { return _mm512_sub_epi32(a.v, b.v); }
 MEMKERN_FN I operator&(I a, I b) { return _mm512_and_si512(a.v, b.v); }
-MEMKERN_FN I operator>>(I a, int n) { return _mm512_srli_epi32(a.v, static_cast<unsigned>(n)); }
 MEMKERN_FN I to_bits(F x) { return _mm512_castps_si512(x.v); }
 MEMKERN_FN F from_bits(I u) { return _mm512_castsi512_ps(u.v); }
 MEMKERN_FN F operator+(F a, F b) { return _mm512_add_ps(a.v, b.v); }
@@ -59,15 +58,6 @@ MEMKERN_FN Mask is_finite(F x) {
 }
 MEMKERN_FN F select(Mask yes, F a, F b) { return _mm512_mask_blend_ps(yes.m, b.v, a.v); }
 MEMKERN_FN float max_of(F x) { return _mm512_reduce_max_ps(x.v); }
-MEMKERN_FN float min_of(F x) { return _mm512_reduce_min_ps(x.v); }
-
-// The dither of consecutive places: h is the first one's product and sum (core/power.h), before the shift.
-MEMKERN_FN F dither_of(uint32_t h) {
-  const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-  const __m512i each = _mm512_mullo_epi32(lane, _mm512_set1_epi32(static_cast<int>(kDitherJ)));
-  const __m512i places = _mm512_add_epi32(_mm512_set1_epi32(static_cast<int>(h)), each);
-  return F(_mm512_cvtepi32_ps(_mm512_srli_epi32(places, kDitherShift))) * F(0x1p-24f);
-}
 
 // A sum of squares in fp64, where a square is exact: fused or not, the bits are the same.
 struct SquareSum {
@@ -126,11 +116,6 @@ MEMKERN_FN void store(bf16* p, F x) {
 MEMKERN_FN void store(fp16* p, F x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(x.v, _MM_FROUND_TO_NEAREST_INT));
 }
-MEMKERN_FN void store(int8_t* p, F x) {
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x.v)));
-}
-MEMKERN_FN void store(uint8_t* p, F x) { store(reinterpret_cast<int8_t*>(p), x); }
-
 MEMKERN_FN void store(int8_t* p, __m128i codes) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), codes); }
 MEMKERN_FN void store(uint8_t* p, __m128i codes) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), codes); }
 

@@ -29,9 +29,6 @@ MEMKERN_FN void store(fp16* p, F x) { *p = to_fp16(x); }
 MEMKERN_FN void store(int8_t* p, F x) { *p = static_cast<int8_t>(x); }
 MEMKERN_FN void store(uint8_t* p, F x) { *p = static_cast<uint8_t>(x); }
 MEMKERN_FN float max_of(F x) { return x; }
-MEMKERN_FN float min_of(F x) { return x; }
-// The dither of a place: h is its product and sum (core/power.h), before the shift.
-MEMKERN_FN F dither_of(uint32_t h) { return static_cast<float>(h >> kDitherShift) * 0x1p-24f; }
 MEMKERN_FN uint32_t bits_of(bool mask) { return mask; }
 MEMKERN_FN bool mask_of(uint32_t bits) { return bits != 0; }
 

@@ -30,10 +30,6 @@ constexpr int kLanes = 8;
 MEMKERN_FN I operator+(I a, I b) { return {vaddq_u32(a.low, b.low), vaddq_u32(a.high, b.high)}; }
 MEMKERN_FN I operator-(I a, I b) { return {vsubq_u32(a.low, b.low), vsubq_u32(a.high, b.high)}; }
 MEMKERN_FN I operator&(I a, I b) { return {vandq_u32(a.low, b.low), vandq_u32(a.high, b.high)}; }
-MEMKERN_FN I operator>>(I a, int n) {
-  const int32x4_t by = vdupq_n_s32(-n);
-  return {vshlq_u32(a.low, by), vshlq_u32(a.high, by)};
-}
 MEMKERN_FN I to_bits(F x) { return {vreinterpretq_u32_f32(x.low), vreinterpretq_u32_f32(x.high)}; }
 MEMKERN_FN F from_bits(I u) { return {vreinterpretq_f32_u32(u.low), vreinterpretq_f32_u32(u.high)}; }
 MEMKERN_FN F operator+(F a, F b) { return {vaddq_f32(a.low, b.low), vaddq_f32(a.high, b.high)}; }
@@ -79,15 +75,6 @@ MEMKERN_FN float max_of(F x) {
   vst1q_f32(lane, select(greater(x, {x.high, x.high}), x, {x.high, x.high}).low);
   const float even = memkern::max(lane[0], lane[2]), odd = memkern::max(lane[1], lane[3]);
   return memkern::max(even, odd);
-}
-MEMKERN_FN float min_of(F x) { return -max_of({vnegq_f32(x.low), vnegq_f32(x.high)}); }
-
-// The dither of consecutive places: h is the first one's product and sum (core/power.h), before the shift.
-MEMKERN_FN F dither_of(uint32_t h) {
-  const uint32x4_t first = {0, kDitherJ, 2 * kDitherJ, 3 * kDitherJ}, low = vaddq_u32(vdupq_n_u32(h), first);
-  const uint32x4_t high = vaddq_u32(low, vdupq_n_u32(4 * kDitherJ));
-  return F(vcvtq_f32_u32(vshrq_n_u32(low, kDitherShift)), vcvtq_f32_u32(vshrq_n_u32(high, kDitherShift))) *
-         F(0x1p-24f);
 }
 
 // A sum of squares in fp64, where a square is exact: fused or not, the bits are the same. The order is

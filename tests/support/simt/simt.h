@@ -95,7 +95,7 @@ inline __attribute__((noinline)) void run_thread() {
 
 // ---- warp operations
 
-enum Operation { kShuffle, kShuffleXor, kShuffleDown, kBallot, kSync };
+enum Operation { kShuffle, kShuffleXor, kBallot };
 
 inline uint64_t meet(Operation operation, unsigned mask, uint64_t value, int argument) {
   Fiber& f = self();
@@ -133,7 +133,6 @@ inline void resolve(unsigned first) {
       unsigned source = k;
       if (warp[k].operation == kShuffle) source = warp[k].argument;
       if (warp[k].operation == kShuffleXor) source = k ^ warp[k].argument;
-      if (warp[k].operation == kShuffleDown) source = std::min(k + warp[k].argument, lanes - 1);
       if (source >= lanes || !(mask >> source & 1)) die("a shuffle reads a lane that does not take part");
       warp[k].out = warp[k].operation == kBallot ? ballot : warp[source].in;
     }
@@ -236,7 +235,6 @@ inline void __syncthreads() {
   simt::self().state = simt::State::kAtBarrier;
   simt::wait();
 }
-inline void __syncwarp(unsigned mask = ~0u) { simt::meet(simt::kSync, mask, 0, 0); }
 template <class T> T __shfl_sync(unsigned mask, T x, int lane) {
   return simt::from_bits<T>(simt::meet(simt::kShuffle, mask, simt::to_bits(x), lane));
 }
@@ -248,9 +246,6 @@ template <class T> T __shfl_sync(unsigned mask, T x, int lane, int width) {
 template <class T> T __shfl_xor_sync(unsigned mask, T x, int distance) {
   return simt::from_bits<T>(simt::meet(simt::kShuffleXor, mask, simt::to_bits(x), distance));
 }
-template <class T> T __shfl_down_sync(unsigned mask, T x, int distance) {
-  return simt::from_bits<T>(simt::meet(simt::kShuffleDown, mask, simt::to_bits(x), distance));
-}
 inline unsigned __ballot_sync(unsigned mask, bool yes) {
   return static_cast<unsigned>(simt::meet(simt::kBallot, mask, yes, 0));
 }
@@ -261,7 +256,6 @@ inline int __reduce_max_sync(unsigned mask, int x) {  // of numbers that are ali
   return x;
 }
 
-template <class T> T __ldg(const T* p) { return *p; }
 template <class T> T __ldcs(const T* p) { return *p; }
 template <class T> void __stcs(T* p, T x) { *p = x; }
 inline int __clz(unsigned x) { return x ? __builtin_clz(x) : 32; }
