@@ -1,5 +1,4 @@
-// memkern._host (pybind11): what is not a tensor op. Facts about this build and this machine, and the tables
-// as C++ sees them.
+// memkern._host (pybind11): facts about this build and this machine.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -7,7 +6,6 @@
 #include <string>
 #include <vector>
 
-#include "core/tables.h"
 #include "cpu/simd/isa.h"
 
 namespace py = pybind11;
@@ -20,7 +18,7 @@ namespace py = pybind11;
 #endif
 
 PYBIND11_MODULE(_host, m) {
-  m.doc() = "Build facts, CPU features and tables.";
+  m.doc() = "Build facts and CPU features.";
 
   m.def(
       "build_info",
@@ -58,21 +56,4 @@ PYBIND11_MODULE(_host, m) {
         return features;
       },
       "Those of this processor's features that the kernels can use.");
-
-  m.def(
-      "dynamic_map",
-      [](bool is_signed) {
-        const float* table = is_signed ? memkern::kDynamicMapSigned : memkern::kDynamicMapUnsigned;
-        return std::vector<float>(table, table + 256);
-      },
-      py::arg("signed"), "The dynamic codec's 256 values, as C++ sees them.");
-
-  m.def(
-      "dynamic_midpoints",
-      [](bool is_signed) {
-        const float* table =
-            is_signed ? memkern::kDynamicMidpointsSigned : memkern::kDynamicMidpointsUnsigned;
-        return std::vector<float>(table, table + 255);
-      },
-      py::arg("signed"), "The boundaries between them.");
 }

@@ -117,12 +117,9 @@ def _namespace(device: torch.device, asked_for: str | None) -> str:
     return NAMESPACES[name]
 
 
-def _op(name: str, device: torch.device) -> Any:
-    return getattr(getattr(torch.ops, _namespace(device, backend._asked_for)), name).default
-
-
-def _reference(name: str) -> Any:
-    return getattr(getattr(torch.ops, NAMESPACES["reference"]), name).default
+def _op(name: str, device: torch.device, by_reference: bool = False) -> Any:
+    namespace = NAMESPACES["reference"] if by_reference else _namespace(device, backend._asked_for)
+    return getattr(getattr(torch.ops, namespace), name).default
 
 
 def quantize_blockwise(
@@ -146,7 +143,7 @@ def _nothing_watches(tensors: Sequence[Tensor]) -> bool:
 
 def step_(step: StepOp, args: StepArgs, by_reference: bool = False) -> None:
     """An optimizer's step on many tensors of one device, in place. ``by_reference``: what no kernel can do."""
-    op = _reference(step.name) if by_reference else _op(step.name, args.params[0].device)
+    op = _op(step.name, args.params[0].device, by_reference)
     if op.namespace == NAMESPACES["triton"] and _nothing_watches(args.params):
         # Python to Python: the dispatcher's way costs 100 us for 148 tensors and 640 us for 1,000, a fifth of a step.
         _triton(step.name, _aligned(args))
@@ -161,19 +158,15 @@ def muon_momentum_(args: StepArgs, updates: Sequence[Tensor], by_reference: bool
     """Updates the momentum and writes what is to be orthogonalized, bfloat16; the sums of squares of its matrices."""
     device = args.params[0].device
     sums = [torch.empty(u.shape[:-2], dtype=torch.float64, device=device) for u in updates]
-    _op_or_reference("muon_momentum_", device, by_reference)(updates, sums, *args)
+    _op("muon_momentum_", device, by_reference)(updates, sums, *args)
     return sums
 
 
 def muon_apply_(args: StepArgs, updates: Sequence[Tensor], ratios: Sequence[float], by_reference: bool = False) -> None:
     """p = p * (1 - lr * weight_decay) - lr * ratio * o, after :func:`muon_momentum_` with the same ``args``."""
-    _op_or_reference("muon_apply_", args.params[0].device, by_reference)(updates, ratios, *args)
+    _op("muon_apply_", args.params[0].device, by_reference)(updates, ratios, *args)
     if not torch.compiler.is_compiling():
         torch.autograd.graph.increment_version(args.params)
-
-
-def _op_or_reference(name: str, device: torch.device, by_reference: bool) -> Any:
-    return _reference(name) if by_reference else _op(name, device)
 
 
 def grad_norm_(norm: Tensor, grads: Sequence[Tensor], grad_scale: Tensor | None) -> None:

@@ -46,7 +46,6 @@ _BY_SIDES = {"hardswish", "hardsigmoid", "hardtanh"}
 _GATES = {"sigmoid", "hardsigmoid", "tanh", "softmax"}
 """Their results are at most 1."""
 _COMPARISONS = {aten.le, aten.gt, aten.lt, aten.ge, aten.eq, aten.ne}
-_INDEXES = {aten.index, aten._unsafe_index}
 _COPIES = CASTS | VIEWS - {operator.getitem, aten.expand, prims.broadcast_in_dim}
 """What has the codec of what it is of: casts, copies, views; not larger copies, as of the keys of several heads."""
 _SPLITS = {aten.split, aten.split_with_sizes, aten.unbind}

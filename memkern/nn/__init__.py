@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
 from ..fewbit.fit import Fit, fit_levels
 from .activation import (
     CELU,
@@ -35,9 +32,6 @@ from .embedding import StableEmbedding
 from .linear import RandomizedLinear
 from .loss import LinearCrossEntropy
 
-if TYPE_CHECKING:
-    from ..swap.compress import compress, restore
-
 __all__ = [
     "CELU",
     "ELU",
@@ -65,17 +59,6 @@ __all__ = [
     "Tanh",
     "Tanhshrink",
     "Threshold",
-    "compress",
     "few_bit",
     "fit_levels",
-    "restore",
 ]
-
-# memkern.swap is built from the modules here; its functions are loaded on first use.
-_LAZY = {"compress": "compress", "restore": "compress"}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(importlib.import_module(f"..swap.{_LAZY[name]}", __package__), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -139,11 +139,7 @@ def _owner(modules: dict[str, nn.Module], name: str, own_name: str) -> tuple[str
         return parent.rpartition(".")[0], last, ", ".join(unknown)
     if isinstance(module, (nn.ParameterList, nn.ParameterDict)) and name:
         return parent, last if isinstance(module, nn.ParameterList) else f"{last}_{own_name}", ""
-    for end in (
-        "_g",
-        "_v",
-        "_orig",
-    ):  # of the older weight_norm, spectral_norm and prune, which make the tensor of it
+    for end in ("_g", "_v", "_orig"):  # of the older weight_norm, spectral_norm and prune, which make the tensor of it
         if own_name.endswith(end) and own_name.removesuffix(end) in vars(module):
             return name, own_name.removesuffix(end), ""
     return name, own_name, ""

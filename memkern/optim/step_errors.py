@@ -33,10 +33,15 @@ def names_of(groups: Sequence[dict[str, Any]]) -> list[str | None]:
     return names
 
 
+def _number_and_name(p: Tensor, groups: Sequence[dict[str, Any]]) -> tuple[int, str | None]:
+    """A parameter's number in ``state_dict()``, and its name, if it has one."""
+    number = next(i for i, q in enumerate(q for g in groups for q in g["params"]) if q is p)
+    return number, names_of(groups)[number]
+
+
 def named(p: Tensor, groups: Sequence[dict[str, Any]]) -> str:
     """A parameter by its number in ``state_dict()``, its name, if it has one, and its shape."""
-    number = next(i for i, q in enumerate(q for g in groups for q in g["params"]) if q is p)
-    name = names_of(groups)[number]
+    number, name = _number_and_name(p, groups)
     return f"parameter {number} ({'' if name is None else f'{name!r}, '}shape {tuple(p.shape)})"
 
 
@@ -46,10 +51,8 @@ def of_parameter(p: Tensor, groups: Sequence[dict[str, Any]]) -> Iterator[None]:
     try:
         yield
     except OP_ERRORS as error:
-        names = names_of(groups)
-        number = next(i for i, q in enumerate(q for g in groups for q in g["params"]) if q is p)
-        name = "" if names[number] is None else f" ({names[number]!r})"
-        raise type(error)(f"parameter {number}{name}: {error}") from None
+        number, name = _number_and_name(p, groups)
+        raise type(error)(f"parameter {number}{'' if name is None else f' ({name!r})'}: {error}") from None
 
 
 def in_words(error: Exception, args: StepArgs, groups: Sequence[dict[str, Any]]) -> Exception:

@@ -77,13 +77,6 @@ def test_midpoints_decide_the_nearest_entry_exactly(signed: bool) -> None:
             assert chosen == nearest, f"{t!r} beside the boundary {i}"
 
 
-@over_signs
-@pytest.mark.parametrize("table", ["dynamic_map", "dynamic_midpoints"])
-def test_tables_as_cpp_sees_them(table: str, signed: bool) -> None:
-    host = pytest.importorskip("memkern._host", reason="the C++ extension is not built")
-    assert getattr(host, table)(signed) == [*getattr(codec, table)(signed)]
-
-
 def test_header_is_deterministic_and_exact() -> None:
     header = GENERATE["tables"]()
     assert header == GENERATE["tables"]()
