@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .bench_optim import Make, of, stepper
+from .bench_optim import Make, optimizer_of, stepper
 from .harness import Case, Contender
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -36,14 +36,14 @@ def clipped(make: Make) -> Make:
 
 
 PEERS: dict[str, tuple[Make, torch.dtype]] = {
-    "DeepSpeed CPUAdam, fp32": (of("deepspeed.ops.adam", "DeepSpeedCPUAdam"), FP32),
-    "DeepSpeed CPUAdam, bf16 with fp32 states": (of("deepspeed.ops.adam", "DeepSpeedCPUAdam"), BF16),
+    "DeepSpeed CPUAdam, fp32": (optimizer_of("deepspeed.ops.adam", "DeepSpeedCPUAdam"), FP32),
+    "DeepSpeed CPUAdam, bf16 with fp32 states": (optimizer_of("deepspeed.ops.adam", "DeepSpeedCPUAdam"), BF16),
     "DeepSpeed CPUAdam, all bf16": (
-        of("deepspeed.ops.adam", "DeepSpeedCPUAdam", fp32_optimizer_states=False),
+        optimizer_of("deepspeed.ops.adam", "DeepSpeedCPUAdam", fp32_optimizer_states=False),
         BF16,
     ),
-    "torch AdamW fused, fp32": (of("torch.optim", "AdamW", fused=True), FP32),
-    "torch AdamW fused, all bf16": (of("torch.optim", "AdamW", fused=True), BF16),
+    "torch AdamW fused, fp32": (optimizer_of("torch.optim", "AdamW", fused=True), FP32),
+    "torch AdamW fused, all bf16": (optimizer_of("torch.optim", "AdamW", fused=True), BF16),
 }
 
 
@@ -56,7 +56,7 @@ def cases(size: int, device: str) -> list[Case]:
             """Of a contender that reads or writes the gradients so often before its update."""
             return {"shapes": shapes, "device": device, "reads": lambda params, state: times * params if norm else 0}
 
-        ours = of("memkern.optim", "AdamW8bit", master_weights="bf16+8", max_grad_norm=norm)
+        ours = optimizer_of("memkern.optim", "AdamW8bit", master_weights="bf16+8", max_grad_norm=norm)
         found: list[Contender] = [stepper("memkern AdamW8bit, bf16+8", ours, dtype=BF16, **group(1))]
         for peer, (make, dtype) in PEERS.items():
             if device == "cpu" or not peer.startswith("DeepSpeed"):

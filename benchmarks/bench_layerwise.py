@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.support import timm_optim
 
-from .bench_optim import GPT2, Make, Shapes, gpt2_shapes, of, stepper
+from .bench_optim import GPT2, Make, Shapes, gpt2_shapes, optimizer_of, stepper
 from .harness import Case
 
 
@@ -17,26 +17,26 @@ def of_timm(cls: str, **options: Any) -> Make:
 
 
 def reads(of_params: int, of_state: int) -> Callable[[int, int], int]:
-    """Bytes read before the update, so many times those of the parameters and of the states."""
+    """Bytes that a pass for norms reads: so many times those of the parameters, and of the states."""
     return lambda params, state: of_params * params + of_state * state
 
 
 NOTHING, NORMS, CLASSIC_NORMS = reads(0, 0), reads(2, 1), reads(2, 0)
 """The last two: for norms of parameters and updates, and of parameters and gradients."""
 LAMB = {
-    "memkern LAMB8bit": (of("memkern.optim", "LAMB8bit"), NORMS),
-    "memkern LAMB": (of("memkern.optim", "LAMB"), NORMS),
-    "memkern AdamW8bit": (of("memkern.optim", "AdamW8bit"), NOTHING),
+    "memkern LAMB8bit": (optimizer_of("memkern.optim", "LAMB8bit"), NORMS),
+    "memkern LAMB": (optimizer_of("memkern.optim", "LAMB"), NORMS),
+    "memkern AdamW8bit": (optimizer_of("memkern.optim", "AdamW8bit"), NOTHING),
     "timm Lamb": (of_timm("Lamb", max_grad_norm=None), NORMS),
-    "torch AdamW fused": (of("torch.optim", "AdamW", fused=True), NOTHING),
+    "torch AdamW fused": (optimizer_of("torch.optim", "AdamW", fused=True), NOTHING),
 }
 RECIPE = {"lr": 1.0, "momentum": 0.9, "weight_decay": 1e-4, "trust_coeff": 1e-3}
 LARS = {
-    "memkern LARS8bit": (of("memkern.optim", "LARS8bit", **RECIPE), CLASSIC_NORMS),
-    "memkern LARS": (of("memkern.optim", "LARS", **RECIPE), CLASSIC_NORMS),
-    "memkern LARS8bit, paper's form": (of("memkern.optim", "LARS8bit"), NORMS),
+    "memkern LARS8bit": (optimizer_of("memkern.optim", "LARS8bit", **RECIPE), CLASSIC_NORMS),
+    "memkern LARS": (optimizer_of("memkern.optim", "LARS", **RECIPE), CLASSIC_NORMS),
+    "memkern LARS8bit, paper's form": (optimizer_of("memkern.optim", "LARS8bit"), NORMS),
     "timm Lars": (of_timm("Lars", **RECIPE), CLASSIC_NORMS),
-    "torch SGD fused": (of("torch.optim", "SGD", lr=0.1, momentum=0.9, fused=True), NOTHING),
+    "torch SGD fused": (optimizer_of("torch.optim", "SGD", lr=0.1, momentum=0.9, fused=True), NOTHING),
 }
 
 

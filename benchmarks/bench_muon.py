@@ -14,7 +14,7 @@ from memkern.quant.layout import layout_of
 from memkern.reference import muon
 from memkern.schemas import StepArgs
 
-from .bench_optim import GPT2, Shapes, gpt2_shapes, of, stepper
+from .bench_optim import GPT2, Shapes, gpt2_shapes, optimizer_of, stepper
 from .harness import Case, Contender, Subject
 
 BLOCK_SIZE = 128
@@ -67,10 +67,10 @@ def cases(size: int, device: str) -> list[Case]:
             f"Muon, {len(matrices)} matrices like GPT-2's",
             numel,
             [
-                stepper("memkern Muon8bit", of("memkern.optim", "Muon8bit"), matrices, device),
-                stepper("memkern Muon", of("memkern.optim", "Muon"), matrices, device),
+                stepper("memkern Muon8bit", optimizer_of("memkern.optim", "Muon8bit"), matrices, device),
+                stepper("memkern Muon", optimizer_of("memkern.optim", "Muon"), matrices, device),
                 ops_alone(matrices, device),
-                stepper("torch Muon", of("torch.optim", "Muon"), matrices, device),
+                stepper("torch Muon", optimizer_of("torch.optim", "Muon"), matrices, device),
                 stepper("pytorch_optimizer Muon", pytorch_optimizers, matrices, device),
             ],
         )

@@ -1,4 +1,5 @@
-"""Optimizer steps: 8-bit AdamW, Adam and Lion beside those of torch, bitsandbytes, torchao and DeepSpeed."""
+"""Optimizer steps: memkern's AdamW, Adam, Lion and SGD beside those of torch, bitsandbytes, torchao, flashoptim and
+DeepSpeed."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ UNUSED = {"DeepSpeed CPULion": "exp_avg_sq"}  # state that is allocated and neve
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of all tensors of the states, those in objects too: flashoptim's moments are some."""
+    """Bytes of all tensors of the states, those in objects too, as flashoptim's moments are."""
     objects = [x for x in tree_leaves([*optimizer.state.values()]) if type(x).__module__.startswith("flashoptim")]
     return optimizer_bytes(optimizer) + sum(tensor_bytes(vars(x).values()) for x in objects)
 
@@ -64,7 +65,7 @@ def stepper(
     return Contender(name, setup)
 
 
-def of(module: str, cls: str, **options: Any) -> Make:
+def optimizer_of(module: str, cls: str, **options: Any) -> Make:
     """An optimizer class of a module that may not be installed."""
     return lambda params: getattr(importlib.import_module(module), cls)(params, **options)
 
@@ -72,36 +73,36 @@ def of(module: str, cls: str, **options: Any) -> Make:
 def flash_adamw(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
     """flashoptim's at its defaults, which add 8 bits to each bf16 weight (24 in all) and are refused for fp32 ones."""
     bits = 24 if params[0].dtype == torch.bfloat16 else None
-    return of("flashoptim", "FlashAdamW", master_weight_bits=bits)(params)
+    return optimizer_of("flashoptim", "FlashAdamW", master_weight_bits=bits)(params)
 
 
 ADAMW = {
-    "memkern AdamW8bit": of("memkern.optim", "AdamW8bit"),
-    "memkern AdamW": of("memkern.optim", "AdamW"),
-    "torch AdamW fused": of("torch.optim", "AdamW", fused=True),
-    "torch AdamW foreach": of("torch.optim", "AdamW", foreach=True),
-    "bitsandbytes AdamW8bit": of("bitsandbytes.optim", "AdamW8bit"),
-    "torchao AdamW8bit": of("torchao.optim", "AdamW8bit"),
+    "memkern AdamW8bit": optimizer_of("memkern.optim", "AdamW8bit"),
+    "memkern AdamW": optimizer_of("memkern.optim", "AdamW"),
+    "torch AdamW fused": optimizer_of("torch.optim", "AdamW", fused=True),
+    "torch AdamW foreach": optimizer_of("torch.optim", "AdamW", foreach=True),
+    "bitsandbytes AdamW8bit": optimizer_of("bitsandbytes.optim", "AdamW8bit"),
+    "torchao AdamW8bit": optimizer_of("torchao.optim", "AdamW8bit"),
     "flashoptim AdamW": flash_adamw,
-    "DeepSpeed CPUAdam": of("deepspeed.ops.adam", "DeepSpeedCPUAdam"),
+    "DeepSpeed CPUAdam": optimizer_of("deepspeed.ops.adam", "DeepSpeedCPUAdam"),
 }
 ADAM = {
-    "memkern Adam8bit": of("memkern.optim", "Adam8bit"),
-    "torch Adam fused": of("torch.optim", "Adam", fused=True),
-    "bitsandbytes Adam8bit": of("bitsandbytes.optim", "Adam8bit"),
+    "memkern Adam8bit": optimizer_of("memkern.optim", "Adam8bit"),
+    "torch Adam fused": optimizer_of("torch.optim", "Adam", fused=True),
+    "bitsandbytes Adam8bit": optimizer_of("bitsandbytes.optim", "Adam8bit"),
 }
 LION = {
-    "memkern Lion8bit": of("memkern.optim", "Lion8bit"),
-    "memkern Lion": of("memkern.optim", "Lion"),
-    "bitsandbytes Lion8bit": of("bitsandbytes.optim", "Lion8bit"),
-    "DeepSpeed CPULion": of("deepspeed.ops.lion", "DeepSpeedCPULion"),
+    "memkern Lion8bit": optimizer_of("memkern.optim", "Lion8bit"),
+    "memkern Lion": optimizer_of("memkern.optim", "Lion"),
+    "bitsandbytes Lion8bit": optimizer_of("bitsandbytes.optim", "Lion8bit"),
+    "DeepSpeed CPULion": optimizer_of("deepspeed.ops.lion", "DeepSpeedCPULion"),
 }
 SGD = {
-    "memkern SGD8bit": of("memkern.optim", "SGD8bit", momentum=0.9),
-    "memkern SGD": of("memkern.optim", "SGD", momentum=0.9),
-    "torch SGD fused": of("torch.optim", "SGD", momentum=0.9, fused=True),
-    "torch SGD foreach": of("torch.optim", "SGD", momentum=0.9, foreach=True),
-    "bitsandbytes SGD8bit": of("bitsandbytes.optim", "SGD8bit", lr=1e-3, momentum=0.9),
+    "memkern SGD8bit": optimizer_of("memkern.optim", "SGD8bit", momentum=0.9),
+    "memkern SGD": optimizer_of("memkern.optim", "SGD", momentum=0.9),
+    "torch SGD fused": optimizer_of("torch.optim", "SGD", momentum=0.9, fused=True),
+    "torch SGD foreach": optimizer_of("torch.optim", "SGD", momentum=0.9, foreach=True),
+    "bitsandbytes SGD8bit": optimizer_of("bitsandbytes.optim", "SGD8bit", lr=1e-3, momentum=0.9),
 }
 
 
@@ -117,16 +118,16 @@ def torch_clipped(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
 
 
 CLIPPED = {  # memkern's is one read of the gradients (grad_norm_) and the step
-    "memkern AdamW8bit": of("memkern.optim", "AdamW8bit", max_grad_norm=1.0),
+    "memkern AdamW8bit": optimizer_of("memkern.optim", "AdamW8bit", max_grad_norm=1.0),
     "torch AdamW fused": torch_clipped,
 }
 
 
 BF16_WEIGHTS = {
-    "memkern AdamW8bit": of("memkern.optim", "AdamW8bit"),
-    "memkern AdamW8bit, stochastic rounding": of("memkern.optim", "AdamW8bit", stochastic_rounding=True),
-    "memkern AdamW8bit, bf16+8": of("memkern.optim", "AdamW8bit", master_weights="bf16+8"),
-    "memkern AdamW8bit, bf16+16": of("memkern.optim", "AdamW8bit", master_weights="bf16+16"),
+    "memkern AdamW8bit": optimizer_of("memkern.optim", "AdamW8bit"),
+    "memkern AdamW8bit, stochastic rounding": optimizer_of("memkern.optim", "AdamW8bit", stochastic_rounding=True),
+    "memkern AdamW8bit, bf16+8": optimizer_of("memkern.optim", "AdamW8bit", master_weights="bf16+8"),
+    "memkern AdamW8bit, bf16+16": optimizer_of("memkern.optim", "AdamW8bit", master_weights="bf16+16"),
 }
 
 GPT2 = 124_439_808  # parameters

@@ -32,7 +32,7 @@ def source(function: Callable[..., Any], inputs: list[tuple[tuple[int, ...], tor
 
     from memkern.compiled.torch_internals import make_fx, select_decomp_table
 
-    with gpu.answers(H100), contextlib.ExitStack() as stack:
+    with gpu.inductor_sees(H100), contextlib.ExitStack() as stack:
         fake = FakeTensorMode()
         with fake:
             given = [torch.empty(shape, dtype=dtype, device="cuda") for shape, dtype in inputs]

@@ -22,7 +22,7 @@ from benchmarks import harness
 from benchmarks.bench_activation import contender as activation
 from benchmarks.bench_activation import gelus
 from benchmarks.bench_layerwise import CLASSIC_NORMS, NORMS, NOTHING, RECIPE
-from benchmarks.bench_optim import GPT2, Shapes, flash_adamw, gpt2_shapes, of, stepper
+from benchmarks.bench_optim import GPT2, Shapes, flash_adamw, gpt2_shapes, optimizer_of, stepper
 from memkern import _ops
 
 LARGE = 10**9
@@ -32,23 +32,23 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SECONDS = 0.6  # of a contender's calls
 ROUNDS = 20
 
-FUSED = ("torch AdamW fused", of("torch.optim", "AdamW", fused=True), NOTHING)
-FOREACH = ("torch AdamW foreach", of("torch.optim", "AdamW", foreach=True), NOTHING)
+FUSED = ("torch AdamW fused", optimizer_of("torch.optim", "AdamW", fused=True), NOTHING)
+FOREACH = ("torch AdamW foreach", optimizer_of("torch.optim", "AdamW", foreach=True), NOTHING)
 OTHERS: dict[str, list[tuple[str, Any, Any]]] = {
     "AdamW8bit": [
         FUSED,
         FOREACH,
-        ("bitsandbytes AdamW8bit", of("bitsandbytes.optim", "AdamW8bit"), NOTHING),
+        ("bitsandbytes AdamW8bit", optimizer_of("bitsandbytes.optim", "AdamW8bit"), NOTHING),
         ("flashoptim AdamW", flash_adamw, NOTHING),
     ],
-    "Lion8bit": [FUSED, ("bitsandbytes Lion8bit", of("bitsandbytes.optim", "Lion8bit"), NOTHING)],
+    "Lion8bit": [FUSED, ("bitsandbytes Lion8bit", optimizer_of("bitsandbytes.optim", "Lion8bit"), NOTHING)],
     "LAMB8bit": [FUSED],
-    "LARS8bit": [("torch SGD fused", of("torch.optim", "SGD", lr=0.1, momentum=0.9, fused=True), NOTHING)],
+    "LARS8bit": [("torch SGD fused", optimizer_of("torch.optim", "SGD", lr=0.1, momentum=0.9, fused=True), NOTHING)],
 }
 OF_BF16: dict[str, list[tuple[str, Any, Any]]] = {
     "AdamW8bit": [
-        ("memkern AdamW8bit, bf16+8", of("memkern.optim", "AdamW8bit", master_weights="bf16+8"), NOTHING),
-        ("flashoptim AdamW, plain weights", of("flashoptim", "FlashAdamW", master_weight_bits=None), NOTHING),
+        ("memkern AdamW8bit, bf16+8", optimizer_of("memkern.optim", "AdamW8bit", master_weights="bf16+8"), NOTHING),
+        ("flashoptim AdamW, plain weights", optimizer_of("flashoptim", "FlashAdamW", master_weight_bits=None), NOTHING),
     ],
 }
 """flashoptim's default has 8 more bits of each bf16 weight, as memkern's bf16+8 has: like beside like."""
@@ -62,7 +62,7 @@ OURS: dict[str, tuple[dict[str, Any], Callable[[int, int], int]]] = {
 
 def steps(name: str, shapes: Shapes, dtype: str, device: str) -> harness.Case:
     options, reads = OURS[name]
-    contenders = [(f"memkern {name}", of("memkern.optim", name, **options), reads), *OTHERS[name]]
+    contenders = [(f"memkern {name}", optimizer_of("memkern.optim", name, **options), reads), *OTHERS[name]]
     contenders += OF_BF16.get(name, []) if dtype == "bf16" else []
     return harness.Case(
         f"{name}, {len(shapes)} tensors, {dtype}" if len(shapes) > 1 else f"{name}, one tensor, {dtype}",

@@ -74,7 +74,7 @@ def figures(model: str, tokens: int) -> list[str]:
     card = hardware.DEFAULTS["cuda"]
     predictor = Predictor(source, "cuda", "cuda", card)
     found = predictor.predict(techniques)
-    fixed = predictor.fixed(techniques)
+    fixed = predictor.static_bytes(techniques)
     count = fixed.count
     counted = max(streamed_bytes.peak_of_a_step(source, techniques).values()) + card.process
     muon = predictor.held_on_host(techniques.replace(optimizer="muon"))

@@ -1,4 +1,5 @@
-"""A training step of a model with given techniques, run on fake tensors."""
+"""What a training step needs, from fake tensors: traces of its forward and backward pass (:func:`traces`), and bytes of
+parameters, gradients and optimizer states (:func:`static_bytes`)."""
 
 from __future__ import annotations
 
@@ -45,13 +46,13 @@ def traces(source: Source, techniques: Techniques, device: str) -> tuple[list[Tr
         raise not_allowed("loss_chunk", techniques.loss_chunk, "None for a model that is no language model")
     if isinstance(source, Configured):
         with contextlib.suppress(Exception):  # the model's own, where other sizes depend on the number of blocks
-            found = _of_few(source, techniques, device) or _of_kinds(source, techniques, device)
+            found = _of_equal_blocks(source, techniques, device) or _of_kinds_of_blocks(source, techniques, device)
             if found is not None:
                 return found
     return [trace(source, techniques, device)], 0
 
 
-def _of_few(source: Configured, techniques: Techniques, device: str) -> tuple[list[Trace], int] | None:
+def _of_equal_blocks(source: Configured, techniques: Techniques, device: str) -> tuple[list[Trace], int] | None:
     """Traces of two models with few blocks, the second with one more, where all blocks are alike.
 
     Where one of several has a checkpoint, several blocks are what one is here.
@@ -67,7 +68,7 @@ def _of_few(source: Configured, techniques: Techniques, device: str) -> tuple[li
     return None if aligned(fewer, many) is None else ([fewer, many], (depth - few) // each)
 
 
-def _of_kinds(source: Configured, techniques: Techniques, device: str) -> tuple[list[Trace], int] | None:
+def _of_kinds_of_blocks(source: Configured, techniques: Techniques, device: str) -> tuple[list[Trace], int] | None:
     """The same where blocks are of several kinds that run the same operators, such as with another mask."""
     kinds = source.kinds
     if techniques.checkpoint_every > 1 or len(kinds) <= len(set(kinds)) + 2:
@@ -147,42 +148,42 @@ def floats_to(batch: Any, dtype: torch.dtype) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class Fixed:
-    """Bytes that do not depend on the batch, and numbers of parameters."""
+class StaticBytes:
+    """Bytes that do not depend on the batch, and two numbers of parameters."""
 
-    count: int
-    head: int
+    count: int  # parameters of the model
+    head: int  # and of its output layer
     parameters: int
-    errors: int
+    errors: int  # rounding errors of bf16 weights
     gradients: int
-    optimizer: int
-    step_temporaries: int
-    largest: int
-    """Bytes of the largest gradient."""
+    optimizer: int  # its states without these errors
+    step_temporaries: int  # the most that a step allocates
+    largest: int  # the largest gradient
+    # memkern.planner.shards.group_sizes
     root: int = 0
     block: int = 0
     first: int = 0
     last: int = 0
     tensor: int = 0
-    """See :func:`memkern.planner.shards.group_sizes`."""
     buffers: int = 0
-    pinned: int = 0
-    """Of all parameters, were each in pinned memory of its own, which torch rounds up to a power of two."""
+    pinned: int = 0  # all parameters, each in pinned memory of its own, which torch rounds up to a power of two
 
 
-def fixed(source: Source, techniques: Techniques, device: str, devices: int = 1) -> Fixed:
+def static_bytes(source: Source, techniques: Techniques, device: str, devices: int = 1) -> StaticBytes:
     """Sizes of the parameters and of what the optimizer holds for them, from a step on fake tensors.
 
     devices: the shards that one of so many holds (with the first rows of each parameter, which are the most).
     """
     depth = source.depth
     if not isinstance(source, Configured) or depth is None or depth <= FEW + 1:
-        return _fixed(source, techniques, device, devices)
-    few, many = (dataclasses.astuple(_fixed(source.with_depth(n), techniques, device, devices)) for n in (FEW, FEW + 1))
-    return Fixed(*(a + (depth - FEW) * (b - a) for a, b in zip(few, many, strict=True)))
+        return _static_bytes(source, techniques, device, devices)
+    few, many = (
+        dataclasses.astuple(_static_bytes(source.with_depth(n), techniques, device, devices)) for n in (FEW, FEW + 1)
+    )
+    return StaticBytes(*(a + (depth - FEW) * (b - a) for a, b in zip(few, many, strict=True)))
 
 
-def _fixed(source: Source, techniques: Techniques, device: str, devices: int = 1) -> Fixed:
+def _static_bytes(source: Source, techniques: Techniques, device: str, devices: int = 1) -> StaticBytes:
     with FakeMode(), torch.device(device):
         model = source.empty(weight_dtype(techniques))
         trained = [p for p in model.parameters() if p.requires_grad]
@@ -195,7 +196,7 @@ def _fixed(source: Source, techniques: Techniques, device: str, devices: int = 1
         groups = optimizer_groups(model, techniques, lr=1e-3, weight_decay=0.0) if muon else trained
         errors, state, temporaries = _optimizer_bytes(trained, groups, techniques)
         gradients = [p.numel() * p.element_size() for p in trained]
-        return Fixed(
+        return StaticBytes(
             count=sum(p.numel() for p in model.parameters()),
             head=head.numel() if isinstance(head, Tensor) else 0,
             parameters=held,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ..techniques.options import Techniques
 
 if TYPE_CHECKING:
-    from .fake_step import Fixed
+    from .fake_step import StaticBytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,14 @@ def default(device: str) -> Hardware:
 
 
 def seconds(
-    hardware: Hardware, t: Techniques, fixed: Fixed, *, tokens: int, attention: float, compiled: float, brought: int
+    hardware: Hardware,
+    t: Techniques,
+    fixed: StaticBytes,
+    *,
+    tokens: int,
+    attention: float,
+    compiled: float,
+    brought: int,
 ) -> float:
     """Seconds of an optimizer step.
 

@@ -220,7 +220,7 @@ def _choose(predictor: Predictor, chooser: Chooser, memory: int, rows: dict[str,
             best = predictor.predict(more)
     return Plan(
         model=source.name,
-        parameters=predictor.fixed(Techniques()).count,
+        parameters=predictor.static_bytes(Techniques()).count,
         device=predictor.device,
         seq_len=source.tokens,
         memory=memory,

@@ -107,7 +107,7 @@ class Predictor:
             return checked
 
         self._traces = cached(fake_step.traces)
-        self._fixed = cached(functools.partial(fake_step.fixed, devices=devices))
+        self._static_bytes = cached(functools.partial(fake_step.static_bytes, devices=devices))
         self._found_peaks: dict[Any, Any] = {}
         self.predict = functools.cache(self._predict)
 
@@ -129,14 +129,14 @@ class Predictor:
         needs_two = not self.runs(Techniques()) and self.runs(Techniques(micro_batch=2))
         return 2 if needs_two else 1
 
-    def fixed(self, techniques: Techniques) -> Any:
+    def static_bytes(self, techniques: Techniques) -> Any:
         precision = "bf16" if techniques.precision == "bf16" else "fp32"
         kept = {name: getattr(techniques, name) for name in ("optimizer", "state_bits", "master_weights")}
-        return self._fixed(Techniques(precision=precision, **kept))
+        return self._static_bytes(Techniques(precision=precision, **kept))
 
     def floor(self, techniques: Techniques) -> int:
         """A lower bound of the peak, found without a trace."""
-        fixed = self.fixed(techniques)
+        fixed = self.static_bytes(techniques)
         if self._streams(techniques):
             return self.hardware.process + fixed.buffers + fixed.largest
         whole = not (techniques.step_in_backward or techniques.offload == "cpu")
@@ -146,7 +146,7 @@ class Predictor:
     @functools.cached_property
     def has_blocks(self) -> bool:
         """Whether the model has a list of like blocks."""
-        return self.fixed(Techniques()).block > 0
+        return self.static_bytes(Techniques()).block > 0
 
     def _streams(self, techniques: Techniques) -> bool:
         """Whether the weights are not on the device."""
@@ -169,7 +169,7 @@ class Predictor:
 
     def _brought(self, techniques: Techniques) -> int:
         """Bytes of weights that each pass brings from the host."""
-        fixed = self.fixed(techniques)
+        fixed = self.static_bytes(techniques)
         return fixed.parameters - fixed.buffers if self._streams(techniques) else 0
 
     def _is_on_host(self, techniques: Techniques) -> bool:
@@ -186,7 +186,7 @@ class Predictor:
 
         if self._steps_on_host(techniques):
             return 0
-        fixed = self.fixed(techniques)
+        fixed = self.static_bytes(techniques)
         states, largest = fixed.errors + fixed.optimizer, BUCKET_BYTES
         if techniques.algorithm in ("lamb", "lars", "muon"):
             largest = max(largest, math.ceil(states * fixed.largest / max(1, fixed.gradients)))
@@ -194,7 +194,7 @@ class Predictor:
 
     def _rows(self, techniques: Techniques, traces: Sequence[Any], more: int) -> dict[str, dict[str, int]]:
         """Bytes at the peak of each of ``PHASES``, by category."""
-        fixed, on_host = self.fixed(techniques), self._is_on_host(techniques)
+        fixed, on_host = self.static_bytes(techniques), self._is_on_host(techniques)
         steps_there = self._steps_on_host(techniques)
         leaves = techniques.step_in_backward or steps_there
         accumulates = techniques.accumulation > 1 and not leaves
@@ -243,7 +243,7 @@ class Predictor:
         in backward; else those of all parameters are there, and with accumulation these three beside them. With
         ``offload="device"`` there are errors and states alone, all of them pinned.
         """
-        fixed = self.fixed(techniques)
+        fixed = self.static_bytes(techniques)
         if techniques.offload == "device":
             return math.ceil((1 + SLABS) * (fixed.errors + fixed.optimizer))
         gradients, weights = fixed.gradients, fixed.parameters
@@ -265,7 +265,7 @@ class Predictor:
         from .shards import Groups, Streamed
         from .trace import peaks
 
-        fixed = self.fixed(techniques)
+        fixed = self.static_bytes(techniques)
         held: Any = None
         if self.devices > 1:
             held = Groups(fixed.root, fixed.block, HELD[self.device], shard=fixed.root // self.devices)
@@ -285,7 +285,7 @@ class Predictor:
         return seconds(
             self.hardware,
             techniques,
-            self.fixed(techniques),
+            self.static_bytes(techniques),
             tokens=self.source.tokens,
             attention=self.source.attention * self.source.tokens,
             compiled=COMPILED[self.device][techniques.saved_bits] if techniques.compile else 1.0,

@@ -19,6 +19,7 @@ from .class_swap import revert
 from .report import Report
 from .swap_plan import DEFAULT_BITS, MARKED, OUTPUT, Compression, Predicate
 
+# Options that compress once had.
 _REMOVED = ("saved_bits", "offload", "offload_ahead", "example")
 
 
@@ -33,7 +34,7 @@ def _linear_options(linear: float | Mapping[str, Any] | None) -> dict[str, Any] 
     if linear is None:
         return None
     options = dict(linear) if isinstance(linear, Mapping) else {"share": linear}
-    RandomizedLinear(1, 1, device="meta", **options)  # checks them
+    RandomizedLinear(1, 1, device="meta", **options)  # raises where one is not allowed
     return options
 
 

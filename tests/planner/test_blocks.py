@@ -65,7 +65,7 @@ def test_few_blocks_tell_of_all(source: Any, changes: dict[str, Any]) -> None:
     for free in (False, True):
         found, expected = (peaks(*of, free_gradients=free, unit=64) for of in ((made, more), ([whole], 0)))
         assert [sum(found[phase].values()) for phase in expected] == [sum(x.values()) for x in expected.values()]
-    assert fake_step.fixed(source, techniques, "cpu") == fake_step._fixed(source, techniques, "cpu")
+    assert fake_step.static_bytes(source, techniques, "cpu") == fake_step._static_bytes(source, techniques, "cpu")
 
 
 def test_blocks_that_differ_have_no_trace_with_one_less(source: Any) -> None:

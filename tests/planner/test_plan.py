@@ -134,7 +134,7 @@ MILLIONS = {  # of parameters
 @pytest.mark.parametrize(("name", "count"), MILLIONS.items())
 def test_built_in_models(name: str, count: float) -> None:
     predictor = Predictor(resolve(name, 64, None, None, None), "cpu", "cpu", DEFAULTS["cpu"])
-    assert predictor.fixed(Techniques()).count / 1e6 == pytest.approx(count, abs=0.2)
+    assert predictor.static_bytes(Techniques()).count / 1e6 == pytest.approx(count, abs=0.2)
     plain, checkpointed = (predictor.predict(Techniques(checkpointing=how)).phases for how in (None, "blocks"))
     assert checkpointed["forward"] < plain["forward"]
 

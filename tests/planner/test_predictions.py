@@ -11,7 +11,7 @@ from tests.support.planned_models import DEPTH, WIDTH, Stack, predictor_of
 def test_categories_add_up_and_are_as_counted() -> None:
     predictor = predictor_of(Stack(), torch.zeros(2, WIDTH))
     count = DEPTH * (8 * WIDTH * WIDTH + 5 * WIDTH)
-    fixed = predictor.fixed(Techniques(state_bits=8))
+    fixed = predictor.static_bytes(Techniques(state_bits=8))
     assert fixed.count == count
     assert fixed.parameters == fixed.gradients == 4 * count
     assert 2 * count < fixed.optimizer < 2.2 * count
@@ -20,13 +20,13 @@ def test_categories_add_up_and_are_as_counted() -> None:
     assert prediction.peak == sum(prediction.categories.values()) == max(prediction.phases.values())
     assert prediction.categories["optimizer"] == 8 * count + 4 * 4 * DEPTH  # and a step counter per tensor
     for master, size in ((None, 0), ("bf16+16", 2), ("bf16+8", 1)):
-        half = predictor.fixed(Techniques(precision="bf16", master_weights=master))
+        half = predictor.static_bytes(Techniques(precision="bf16", master_weights=master))
         assert (half.parameters, half.errors) == (2 * count, size * count)
 
 
 def test_bytes_of_muons_momentum() -> None:
     predictor = predictor_of(Stack(), torch.zeros(2, WIDTH))
-    fixed = predictor.fixed(Techniques(optimizer="muon", state_bits=8))
+    fixed = predictor.static_bytes(Techniques(optimizer="muon", state_bits=8))
     matrices, vectors = DEPTH * 8 * WIDTH * WIDTH, DEPTH * 5 * WIDTH
     assert fixed.count == matrices + vectors
     steps = 4 * 4 * DEPTH
@@ -41,7 +41,7 @@ def test_bytes_of_muons_momentum() -> None:
 
 def test_a_step_in_backward_frees_gradients_and_accumulation_holds_them() -> None:
     predictor = predictor_of(Stack(), torch.zeros(2, WIDTH))
-    fixed = predictor.fixed(Techniques())
+    fixed = predictor.static_bytes(Techniques())
     plain, leaving, accumulating = (
         predictor.predict(Techniques(**changes)) for changes in ({}, {"step_in_backward": True}, {"accumulation": 4})
     )
@@ -60,7 +60,7 @@ def test_offload_leaves_the_gpu_without_states() -> None:
     assert away.host >= here.categories["optimizer"] > 0
     assert away.seconds > here.seconds
     half = {"precision": "bf16", "offload": "cpu"}
-    count = predictor.fixed(Techniques()).count
+    count = predictor.static_bytes(Techniques()).count
     states = predictor.predict(Techniques(offload="device"))
     assert states.categories["optimizer"] == here.categories["optimizer"]  # which are less than a bucket
     assert here.categories["optimizer"] <= states.host <= 1.03 * here.categories["optimizer"] + 1

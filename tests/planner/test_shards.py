@@ -25,7 +25,7 @@ def model() -> nn.Module:
 
 
 def test_a_device_holds_its_rows_and_what_is_gathered() -> None:
-    found = predictor_of(model(), INPUTS, devices=4).fixed(Techniques())
+    found = predictor_of(model(), INPUTS, devices=4).static_bytes(Techniques())
     block, head = 8 * WIDTH + 8, 2 * WIDTH  # of 30 and 5 rows, rounded up
     assert found.count == DEPTH * WIDTH * (WIDTH + 1) + 5 * WIDTH
     assert found.parameters == found.gradients == 4 * (DEPTH * block + head)
@@ -52,7 +52,7 @@ def test_gradients_of_blocks_are_reduced_when_the_block_ends() -> None:
     predictors = [predictor_of(model(), INPUTS, devices=n) for n in (1, 3)]
     one, many = (each.predict(Techniques(micro_batch=50)) for each in predictors)
     assert many.phases["step"] < one.phases["step"] / 2 + DEFAULTS["cpu"].process
-    gathered = predictors[1].fixed(Techniques())
+    gathered = predictors[1].static_bytes(Techniques())
     assert many.categories["temporaries"] >= gathered.root + gathered.block
 
 

@@ -10,7 +10,7 @@ from torch import nn
 import memkern
 from memkern.planner import fake_cuda
 from memkern.planner.choice import Chooser
-from memkern.planner.fake_step import Fixed
+from memkern.planner.fake_step import StaticBytes
 from memkern.planner.hardware import DEFAULTS, seconds
 from memkern.planner.prediction import Predictor
 from memkern.planner.shards import Streamed
@@ -84,7 +84,7 @@ def test_gradients_on_the_host_are_those_of_three_groups_or_of_all() -> None:
         predictor(model).held_on_host(techniques.replace(**changes))
         for changes in ({}, {"step_in_backward": True}, {"accumulation": 2})
     )
-    fixed = predictor(model).fixed(techniques)
+    fixed = predictor(model).static_bytes(techniques)
     rounded = fixed.pinned / fixed.parameters
     assert plain - stepped == pytest.approx((fixed.gradients - 3 * BLOCK) * rounded, abs=2)
     assert accumulated - plain == pytest.approx(3 * BLOCK * rounded, abs=2)
@@ -103,7 +103,7 @@ def test_on_the_cpu_weights_are_counted_where_they_are() -> None:
 # ---- time
 
 SPEEDS = dataclasses.replace(DEFAULTS["cuda"], half_flops=1e12, link=1e9, bandwidth=1e12, host_bandwidth=1e10)
-SIZES = Fixed(
+SIZES = StaticBytes(
     count=10**6, head=0, parameters=2 * 10**6, errors=10**6, gradients=2 * 10**6, optimizer=2 * 10**6,
     step_temporaries=0, largest=0,
 )  # fmt: skip

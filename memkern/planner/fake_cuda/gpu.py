@@ -1,5 +1,5 @@
-"""Torch's choices on a GPU, made without one: attention that does not store all scores, autocast, whole operators; and
-what Inductor asks of a GPU and of Triton. For a process with fake CUDA alone."""
+"""Patches with which torch and Inductor choose as on a GPU where there is none: attention's kernel, autocast, operators
+that are not decomposed. For a process with fake CUDA alone."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _no_kernel(*_: object) -> None:
 
 
 def _not_decomposed() -> torch.library.Library:
-    """Operators that torch runs as several where it has kernels for the CPU alone; on a GPU they allocate no more."""
+    """Operators that torch decomposes on fake CUDA, as it has kernels for the CPU alone, and does not on a GPU."""
     library = torch.library.Library("aten", "IMPL", "CUDA")
     for name in ("silu_backward", "mish_backward", "native_channel_shuffle"):
         library.impl(name, _no_kernel)
@@ -80,8 +80,8 @@ A100 = types.SimpleNamespace(
 
 
 @contextlib.contextmanager
-def answers(gpu: Any = A100) -> Iterator[None]:
-    """Inductor makes graphs for fake CUDA tensors in it."""
+def inductor_sees(gpu: Any = A100) -> Iterator[None]:
+    """The scope in which Inductor compiles fake CUDA tensors' graphs for a GPU."""
     from torch._dynamo.device_interface import CudaInterface
     from torch._inductor import scheduler
     from torch.cuda.amp import common
@@ -92,24 +92,24 @@ def answers(gpu: Any = A100) -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
 
-        def patch(owner: Any, **answered: Any) -> None:
+        def replace(owner: Any, **answered: Any) -> None:
             for name, what in answered.items():
                 stack.enter_context(mock.patch.object(owner, name, what, create=True))
 
         properties, zero, nothing = answer(gpu), answer(0), answer(None)
         capability, number = answer((gpu.major, gpu.minor)), answer(10 * gpu.major + gpu.minor)
-        patch(torch.cuda, get_device_properties=properties, set_device=nothing)
+        replace(torch.cuda, get_device_properties=properties, set_device=nothing)
         # Else dynamo and AOTAutograd would save and restore the device's state of random numbers. Autocast asks, too.
-        patch(torch.cuda, is_available=answer(False))
-        patch(common, amp_definitely_not_available=answer(False))
-        patch(torch.cuda, get_device_capability=capability, current_device=zero, device_count=answer(1))
-        patch(torch.cuda, synchronize=nothing, _DeviceGuard=answer(contextlib.nullcontext()))
-        patch(torch._C, _cuda_getCurrentRawStream=zero)
+        replace(torch.cuda, is_available=answer(False))
+        replace(common, amp_definitely_not_available=answer(False))
+        replace(torch.cuda, get_device_capability=capability, current_device=zero, device_count=answer(1))
+        replace(torch.cuda, synchronize=nothing, _DeviceGuard=answer(contextlib.nullcontext()))
+        replace(torch._C, _cuda_getCurrentRawStream=zero)
         for owner in (CudaInterface, CudaInterface.Worker):
-            patch(owner, get_device_properties=staticmethod(properties), current_device=staticmethod(zero))
-        patch(CudaInterface, get_compute_capability=staticmethod(number), get_raw_stream=staticmethod(zero))
-        patch(CudaInterface, is_triton_capable=staticmethod(answer(True)))
-        patch(CudaInterface, raise_if_triton_unavailable=staticmethod(nothing))
-        patch(scheduler, has_triton=answer(True))
-        patch(_triton, triton_hash_with_backend=answer(""))
+            replace(owner, get_device_properties=staticmethod(properties), current_device=staticmethod(zero))
+        replace(CudaInterface, get_compute_capability=staticmethod(number), get_raw_stream=staticmethod(zero))
+        replace(CudaInterface, is_triton_capable=staticmethod(answer(True)))
+        replace(CudaInterface, raise_if_triton_unavailable=staticmethod(nothing))
+        replace(scheduler, has_triton=answer(True))
+        replace(_triton, triton_hash_with_backend=answer(""))
         yield
