@@ -12,159 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import memkern
-from memkern import memory
 from memkern.quant.blockwise import dequantize_blockwise, quantize_blockwise
-
-# ---- checkpoint_blocks(bits=8)
-
-
-class Router(nn.Module):
-    """A block that chooses its experts: near ties, rounded inputs choose others."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.gate = nn.Linear(width, 8, bias=False)
-        self.experts = nn.Parameter(torch.randn(8, width, width) / width**0.5)
-        self.chosen: list[Tensor] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        scores = self.gate(x)
-        best = scores.topk(2, -1)
-        self.chosen.append(best.indices)
-        y = torch.einsum("...w,...kwv->...kv", x, self.experts[best.indices])
-        return x + (best.values.softmax(-1).unsqueeze(-1) * y).sum(-2)
-
-
-class Routed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(32, 32)
-        self.blocks = nn.ModuleList(Router(32) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-def routed(bits: int | None, every: int | None = 1) -> Routed:
-    torch.manual_seed(0)
-    model = Routed()
-    if every is not None:
-        memkern.checkpoint_blocks(model, bits=bits, every=every)
-    return model
-
-
-def gradients(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
-    model.zero_grad()
-    model(x).square().mean().backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-X = torch.randn(64, 16, 32, generator=torch.Generator().manual_seed(1))
-
-
-@pytest.mark.parametrize("every", [1, 2])
-def test_both_passes_decide_alike(every: int) -> None:
-    model = routed(8, every)
-    gradients(model, X)
-    assert [len(block.chosen) for block in model.blocks] == [2, 3 - every, 2, 3 - every]
-    for block in model.blocks[::every]:
-        forward, again = block.chosen
-        assert torch.equal(forward, again)
-    plain = routed(None, None)
-    plain(X)
-    # The test can fail: with exact inputs some tokens have other experts.
-    assert any(
-        not torch.equal(block.chosen[0], other.chosen[0])
-        for block, other in zip(model.blocks, plain.blocks, strict=True)
-    )
-
-
-class Rounded(torch.autograd.Function):
-    """What a checkpoint in 8 bits computes with, by the public functions."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return dequantize_blockwise(*quantize_blockwise(x))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
-
-
-def test_the_gradient_is_that_of_the_model_with_rounded_inputs() -> None:
-    model, twin = routed(8), routed(None, None)
-    for block in twin.blocks:
-        block.register_forward_pre_hook(lambda _, args: (Rounded.apply(args[0]), *args[1:]))
-    assert torch.equal(model(X), twin(X))
-    found, expected = gradients(model, X), gradients(twin, X)
-    assert found.keys() == expected.keys()
-    for name in found:
-        assert torch.equal(found[name], expected[name]), name
-
-
-def test_bytes_of_inputs_in_codes() -> None:
-    models = [routed(bits) for bits in (None, 8)]
-    exact, codes = (memory.saved_bytes(lambda model=model: model(X).sum()) for model in models)
-    assert exact - codes == pytest.approx(4 * X.numel() * (4 - (1 + 4 / 128)), rel=0.01)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_other_dtypes(dtype: torch.dtype) -> None:
-    model, twin = routed(8).to(dtype), routed(None).to(dtype)
-    x = X.to(dtype)
-    assert model(x).dtype == dtype
-    found, expected = gradients(model, x), gradients(twin, x)
-    name = "blocks.3.experts"
-    assert (found[name] - expected[name]).norm() < 0.1 * expected[name].norm()
-
-
-def test_float64_is_exact() -> None:
-    assert torch.equal(routed(8).double()(X.double()), routed(None, None).double()(X.double()))
-
-
-def test_without_gradients_nothing_is_rounded() -> None:
-    with torch.no_grad():
-        assert torch.equal(routed(8)(X), routed(None, None)(X))
-
-
-@pytest.mark.parametrize("every", [1, 2])
-def test_every_call_rounds_alike(every: int) -> None:
-    """A resumed run repeats the bits: its first call is as all others."""
-    model = routed(8, every)
-    first, *others = (model(X) for _ in range(3))
-    assert all(torch.equal(first, other) for other in others)
-    assert torch.equal(first, routed(8, every)(X))
-    assert not torch.equal(first, routed(None)(X))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"bits": 4}, "bits: 4 given; allowed: None, 8"),
-        ({"every": 0}, "every: 0 given; allowed: a whole number, 1 or more"),
-        ({"every": 2.0}, "every: 2.0 given; allowed: a whole number, 1 or more"),
-        ({"blocks": "sqrt"}, "blocks: 'sqrt' given; allowed: 'blocks', with every=2"),
-    ],
-    ids=str,
-)
-def test_what_cannot_be_asked_for_changes_nothing(options: Any, message: str) -> None:
-    model = Routed()
-    with pytest.raises(memkern.OptionError, match=message):
-        memkern.checkpoint_blocks(model, **options)
-    assert not any("forward" in vars(block) for block in model.blocks)
-
-
-@pytest.mark.parametrize(("name", "given", "plain"), [("checkpoint_bits", 8, None), ("checkpoint_every", 2, 1)])
-def test_techniques_of_checkpoints_need_checkpoints(name: str, given: int, plain: Any) -> None:
-    message = f"{name}: {given} given; allowed: {plain} without checkpointing"
-    with pytest.raises(memkern.OptionError, match=message):
-        memkern.Techniques(**{name: given})
-
-
-# ---- blocks in all forms
 
 
 class Block(nn.Module):
@@ -172,9 +20,10 @@ class Block(nn.Module):
 
     def __init__(self, returns: Callable[[Tensor], Any]) -> None:
         super().__init__()
-        self.linear, self.returns = nn.Linear(32, 32), returns
+        self.linear, self.returns, self.runs = nn.Linear(32, 32), returns, 0
 
     def forward(self, x: Tensor, scale: Tensor | None = None) -> Any:
+        self.runs += 1
         x = self.linear(x).tanh()
         return self.returns(x if scale is None else x * scale)
 
@@ -231,10 +80,13 @@ FORMS: dict[str, tuple[Any, Any]] = {
 }
 
 
-def run_and_gradients(model: nn.Module) -> list[Tensor]:
+X = torch.randn(64, 16, 32, generator=torch.Generator().manual_seed(1))
+
+
+def run_and_gradients(model: nn.Module, x: Tensor = X) -> list[Tensor]:
     """What it returns, and the gradients of its input and of its parameters."""
     model.zero_grad()
-    x = X.clone().requires_grad_()
+    x = x.clone().requires_grad_()
     out = model(x)
     out.square().mean().backward()
     return [out.detach(), *(p.grad.clone() for p in (x, *model.parameters()) if p.grad is not None)]
@@ -262,6 +114,18 @@ def test_a_model_computes_as_without_checkpoints(form: str, every: int) -> None:
     assert_same(run_and_gradients(model), run_and_gradients(plain))
 
 
+class Rounded(torch.autograd.Function):
+    """What a checkpoint in 8 bits computes with, by the public functions."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return dequantize_blockwise(*quantize_blockwise(x))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("form", FORMS)
 def test_codes_round_the_first_argument_alone(form: str, every: int) -> None:
@@ -275,9 +139,50 @@ def test_codes_round_the_first_argument_alone(form: str, every: int) -> None:
 
     for block in twin.blocks[::every]:
         block.register_forward_pre_hook(rounds, with_kwargs=True)
-    for skipped in ((), (1, 3)):
-        model.skipped = twin.skipped = skipped
-        assert_same(run_and_gradients(model), run_and_gradients(twin))
+    assert_same(run_and_gradients(model), run_and_gradients(twin))
+    assert [block.runs for block in model.blocks] == [2 if i % every == 0 else 1 for i in range(5)]
+    model.skipped = twin.skipped = (1, 3)
+    assert_same(run_and_gradients(model), run_and_gradients(twin))
+
+
+def both(dtype: torch.dtype, bits: int | None) -> tuple[nn.Module, nn.Module]:
+    """A model with checkpoints, and one without."""
+    model, plain = (Net(itself, plainly).to(dtype) for _ in range(2))
+    memkern.checkpoint_blocks(model, bits=bits)
+    return model, plain
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_codes_of_other_dtypes(dtype: torch.dtype) -> None:
+    for found, expected in zip(*(run_and_gradients(each, X.to(dtype)) for each in both(dtype, 8)), strict=True):
+        assert found.dtype == dtype
+        assert (found - expected).norm() < 0.1 * expected.norm()
+
+
+def test_float64_is_exact_and_without_gradients_nothing_is_rounded() -> None:
+    model, plain = both(torch.float64, 8)
+    assert torch.equal(model(X.double()), plain(X.double()))
+    model, plain = both(torch.float32, 8)
+    assert not torch.equal(model(X), plain(X))
+    with torch.no_grad():
+        assert torch.equal(model(X), plain(X))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"bits": 4}, "bits: 4 given; allowed: None, 8"),
+        ({"every": 0}, "every: 0 given; allowed: a whole number, 1 or more"),
+        ({"every": 2.0}, "every: 2.0 given; allowed: a whole number, 1 or more"),
+        ({"blocks": "sqrt"}, "blocks: 'sqrt' given; allowed: 'blocks', with every=2"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_asked_for_changes_nothing(options: Any, message: str) -> None:
+    model = Net(itself, plainly)
+    with pytest.raises(memkern.OptionError, match=message):
+        memkern.checkpoint_blocks(model, **options)
+    assert not any("forward" in vars(block) for block in model.blocks)
 
 
 def test_hooks_see_what_a_block_returns() -> None:
@@ -340,8 +245,8 @@ def test_a_copy_runs_its_own_blocks(duplicate: Callable[[nn.Module], nn.Module],
     with torch.no_grad():
         for p in copied.parameters():
             p.zero_()
-    grads = gradients(copied, X)
-    assert torch.equal(copied(X), torch.zeros_like(before))
-    assert grads
+    out, *grads = run_and_gradients(copied)
+    assert torch.equal(out, torch.zeros_like(before))
+    assert len(grads) > 1
     assert all(p.grad is None for p in model.parameters())
     assert torch.equal(model(X), before)
