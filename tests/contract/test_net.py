@@ -58,64 +58,53 @@ def test_results_are_those_of_the_hashes(backend: str, group: str) -> None:
 # ---- pickles
 
 
-def modules() -> dict[str, torch.nn.Module]:
-    """One of every public class of modules."""
+ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "GELU": ("tanh",), "Softplus": (2.0, 4.0), "ELU": (0.5,), "CELU": (2.0,), "Hardshrink": (0.25,),
+    "Softshrink": (0.25,), "Threshold": (0.25, -2.0), "LeakyReLU": (0.25,), "Hardtanh": (0.0, 6.0),
+    "RandomizedLinear": (6, 4), "StableEmbedding": (9, 6), "LinearCrossEntropy": (6, 5),
+}  # fmt: skip
+OPTIONS: dict[str, dict[str, Any]] = {
+    "GELU": {"bits": 2}, "Tanh": {"bits": 4}, "ELU": {"bits": 2}, "RandomizedLinear": {"projection": "dct"},
+    "LinearCrossEntropy": {"label_smoothing": 0.125},
+}  # fmt: skip
+
+
+def public(of: Any, base: type) -> list[str]:
+    return [c.__name__ for c in vars(of).values() if isinstance(c, type) and issubclass(c, base)]
+
+
+def module(name: str) -> torch.nn.Module:
+    """One of a public class, or a compressed model."""
     torch.manual_seed(0)
-    found: dict[str, torch.nn.Module] = {
-        "GELU": memkern.nn.GELU("tanh", bits=2),
-        "SiLU": memkern.nn.SiLU(),
-        "Tanh": memkern.nn.Tanh(bits=4),
-        "Sigmoid": memkern.nn.Sigmoid(),
-        "Softplus": memkern.nn.Softplus(2.0, 4.0),
-        "Mish": memkern.nn.Mish(),
-        "Hardswish": memkern.nn.Hardswish(),
-        "QuickGELU": memkern.nn.QuickGELU(),
-        "ELU": memkern.nn.ELU(0.5, bits=2),
-        "CELU": memkern.nn.CELU(2.0),
-        "SELU": memkern.nn.SELU(),
-        "LogSigmoid": memkern.nn.LogSigmoid(),
-        "Softsign": memkern.nn.Softsign(),
-        "Tanhshrink": memkern.nn.Tanhshrink(),
-        "Hardsigmoid": memkern.nn.Hardsigmoid(),
-        "Hardshrink": memkern.nn.Hardshrink(0.25),
-        "Softshrink": memkern.nn.Softshrink(0.25),
-        "Threshold": memkern.nn.Threshold(0.25, -2.0),
-        "ReLU": memkern.nn.ReLU(),
-        "LeakyReLU": memkern.nn.LeakyReLU(0.25),
-        "Hardtanh": memkern.nn.Hardtanh(0.0, 6.0),
-        "RandomizedLinear": memkern.nn.RandomizedLinear(6, 4, projection="dct"),
-        "StableEmbedding": memkern.nn.StableEmbedding(9, 6),
-        "LinearCrossEntropy": memkern.nn.LinearCrossEntropy(6, 5, label_smoothing=0.125),
-        "FewBit": memkern.nn.few_bit(torch.sin, torch.cos, bits=2),
-    }
-    found["compressed"] = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.GELU(), torch.nn.Linear(8, 6))
-    memkern.compress(found["compressed"])
-    return found
+    if name == "FewBit":
+        return memkern.nn.few_bit(torch.sin, torch.cos, bits=2)
+    if name == "compressed":
+        made = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.GELU(), torch.nn.Linear(8, 6))
+        memkern.compress(made)
+        return made
+    return getattr(memkern.nn, name)(*ARGUMENTS.get(name, ()), **OPTIONS.get(name, {}))
 
 
-@pytest.mark.parametrize("name", modules())
+@pytest.mark.parametrize("name", [*public(memkern.nn, torch.nn.Module), "compressed"])
 def test_a_pickled_module_works(name: str) -> None:
-    fresh = modules()[name]
-    module = pickle.loads(pickle.dumps(fresh))
-    assert [type(m) for m in module.modules()] == [type(m) for m in fresh.modules()]
-    assert repr(module) == repr(fresh)
+    fresh = module(name)
+    copied = pickle.loads(pickle.dumps(fresh))
+    assert [type(m) for m in copied.modules()] == [type(m) for m in fresh.modules()]
+    assert repr(copied) == repr(fresh)
     x = torch.arange(54) % 9 if name == "StableEmbedding" else make_hashes.values(name, 54, top=2, span=6)
     x = x.view(9, 6)
     found = []
-    for each in (module, fresh):
+    for each in (copied, fresh):
         given = x.clone().requires_grad_(x.dtype.is_floating_point)
         targets = [torch.arange(9) % 5] if name == "LinearCrossEntropy" else []
         y = each(given, *targets)
         y.backward(make_hashes.values(f"{name} gradient", y.numel()).view_as(y))
         found.append([y, given.grad, *(p.grad for p in each.parameters())])
-    for copied, made in zip(*found, strict=True):
-        assert copied is made is None or torch.equal(copied, made)
+    for one, other in zip(*found, strict=True):
+        assert one is other is None or torch.equal(one, other)
 
 
-def test_they_are_of_every_public_class() -> None:
-    public = {c.__name__ for c in vars(memkern.nn).values() if isinstance(c, type) and issubclass(c, torch.nn.Module)}
-    assert public <= {*modules()}
-    classes = {c.__name__ for c in vars(optim).values() if isinstance(c, type) and issubclass(c, torch.optim.Optimizer)}
+def test_hashes_are_of_every_optimizer() -> None:
     wrappers = {"HostOffload", "StepInBackward"}  # they have the states of the optimizers inside
     of_products = {"Muon", "Muon8bit"}  # the bits of matrix products are a machine's own
-    assert classes - wrappers - of_products == {*make_hashes.BUILDS}
+    assert {*public(optim, torch.optim.Optimizer)} - wrappers - of_products == {*make_hashes.BUILDS}

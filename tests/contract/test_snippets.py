@@ -76,15 +76,6 @@ def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             exec(compile(text, str(page), "exec"), names)
 
 
-def test_python_blocks_can_be_pasted() -> None:
-    """They stand at the margin, and a page without a block of its own names needs none."""
-    for page in PAGES:
-        for indent, language, title, text in FENCE.findall(page.read_text()):
-            assert not indent, (page.name, text)
-            if language == "python" and not title:
-                assert text[0] not in " \t", (page.name, text)
-
-
 def test_figures_of_the_first_steps(capsys: pytest.CaptureFixture[str]) -> None:
     """docs/getting-started.md prints bytes; its comments say which."""
     page = ROOT / "docs" / "getting-started.md"
