@@ -190,23 +190,3 @@ def test_a_pure_package(changes: dict[str, str], said: str, tree: Path, tmp_path
     assert "install a C++ compiler and reinstall" in found["reason"]
     assert backends["reference"]["available"]
     assert not backends["cpu"]["available"]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"MEMKERN_BUILD": "cpu", "CXX": "/nonexistent"}, "MEMKERN_BUILD=cpu needs a C++ compiler; '/nonexistent'"),
-        ({"MEMKERN_BUILD": "cuda"}, "MEMKERN_BUILD=cuda needs "),
-        ({"MEMKERN_BUILD": "bogus"}, "MEMKERN_BUILD must be auto, cpu, cuda or none, got 'bogus'"),
-        ({"MEMKERN_WHEEL": "bogus"}, "MEMKERN_WHEEL must be python or any, got 'bogus'"),
-    ],
-    ids=["cpu without a compiler", "cuda without nvcc", "bogus", "bogus wheel"],
-)  # fmt: skip
-def test_what_cannot_be_built_fails_with_the_reason(
-    changes: dict[str, str], message: str, tree: Path, tmp_path: Path
-) -> None:
-    env = Environment(tmp_path / "env")
-    done = env.install(str(tree), **changes)
-    assert done.returncode != 0
-    assert message in done.stdout
-    assert "memkern" not in {name.split("/")[0] for name in env.installed()}

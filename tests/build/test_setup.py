@@ -50,6 +50,21 @@ sysconfig.get_path = lambda name: {str(tmp_path)!r}
     assert done.stdout == f"{built}\n", done.stderr[-2000:]
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"MEMKERN_BUILD": "cpu", "CXX": "/nonexistent"}, "MEMKERN_BUILD=cpu needs a C++ compiler; '/nonexistent'"),
+        ({"MEMKERN_BUILD": "cuda"}, "MEMKERN_BUILD=cuda needs nvcc"),
+        ({"MEMKERN_BUILD": "bogus"}, "MEMKERN_BUILD must be auto, cpu, cuda or none, got 'bogus'"),
+        ({"MEMKERN_WHEEL": "bogus"}, "MEMKERN_WHEEL must be python or any, got 'bogus'"),
+    ],
+)
+def test_what_cannot_be_built_is_said(changes: dict[str, str], message: str) -> None:
+    done = decided("", "what_to_build(), for_any_python()", NVCC="/nonexistent", **changes)
+    assert done.returncode == 1
+    assert done.stderr.startswith(message)
+
+
 def test_a_build_without_isolation_asks_for_what_it_needs_alone() -> None:
     # `python -m build --no-isolation` fails where one of these is missing; ninja is not needed.
     assert 'requires = ["setuptools>=77", "torch>=2.10"]' in (ROOT / "pyproject.toml").read_text()

@@ -1,7 +1,6 @@
 // Runs every CPU kernel of some instruction sets on the same data and prints a hash of what each wrote: one
 // line per kernel and instruction set. Without torch, so that it can be compiled for another processor and
-// emulated. Compiled with -DISAS="RUN(generic) RUN(neon)". With "serve" and an instruction set it quantizes
-// what it reads from its standard input.
+// emulated. Compiled with -DISAS="RUN(generic) RUN(neon)".
 #include <cstdio>
 #include <cstdlib>
 #include <string>
@@ -135,7 +134,7 @@ void codes(const Kernels& kernels, const std::vector<float>& data, const char* n
     for (FloatType type : kTypes)
       for (bool is_signed : {true, false})
         for (bool dithered : {false, true})
-          for (int64_t block : {8, 128, 200}) {
+          for (int64_t block : {8, 100, 128, 200}) {
             std::vector<float> given = data;
             if (!is_signed)
               for (float& x : given) x = std::fabs(x);
@@ -397,44 +396,12 @@ void run_one(const Kernels& kernels, const std::string& what, int64_t count) {
   kernels.codec(StateKind::kPower, type, true, quantize)(job, 0, l.blocks);
 }
 
-// Quantizes and dequantizes what comes on standard input: seven int32 (below) and `count` floats. Writes the
-// codes, the scales and the values, each with the guard behind it.
-void serve(const Kernels& kernels) {
-  struct {
-    int32_t kind, type, is_signed, step, block, count, offset;  // step < 0: to nearest; offset: in elements
-  } ask;
-  while (std::fread(&ask, sizeof ask, 1, stdin) == 1) {
-    const int64_t count = ask.count, offset = ask.offset;
-    std::vector<float> given(offset + count);
-    if (std::fread(given.data() + offset, 4, count, stdin) != static_cast<size_t>(count)) return;
-    const FloatType type = static_cast<FloatType>(ask.type);
-    const StateKind kind = static_cast<StateKind>(ask.kind);
-    const int size = size_of(type);
-    Array x = floats(type, given), codes(offset + count, 1, false), back(offset + count, size, true);
-    CodecJob job{};
-    job.layout = layout_of(count, 0, ask.block);
-    Array scale(job.layout.blocks, 4, true);
-    const Dithers dithers(job.layout.block, ask.step);
-    if (ask.step >= 0) job.dither = {dithers.u.data(), dithers.one_minus_u.data()};
-    job.values = static_cast<char*>(x.data()) + offset * size;
-    job.codes = static_cast<char*>(codes.data()) + offset;
-    job.scale = static_cast<float*>(scale.data());
-    kernels.codec(kind, type, ask.is_signed, true)(job, 0, job.layout.blocks);
-    job.values = static_cast<char*>(back.data()) + offset * size;
-    kernels.codec(kind, type, ask.is_signed, false)(job, 0, job.layout.blocks);
-    for (const Array* each : {&codes, &scale, &back})
-      std::fwrite(each->bytes.data(), 1, each->bytes.size(), stdout);
-    std::fflush(stdout);
-  }
-}
-
 }  // namespace
 
 // Without arguments every kernel; with an instruction set, a kernel and a number of elements that one.
 int main(int argc, char** argv) {
-#define RUN(isa)                                                      \
-  if (argc == 1) run(#isa, isa::kKernels);                            \
-  if (argc == 3 && !std::strcmp(argv[2], #isa)) serve(isa::kKernels); \
+#define RUN(isa)                           \
+  if (argc == 1) run(#isa, isa::kKernels); \
   if (argc == 4 && !std::strcmp(argv[1], #isa)) run_one(isa::kKernels, argv[2], std::atoll(argv[3]));
   ISAS
 }
