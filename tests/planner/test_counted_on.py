@@ -102,14 +102,20 @@ def saved(way: str, device: str) -> list[int]:
     return [fake_step.trace(source, Techniques(micro_batch=4, **each), device).saved for each in techniques]
 
 
-def all_ways() -> dict[str, list[int]]:
-    return {way: saved(way, "cuda") for way in WAYS}
+def on_cuda() -> tuple[dict[str, list[int]], set[str]]:
+    """The bytes of all ways, and the operators of SiLU and Mish."""
+    source = resolve(nn.Sequential(nn.Linear(4, 4), nn.SiLU(), nn.Mish()), None, torch.zeros(2, 4), None, None)
+    operators = {str(operator) for operator, *_ in fake_step.trace(source, Techniques(), "cuda").operators}
+    return {way: saved(way, "cuda") for way in WAYS}, operators
 
 
-def test_numbers_of_a_model_are_on_the_fake_device() -> None:
-    """Also where a checkpoint runs a block again: Falcon's blocks index by lists."""
+def test_models_on_the_fake_device() -> None:
+    """Numbers are there too, also where a checkpoint runs a block again: Falcon's blocks index by lists. torch without
+    CUDA decomposes operators of which it has kernels for the CPU alone, and three tensors more."""
     if fake_cuda.why_not():
         pytest.skip("fake CUDA needs a C++ compiler, and a torch without CUDA")
-    found = fake_cuda.call(all_ways)
+    found, operators = fake_cuda.call(on_cuda)
     assert found == {way: saved(way, "cpu") for way in WAYS}
     assert all(with_checkpoints < as_it_is for as_it_is, with_checkpoints in found.values())
+    assert {"aten.silu_backward.default", "aten.mish_backward.default"} <= operators
+    assert "aten.sigmoid.default" not in operators

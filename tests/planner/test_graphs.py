@@ -134,8 +134,9 @@ def test_compiled_blocks_are_compared_by_default(device: str) -> None:
     assert seconds["compiled, saved once (exact)"] < seconds["as it is"]
     assert made.recommended is not None
     assert not made.recommended.techniques.compile
-    without = plan(config, memory="2GiB", seq_len=256, device=device, techniques={"compile": False})
-    assert {*made.alone} - {*without.alone} == {*COMPILED}
+    if device == "cpu":
+        without = plan(config, memory="2GiB", seq_len=256, device=device, techniques={"compile": False})
+        assert {*made.alone} - {*without.alone} == {*COMPILED}
 
 
 @pytest.mark.long  # a graph for each size that is tried

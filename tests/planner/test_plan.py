@@ -11,7 +11,6 @@ from torch import nn
 
 import memkern
 from memkern.optim.dtensor.shards import is_dtensor
-from memkern.planner import fake_cuda, fake_step
 from memkern.planner.hardware import DEFAULTS
 from memkern.planner.models import resolve
 from memkern.planner.prediction import Predictor
@@ -153,18 +152,3 @@ def test_the_text_of_a_small_model_of_ones_own() -> None:
     half = plan.recommended.techniques.precision == "bf16"
     names = {"model": model, "batches": itertools.repeat((x.bfloat16() if half else x,)), "lr": 1e-3, "steps": 2}
     exec(plan.code(), names | {"loss_fn": lambda model, batch: model(*batch).float().square().mean()})
-
-
-def operators_of_silu() -> list[str]:
-    """Call with fake CUDA."""
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.SiLU(), nn.Mish())
-    source = resolve(model, None, torch.zeros(2, WIDTH), None, None)
-    return [str(operator) for operator, *_ in fake_step.trace(source, Techniques(), "cuda").operators]
-
-
-@pytest.mark.full
-def test_an_operator_of_a_gpu_is_not_several() -> None:
-    """torch without CUDA decomposes those of which it has kernels for the CPU alone, and three tensors more."""
-    found = fake_cuda.call(operators_of_silu)
-    assert {"aten.silu_backward.default", "aten.mish_backward.default"} <= {*found}
-    assert "aten.sigmoid.default" not in found

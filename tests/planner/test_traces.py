@@ -1,7 +1,5 @@
 """Traces of a step: they have the bytes of the real one."""
 
-import itertools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,6 +13,7 @@ from memkern.planner.models import resolve
 from memkern.planner.trace import Trace, aligned, peaks
 from memkern.techniques import applying
 from memkern.techniques.options import Techniques
+from tests.support.partitioned import peak
 from tests.support.planned_models import WIDTH, Block, Stack, predictor_of
 
 
@@ -75,18 +74,10 @@ def test_the_sum_of_a_tied_weights_gradients_is_made_as_autograd_makes_it(
             value = loss(model, (tokens,))
         value.backward()
 
-    real = allocated(step)
+    real = peak(step)
     weight = model.embedding.weight.nbytes
     assert gradients * weight <= real < (gradients + 1) * weight
     assert abs(sum(found["backward"].values()) - real) < 0.1 * weight
-
-
-def allocated(call: Callable[[], None]) -> int:
-    """The peak of torch's CPU allocator above what was there."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        call()
-    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-    return max(itertools.accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())))
 
 
 class Headed(Stack):
