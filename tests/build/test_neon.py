@@ -13,15 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cpu_driver import CROSS, EMULATOR, ROOT, compile_driver
-
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.skipif(platform.machine() != "x86_64", reason="compares with the kernels of x86"),
-    pytest.mark.skipif(
-        not (shutil.which(CROSS) and shutil.which(EMULATOR)), reason=f"{CROSS} or {EMULATOR} is not installed"
-    ),
-]
+from tests.support.cpu_driver import CROSS, DRIVER, EMULATOR, FLAGS, ROOT, compile_driver
 
 
 def hashes(*command: str) -> dict[str, dict[str, str]]:
@@ -35,8 +27,24 @@ def hashes(*command: str) -> dict[str, dict[str, str]]:
     return found
 
 
-def test_every_kernel_gives_the_bits_of_x86(tmp_path: Path) -> None:
+@pytest.fixture
+def generated() -> None:
     runpy.run_path(str(ROOT / "csrc/generate.py"))["write_headers"]()
+
+
+@pytest.mark.usefixtures("generated")
+def test_the_driver_is_of_these_kernels() -> None:
+    command = ["g++", "-fsyntax-only", *FLAGS, f"-I{ROOT / 'csrc'}", "-DISAS=RUN(generic)", str(DRIVER)]
+    subprocess.run(command, check=True)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("generated")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="compares with the kernels of x86")
+@pytest.mark.skipif(
+    not (shutil.which(CROSS) and shutil.which(EMULATOR)), reason=f"{CROSS} or {EMULATOR} is not installed"
+)
+def test_every_kernel_gives_the_bits_of_x86(tmp_path: Path) -> None:
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         here = compile_driver("g++", ("generic", "avx2"), tmp_path, pool)
         there = compile_driver(CROSS, ("generic", "neon"), tmp_path, pool)

@@ -295,7 +295,7 @@ void activations(const Kernels& kernels) {
       Array x = floats(type, values(count, 5, true)), grad = floats(type, values(count, 6, true));
       for (int bits = 1; bits <= kMaxBits; ++bits)
         for (int symmetry = 0; symmetry < 3; ++symmetry) {
-          PlaneThresholds thresholds{symmetry, bits, {}, {}};
+          ThresholdsOfPlanes thresholds{symmetry, bits, {}, {}};
           int found = 0;
           for (int p = 0; p < bits; ++p) {
             thresholds.first[p] = found;
