@@ -1,11 +1,7 @@
-"""The random programs of tests/support/programs.py, compiled: torch's graphs without Inductor's code generation.
-
-``python -m tests.compiled.programs 2000 100000`` runs so many from a seed on.
-"""
+"""The random programs of tests/support/programs.py, compiled: torch's graphs without Inductor's code generation."""
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
@@ -90,19 +86,3 @@ def outcome(seed: int, steps: int = STEPS) -> str:
         wrong.append(f"exact off by {by:.1e}")
     wrong += in_codes(program, coded, expected, plain)
     return ", ".join(wrong)
-
-
-def main(programs: int, first: int = 0) -> None:
-    torch.set_num_threads(1)
-    bad = 0
-    for seed in range(first, first + programs):
-        if wrong := outcome(seed):
-            bad += 1
-            print(seed, wrong, CompiledProgram(seed).names, flush=True)
-        if seed % 50 == 49:
-            print("until", seed, "wrong", bad, flush=True)
-    print(f"{programs} programs from {first}: {bad} wrong")
-
-
-if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))

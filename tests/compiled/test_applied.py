@@ -24,20 +24,6 @@ def model() -> nn.Sequential:
     return nn.Sequential(nn.Sequential(*blocks), nn.Linear(8, 8))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"memory_budget": 0.5}, "memory_budget: 0.5 given; allowed: None without compile"),
-        ({"compile": True, "memory_budget": 1.5}, "memory_budget: 1.5 given; allowed: None or a number above 0"),
-        ({"saved_bits": 8}, "saved_bits: 8 given; allowed: None without compile"),
-        ({"compile": "blocks"}, "compile: 'blocks' given; allowed: False, True"),
-    ],
-)
-def test_techniques_that_exclude_each_other(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(OptionError, match=message):
-        Techniques(**changes)
-
-
 def compiled_before(of: nn.Module, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
     of[1].compile()
     return of

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from tests.support.partitioned import backend
+from tests.support.partitioned import backend, gradients_of, off
 
 ROWS, WIDTH = 64, 64
 aten = torch.ops.aten
@@ -137,31 +137,21 @@ def gradients(make: Callable[[], nn.Module], step: Backward, bits: Any) -> Tenso
     x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
     torch.manual_seed(2)  # of dropout
     step(lambda: call(x))
-    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    return gradients_of(model)
 
 
-FULL = {"LoRA", "checkpoints", "two forward passes first", "autocast", "retain_graph", "compiled autograd"}
-
-
-def _tier(name: str, way: str) -> Any:
-    if not ({name, way} & FULL or name == "tied"):
-        return ()
-    return pytest.mark.long if way == "two forward passes first" and name != "tied" else pytest.mark.full
+CASES = [("dropout", way) for way in STEPS] + [(name, "once") for name in MODELS if name != "dropout"]
+QUICK = {("dropout", "once"), ("a graph for each block", "once"), ("selective checkpoints", "once")}
 
 
 @pytest.mark.parametrize(
-    ("name", "way"),
-    [
-        pytest.param(name, way, marks=_tier(name, way))
-        for name in MODELS
-        for way in (STEPS if name == "dropout" else ("once", "two forward passes first"))
-    ],
+    ("name", "way"), [pytest.param(*case, marks=() if case in QUICK else pytest.mark.full) for case in CASES]
 )
 @pytest.mark.filterwarnings("ignore")
 def test_gradients(name: str, way: str) -> None:
     expected, exact, coded = (gradients(MODELS[name], STEPS[way], bits) for bits in (None, "exact", 8))
     assert torch.equal(exact, expected)
-    assert (coded - expected).norm() < 0.03 * expected.norm()
+    assert off(coded, expected) < 0.03
 
 
 @pytest.mark.parametrize("bits", ["exact", 8])

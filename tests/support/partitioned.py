@@ -1,4 +1,6 @@
-"""Graphs cut as Inductor cuts them and run without generated code: a backend of torch.compile, traced functions."""
+"""Graphs cut as Inductor cuts them and run without generated code: a backend of torch.compile, traced functions, and
+what steps of compiled models save and compute.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from typing import Any
 
 import torch
 from functorch.compile import aot_function, make_boxed_func
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, tracing
@@ -18,6 +20,7 @@ from torch._inductor.lowering import lowerings
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from memkern import memory
 from memkern.compiled.partitioner import Partitioner
 from memkern.compiled.torch_internals import select_decomp_table
 
@@ -118,6 +121,28 @@ class Traced:
         with torch.no_grad():
             loss, *saved = fw(*self.inputs)
             return list(bw(*saved, torch.ones_like(loss)))
+
+
+def gradients_of(model: nn.Module) -> Tensor:
+    """All of them as one vector."""
+    return torch.cat([p.grad.flatten().double() for p in model.parameters() if p.grad is not None])
+
+
+def step(model: nn.Module, x: Tensor, call: Callable[[Tensor], Tensor] | None = None) -> tuple[int, Tensor]:
+    """The bytes that ``call(x)`` saves but for those of the model and x, and the gradients of its mean square.
+
+    call: the model, where it is not given.
+    """
+    run = model if call is None else call
+    found: list[Tensor] = []
+    model.zero_grad()
+    saved = memory.saved_bytes(lambda: found.append(run(x)), model, x)
+    found[0].float().square().mean().backward()
+    return saved, gradients_of(model)
+
+
+def off(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
 
 
 def peak(call: Callable[[], object]) -> int:
