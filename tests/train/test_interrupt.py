@@ -16,6 +16,7 @@ import torch
 
 from memkern.__main__ import main
 from memkern.train import Trainer, checkpoint, report
+from tests.support.helpers import first_full
 from tests.support.ranks import TORCHRUN_TWO
 from tests.support.train_helpers import refused, small_run
 
@@ -124,21 +125,21 @@ def test_output_that_cannot_be_written_ends_no_run(
 
 @pytest.mark.feature("torch", "`torchrun -m memkern train`")
 @pytest.mark.full
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", first_full([signal.SIGINT, signal.SIGTERM]))
 def test_a_signal_to_the_process_group_saves(run: list[str], tmp_path: Path, number: int) -> None:
     """As a terminal's Ctrl-C, with ``| tee`` that it ends, too, or a batch system's SIGTERM."""
-    options = ["--steps", "20000", "--warmup", "1", "--eval-every", "20000", "--save-every", "20000"]
+    options = ["--steps", "4000", "--warmup", "1", "--eval-every", "4000", "--save-every", "4000"]
     process = subprocess.Popen(
         [*TORCHRUN_TWO, "-m", "memkern", *run, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         start_new_session=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert process.stdout
-    next(line for line in process.stdout if "1000/20000" in line)
+    next(line for line in process.stdout if "200/4000" in line)
     process.stdout.close()
     os.killpg(process.pid, number)
     process.wait(60)
     state = checkpoint.load(tmp_path / "run.pt")
-    assert 1000 <= state["step"] < 20000
+    assert 200 <= state["step"] < 4000
     assert state["config"]["batch_factor"] == 2  # constant batch per process
 
 
