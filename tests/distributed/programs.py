@@ -22,7 +22,6 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from memkern import optim
 from memkern.optim.offload import host_weights
 from tests.support.helpers import assert_same
-from tests.support.random_options import OPTIONS, set_option
 from tests.support.schedulers import SCHEDULERS
 from tests.support.sharded import whole
 
@@ -31,6 +30,17 @@ BUILDS: list[Any] = [
     optim.Muon,
 ]  # fmt: skip
 SHAPES = [(64, 64), (40, 100), (33,), (8, 4, 3, 3), (2, 300), (37, 3, 5), (1001,), (48, 40)]
+OPTIONS: dict[str, list[Any]] = {
+    "lr": [1e-3, 1e-2],
+    "weight_decay": [0.0, 0.1],
+    "betas": [(0.9, 0.99), (0.5, 0.9)],
+    "codec": ["power", "dynamic"],
+    "block_size": [64, 128],
+    "state_bits": [8, 32],
+    "min_8bit_size": [0, 4096],
+    "max_grad_norm": [None, 0.1],
+    "amsgrad": [False, True],
+}
 STEPS = 5
 Place = Callable[[Tensor], Tensor]
 
@@ -142,7 +152,17 @@ class Program:
     # ---- what is done between two steps
 
     def set_option(self) -> None:
-        set_option(self.choice, self.optimizer.param_groups, OPTIONS, () if self.can_clip else ("max_grad_norm",))
+        """Of all groups that have it, or of one group."""
+        name = self.choice.choice([*OPTIONS])
+        value = self.choice.choice(OPTIONS[name])
+        if name == "max_grad_norm" and not self.can_clip:
+            return
+        groups = self.optimizer.param_groups
+        if name != "max_grad_norm" and self.choice.random() < 0.4:  # of all groups
+            groups = [self.choice.choice(groups)]
+        for group in groups:
+            if name in group:
+                group[name] = value
 
     def load(self) -> None:
         self.optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))

@@ -1,13 +1,11 @@
 """A step of the optimizers: closures, hooks, and what it may touch."""
 
-from typing import Any
-
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from memkern import memory
 from tests.support.helpers import (
+    Calls,
     assert_same,
     give_gradients,
     hard,
@@ -90,16 +88,6 @@ def test_autograd_sees_that_parameters_changed(backend: str, build: type) -> Non
     assert all(p._version > version for p, version in zip(params, versions, strict=True))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-
-class Calls(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func._schema.name)
-        return func(*args, **(kwargs or {}))
 
 
 @needs_cpp

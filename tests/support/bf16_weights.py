@@ -1,4 +1,4 @@
-"""bf16 weights for tests: what may be kept beside them, and a few steps."""
+"""bf16 weights for tests, and what may be kept beside them."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from memkern import optim
-from tests.support.helpers import hard, like, snapshot
+from tests.support.helpers import make_params
 
 BF16 = torch.bfloat16
 KEPT: dict[str, dict[str, Any]] = {
@@ -17,20 +17,10 @@ KEPT: dict[str, dict[str, Any]] = {
 OPTIONS = {**KEPT, "stochastic": {"stochastic_rounding": True}}
 over_kept = pytest.mark.parametrize("kept", KEPT)
 over_options = pytest.mark.parametrize("option", OPTIONS)
-SHAPES = [(64, 128), (10, 10), (300,)]
 
 
-def bf16_params(seed: int = 0) -> list[torch.nn.Parameter]:
-    return [torch.nn.Parameter(hard(shape, seed + i, scale=0.1).to(BF16)) for i, shape in enumerate(SHAPES)]
-
-
-def train(optimizer: torch.optim.Optimizer, steps: int = 3, first: int = 0, scale: float = 1e-3) -> Any:
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    for step in range(first, first + steps):
-        for i, p in enumerate(params):
-            p.grad = like(p, 1000 * step + i, scale=scale)
-        optimizer.step()
-    return snapshot(optimizer)
+def bf16_params() -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(p.detach().to(BF16)) for p in make_params()]
 
 
 def fp32_weights(optimizer: torch.optim.Optimizer) -> list[Tensor]:

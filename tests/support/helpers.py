@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import memkern
 from memkern import backend as backends
@@ -115,6 +116,11 @@ over_signs = pytest.mark.parametrize("signed", [True, False], ids=["signed", "un
 
 
 needs_cpp = pytest.mark.skipif(why_not("cpu") is not None, reason=str(why_not("cpu")))
+# torch's lerp and add are fused with a multiplication only where its vector instructions are.
+needs_fma = pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() == "DEFAULT",
+    reason="torch's CPU kernels without AVX2 are not fused",
+)
 
 
 def name_of(x: Any) -> str | None:
@@ -199,6 +205,18 @@ def set_grad(p: Tensor, g: Tensor) -> None:
     elif g.dtype != p.dtype:
         pytest.skip(f"torch {torch.__version__} has no gradients of another dtype")
     p.grad = g
+
+
+class Calls(TorchDispatchMode):
+    """The names of the operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
 
 
 # ---- comparison

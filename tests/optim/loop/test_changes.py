@@ -1,7 +1,6 @@
 """What changes between two steps: memory formats, dtypes, options, modes, and which gradients there are."""
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -383,26 +382,6 @@ def test_amsgrad_comes_and_goes() -> None:
     optimizer.param_groups[0]["amsgrad"] = False
     train(optimizer, 1)
     assert "max_exp_avg_sq" not in optimizer.state[p]
-
-
-WAYS: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
-    "amsgrad": lambda: (make_params(), {"amsgrad": True}),
-    "fp64": lambda: ([p.detach().double().requires_grad_() for p in make_params()], {}),
-    "gaps": lambda: ([*map(strided, make_params())], {}),
-}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("way", WAYS)
-def test_steps_in_several_calls_compile_without_a_break(way: str) -> None:
-    compiled, eager = (optim.AdamW(params, **options) for params, options in (WAYS[way]() for _ in range(2)))
-    step = torch.compile(compiled.step, fullgraph=True)
-    for i in range(3):
-        give_gradients(compiled.param_groups[0]["params"], i)
-        give_gradients(eager.param_groups[0]["params"], i)
-        step()
-        eager.step()
-    assert_same(snapshot(compiled), snapshot(eager))
 
 
 def test_parameters_that_were_made_on_meta() -> None:

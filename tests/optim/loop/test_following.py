@@ -13,23 +13,9 @@ from torch import nn
 
 from memkern import optim
 from tests.support.convert_helpers import copies_of
-from tests.support.helpers import EIGHT_BIT, assert_same, snapshot
+from tests.support.helpers import EIGHT_BIT, assert_same, give_gradients, make_params, snapshot, train
 
 SHAPES = ((40, 128), (96, 64), (64,))
-
-
-def parameters(seed: int = 0) -> list[nn.Parameter]:
-    generator = torch.Generator().manual_seed(seed)
-    return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
-
-
-def train(optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
-    for step in range(first, last):
-        generator = torch.Generator().manual_seed(100 + step)
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                p.grad = torch.randn(p.shape, generator=generator)
-        optimizer.step()
 
 
 # ---- parameters in place of others
@@ -38,89 +24,89 @@ def train(optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
 @pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("new", EIGHT_BIT)
 def test_states_follow_the_parameters_in_place_of_theirs(new: Any, in_place: bool) -> None:
-    straight, swapped = new(parameters(), lr=1e-2), new(parameters(), lr=1e-2)
+    straight, swapped = new(make_params(SHAPES), lr=1e-2), new(make_params(SHAPES), lr=1e-2)
     for optimizer in (straight, swapped):
-        train(optimizer, 0, 2)
+        train(optimizer, 2)
     group = swapped.param_groups[0]
     group["params"][:] = copies_of(group["params"])
     if not in_place:
         group["params"] = [*group["params"]]
     for optimizer in (straight, swapped):
-        train(optimizer, 2, 4)
+        train(optimizer, 2, first=2)
     assert_same(snapshot(swapped), snapshot(straight))
     assert len(swapped.state) == len(SHAPES)
 
 
 def test_a_save_right_after_has_the_states() -> None:
-    optimizer = optim.AdamW8bit(parameters())
-    train(optimizer, 0, 2)
+    optimizer = optim.AdamW8bit(make_params(SHAPES))
+    train(optimizer, 2)
     expected = copy.deepcopy(optimizer.state_dict())
     optimizer.param_groups[0]["params"] = copies_of(optimizer.param_groups[0]["params"])
     assert_same(optimizer.state_dict(), expected)
 
 
 def test_another_shape_raises_before_anything_is_changed() -> None:
-    optimizer = optim.AdamW8bit(parameters())
-    train(optimizer, 0, 2)
+    optimizer = optim.AdamW8bit(make_params(SHAPES))
+    train(optimizer, 2)
     before = copy.deepcopy(snapshot(optimizer)["states"])
     old = [*optimizer.state]
-    params = copies_of(parameters(1))
+    params = copies_of(make_params(SHAPES, 1))
     params[1] = nn.Parameter(torch.zeros(96, 65))
     optimizer.param_groups[0]["params"] = params
     unchanged = [p.detach().clone() for p in params]
     with pytest.raises(ValueError, match=r"group 0 had one of shape \(96, 64\) with a state at 1"):
-        train(optimizer, 2, 3)
+        train(optimizer, 1, first=2)
     assert_same([p.detach() for p in params], unchanged)
     assert all(a is b for a, b in zip(optimizer.state, old, strict=True))
     assert_same([*optimizer.state.values()], before)
     optimizer.state.clear()  # as the message says
-    train(optimizer, 2, 3)
+    train(optimizer, 1, first=2)
 
 
 def test_one_that_left_a_group_and_a_new_one_in_another_raise() -> None:
-    a, b, c = parameters()
+    a, b, c = make_params(SHAPES)
     optimizer = optim.AdamW8bit([{"params": [a, b]}, {"params": [c]}])
-    train(optimizer, 0, 1)
+    train(optimizer, 1)
     optimizer.param_groups[0]["params"] = [b]
     optimizer.param_groups[1]["params"] = [c, *copies_of([a])]
     with pytest.raises(ValueError, match=r"group 0 had one of shape \(40, 128\) with a state at 0"):
-        train(optimizer, 1, 2)
+        train(optimizer, 1, first=1)
 
 
 def test_parameters_may_come_and_go() -> None:
-    optimizer = optim.AdamW8bit(parameters())
-    train(optimizer, 0, 2)
+    optimizer = optim.AdamW8bit(make_params(SHAPES))
+    train(optimizer, 2)
     first, *rest = optimizer.param_groups[0]["params"]
     optimizer.param_groups[0]["params"] = rest  # frozen
-    train(optimizer, 2, 3)
+    train(optimizer, 1, first=2)
     optimizer.param_groups[0]["params"] = [nn.Parameter(torch.zeros(40, 128)), first, *rest]
-    train(optimizer, 3, 4)
+    train(optimizer, 1, first=3)
     steps = [float(optimizer.state[p]["step"]) for p in optimizer.param_groups[0]["params"]]
     assert steps == [1, 3, 4, 4]
 
 
 def test_a_parameter_with_gaps_in_place_of_one_without() -> None:
-    straight, swapped = optim.AdamW8bit(parameters()), optim.AdamW8bit(parameters())
+    straight, swapped = optim.AdamW8bit(make_params(SHAPES)), optim.AdamW8bit(make_params(SHAPES))
     for optimizer in (straight, swapped):
-        train(optimizer, 0, 2)
+        train(optimizer, 2)
     p = swapped.param_groups[0]["params"][0]
     wide = torch.zeros(40, 256)
     swapped.param_groups[0]["params"][0] = nn.Parameter(wide[:, ::2].copy_(p.detach()))
     for optimizer in (straight, swapped):
-        train(optimizer, 2, 4)
+        train(optimizer, 2, first=2)
     ours, theirs = (o.param_groups[0]["params"][0].detach().contiguous() for o in (swapped, straight))
     assert_same(ours, theirs)
 
 
 def test_names_of_a_list_that_was_extended_without_them() -> None:
-    named = [(name, p) for name, p in zip("abc", parameters(), strict=True)]
+    named = [(name, p) for name, p in zip("abc", make_params(SHAPES), strict=True)]
     optimizer = optim.LAMB8bit(named[:2])
     optimizer.param_groups[0]["params"].append(named[2][1])
-    train(optimizer, 0, 1)
+    train(optimizer, 1)
     assert [*optimizer.trust_ratios()] == ["0", "1", "2"]
     optimizer.state[named[2][1]]["exp_avg"] = torch.zeros(3)
     with pytest.raises(ValueError, match=r"exp_avg of parameter 2 \(shape .* must be of shape"):
-        train(optimizer, 1, 2)
+        train(optimizer, 1, first=1)
 
 
 # ---- options
@@ -128,12 +114,12 @@ def test_names_of_a_list_that_was_extended_without_them() -> None:
 
 def test_max_grad_norm_may_change_between_steps() -> None:
     def run(changed: bool, **options: Any) -> Any:
-        params = parameters()
+        params = make_params(SHAPES)
         groups = [{"params": params[:2]}, {"params": params[2:]}]
         optimizer = optim.AdamW8bit(groups, lr=1e-2, **options)
         for group in optimizer.param_groups if changed else ():
             group["max_grad_norm"] = 0.5
-        train(optimizer, 0, 3)
+        train(optimizer, 3)
         return snapshot(optimizer)
 
     assert_same(run(True), run(False, max_grad_norm=0.5))
@@ -141,15 +127,15 @@ def test_max_grad_norm_may_change_between_steps() -> None:
 
 
 def test_max_grad_norm_is_one_for_all_groups() -> None:
-    params = parameters()
+    params = make_params(SHAPES)
     optimizer = optim.AdamW8bit([{"params": params[:2]}, {"params": params[2:]}])
     optimizer.param_groups[1]["max_grad_norm"] = 0.5
     with pytest.raises(ValueError, match=r"max_grad_norm .* set it in all groups, got None, 0\.5"):
-        train(optimizer, 0, 1)
+        train(optimizer, 1)
     for group in optimizer.param_groups:
         group["max_grad_norm"] = -1.0
     with pytest.raises(ValueError, match="max_grad_norm must be None or more than 0"):
-        train(optimizer, 0, 1)
+        train(optimizer, 1)
 
 
 # ---- wrappers
@@ -158,28 +144,29 @@ def test_max_grad_norm_is_one_for_all_groups() -> None:
 def test_flat_parts_of_deepspeed_raise_where_norms_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deepspeed", types.ModuleType("deepspeed"))
     for new, options in ((optim.LAMB8bit, {}), (optim.AdamW8bit, {"max_grad_norm": 1.0})):
-        optimizer = new(parameters(), **options)
+        optimizer = new(make_params(SHAPES), **options)
         optimizer.param_groups[0]["params"] = [nn.Parameter(torch.randn(5664))]  # as ZeRO stage 1 and 2 do
         with pytest.raises(RuntimeError, match="DeepSpeed's ZeRO leaves this rank a flat part"):
-            train(optimizer, 0, 1)
-    optimizer = optim.AdamW8bit(parameters())
+            train(optimizer, 1)
+    optimizer = optim.AdamW8bit(make_params(SHAPES))
     optimizer.param_groups[0]["params"] = [nn.Parameter(torch.randn(5664))]
-    train(optimizer, 0, 1)
+    train(optimizer, 1)
 
 
 def test_entries_of_wrappers_survive() -> None:
     """timm's Lookahead keeps its slow weights in the state; torch.optim saves and loads such entries."""
-    optimizer = optim.AdamW8bit(parameters(), lr=1e-2)
-    train(optimizer, 0, 1)
+    optimizer = optim.AdamW8bit(make_params(SHAPES), lr=1e-2)
+    train(optimizer, 1)
     for p, state in optimizer.state.items():
         state["lookahead_slow_buff"], state["ema"] = p.detach().clone(), 0.5
     saved = copy.deepcopy(optimizer.state_dict())
-    other = optim.AdamW8bit(copies_of(parameters()), state_bits=32)
+    other = optim.AdamW8bit(copies_of(make_params(SHAPES)), state_bits=32)
     with pytest.warns(UserWarning, match="state_bits 8 -> 32"):
         other.load_state_dict(saved)
     other.param_groups[0]["state_bits"] = 8
     other.param_groups[0]["params"] = copies_of(other.param_groups[0]["params"])
-    train(other, 1, 2)
+    give_gradients(other.param_groups[0]["params"], 1)
+    other.step()
     for state, p in zip(other.state.values(), saved["state"].values(), strict=True):
         assert_same(state["lookahead_slow_buff"], p["lookahead_slow_buff"])
         assert state["ema"] == 0.5
@@ -198,12 +185,10 @@ def test_a_state_loads_under_fake_tensor_mode() -> None:
 
 
 def test_a_first_step_where_meta_is_the_default_device() -> None:
-    straight, other = optim.AdamW8bit(parameters()), optim.AdamW8bit(parameters())
-    train(straight, 0, 2)
+    straight, other = optim.AdamW8bit(make_params(SHAPES)), optim.AdamW8bit(make_params(SHAPES))
+    train(straight, 2)
     for step in range(2):
-        generator = torch.Generator().manual_seed(100 + step)
-        for p in other.param_groups[0]["params"]:
-            p.grad = torch.randn(p.shape, generator=generator)
+        give_gradients(other.param_groups[0]["params"], step)
         with torch.device("meta"):
             other.step()
             loaded = optim.AdamW8bit(copies_of(other.param_groups[0]["params"]))

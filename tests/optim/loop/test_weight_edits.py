@@ -12,9 +12,20 @@ from torch import Tensor
 from torch.nn.utils import prune as torch_prune
 
 from memkern import optim
-from tests.support.bf16_weights import BF16, KEPT, bf16_params, fp32_weights, over_kept, train
+from tests.support.bf16_weights import BF16, KEPT, bf16_params, fp32_weights, over_kept
 from tests.support.generic_optimizers import saved
-from tests.support.helpers import assert_same, hard, like, name_of, on, over_cpu, over_fast, over_optimizers, snapshot
+from tests.support.helpers import (
+    assert_same,
+    hard,
+    like,
+    name_of,
+    on,
+    over_cpu,
+    over_fast,
+    over_optimizers,
+    snapshot,
+    train,
+)
 from tests.support.hostile_weights import hostile
 from tests.support.interpreted import interpreted
 

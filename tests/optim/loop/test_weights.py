@@ -1,21 +1,14 @@
 """bf16 weights with their rounding errors, and stochastically rounded."""
 
 import copy
-import functools
-import inspect
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from memkern import memory, optim
 from memkern.reference.blockwise import dither, weight_random
 from memkern.reference.weights import join_weight, split_weight
-from tests.support import generic_tests
-from tests.support import gradient_streams as streams
-from tests.support.bf16_weights import BF16, KEPT, OPTIONS, bf16_params, fp32_weights, over_kept, over_options, train
-from tests.support.generic_optimizers import linear
+from tests.support.bf16_weights import BF16, KEPT, OPTIONS, bf16_params, fp32_weights, over_kept, over_options
 from tests.support.helpers import (
     FLOATS,
     LAYOUTS,
@@ -30,6 +23,7 @@ from tests.support.helpers import (
     set_grad,
     snapshot,
     tensor,
+    train,
 )
 from tests.support.interpreted import interpreted
 from tests.support.trained import STATES, VARIANTS, spoilt, trained
@@ -274,66 +268,3 @@ def test_memory() -> None:
         assert own == ({} if kept is None else {"weight_error": each * p.numel()})
         assert sum(memory.state_bytes(optimizer).values()) == memory.optimizer_bytes(optimizer)
         assert memory.optimizer_bytes(optimizer) == p.numel() * (2 + 8 / 128 + each) + 4
-
-
-# ---- what PyTorch asks of its own optimizers, and the closed loop
-
-GENERIC: list[tuple[str, dict[str, Any]]] = [
-    *((name, {}) for name in (
-        "goes_in_the_right_direction", "groups_differ_in_their_options", "a_closure_runs_once_with_gradients",
-        "state_dicts_repeat_a_run", "state_dicts_load_with_weights_only", "loading_leaves_the_state_dict_alone",
-        "state_dict_hooks", "load_state_dict_hooks", "step_hooks_fire_in_order", "can_be_printed",
-    )),
-    ("a_tensor_lr_is_its_number", {"shape": ()}),
-    ("copies_have_everything", {"way": copy.deepcopy}),
-    *(("state_dicts_repeat_a_run_whoever_has_names", {"names": names}) for names in generic_tests.NAMES),
-]  # fmt: skip
-
-
-@pytest.mark.pairwise
-@pytest.mark.full
-@over_optimizers
-@over_options
-@pytest.mark.parametrize(("name", "values"), GENERIC)
-def test_generic_tests(
-    build: type,
-    option: str,
-    name: str,
-    values: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def make(params: Any, **changes: Any) -> torch.optim.Optimizer:
-        return build(params, **{**options, **changes})
-
-    # Lion's default rate would not change what 20 steps of bf16 values compute.
-    options = {"lr": 1e-2, "min_8bit_size": 0, **OPTIONS[option]}
-    make.build, make.options = build, options  # type: ignore[attr-defined]
-    monkeypatch.setattr(generic_tests, "linear", functools.partial(linear, BF16))
-    torch.manual_seed(0)
-    test = getattr(generic_tests, f"test_{name}")
-    argument = "new" if "new" in inspect.signature(test).parameters else "plain"
-    test(**{argument: make}, **values)
-
-
-@pytest.mark.full
-@over_options
-@pytest.mark.parametrize("stream", ["base", "sparse"])
-def test_closed_loop(option: str, stream: str) -> None:
-    """The moments do not depend on how weights are stored; a step from zero is rounded to them."""
-
-    def run(dtype: torch.dtype, **options: Any) -> tuple[Tensor, list[Tensor]]:
-        p = torch.nn.Parameter(torch.zeros(streams.ROWS, streams.COLS, dtype=dtype))
-        optimizer = optim.Adam8bit([p], lr=1e-3, min_8bit_size=0, **options)
-        for gradient in streams.make(stream, 400):
-            set_grad(p, gradient.to(BF16))
-            optimizer.step()
-        state = optimizer.state[p]
-        return optim.weights.fp32_weight(p, state), [state[key] for key in ("exp_avg", "exp_avg_sq")]
-
-    exact, moments = run(torch.float32)
-    kept, same_moments = run(BF16, **OPTIONS[option])
-    assert_same(same_moments, moments)
-    error = ((kept - exact).norm() / exact.norm()).item()
-    nearest = ((run(BF16)[0] - exact).norm() / exact.norm()).item()
-    limit = {"bf16+16": 0.0, "bf16+8": 3e-4, "stochastic": 0.05}[option]
-    assert error <= limit < 2 * nearest
