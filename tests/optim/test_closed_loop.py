@@ -1,4 +1,4 @@
-"""What 8-bit states do to Adam's updates over synthetic gradient streams (studies/streams.py), short and long."""
+"""What 8-bit states do to Adam's updates over synthetic gradient streams, short and long."""
 
 import functools
 

@@ -238,10 +238,6 @@ def test_ways_to_give_parameters_that_torch_refuses(build: type) -> None:
             optimizer.add_param_group(bad)
         with pytest.raises(error):
             torch.optim.AdamW([p]).add_param_group(bad)
-    with pytest.raises(ValueError, match="empty parameter list"):
-        build([])
-    with pytest.raises(TypeError):
-        build(p)
     assert len(optimizer.param_groups) == 1
 
 

@@ -1,4 +1,4 @@
-"""LAMB and LARS: trust ratios, layers of a tensor, options."""
+"""LAMB and LARS: trust ratios and their bounds, layers of a tensor, options."""
 
 import math
 from typing import Any
@@ -11,6 +11,7 @@ from memkern import optim
 from tests.support.helpers import (
     LAYOUTS,
     assert_same,
+    give_gradients,
     hard,
     like,
     make_params,
@@ -25,17 +26,20 @@ from tests.support.helpers import (
 # ---- layers of a tensor
 
 
-def over_forms(**more: Any) -> Any:
-    forms = {
-        "LAMB": (optim.LAMB, {}),
-        "LARS": (optim.LARS, {}),
-        "classic LARS": (optim.LARS, {"trust_coeff": 1e-2}),
-    }
+FORMS: dict[str, tuple[type, dict[str, Any]]] = {
+    "LAMB": (optim.LAMB, {}),
+    "LARS": (optim.LARS, {}),
+    "classic LARS": (optim.LARS, {"trust_coeff": 1e-2}),
+}
+BOUNDED = {"bounded LAMB": (optim.LAMB, {"trust_bounds": (2.0, 4.0)})}
+
+
+def over_forms(forms: dict[str, tuple[type, dict[str, Any]]], **more: Any) -> Any:
     return pytest.mark.parametrize(("build", "options"), [(b, o | more) for b, o in forms.values()], ids=forms)
 
 
 @over_cpu
-@over_forms(lr=1e-2, weight_decay=0.1)
+@over_forms(FORMS | BOUNDED, lr=1e-2, weight_decay=0.1)
 @pytest.mark.parametrize("bits", [8, 32])
 @pytest.mark.parametrize(
     ("layers", "shape", "block_size"),
@@ -162,7 +166,7 @@ def test_a_bad_gradient_leaves_the_rest_of_its_layer_finite(backend: str, build:
 
 
 @over_cpu
-@over_forms(lr=1e-2, weight_decay=0.1, trust_clip=True)
+@over_forms(FORMS, lr=1e-2, weight_decay=0.1, trust_clip=True)
 def test_no_clipped_ratio_is_above_one(backend: str, build: type, options: dict[str, Any]) -> None:
     params = [torch.nn.Parameter(1e3 * p.detach()) for p in make_params()]
     optimizer = build(params, **options)
@@ -203,6 +207,59 @@ def test_classic_lars_without_ratios_has_the_same_bits(backend: str, options: di
         state = optimizer.state[p]
         runs.append([p.detach(), *(x for key, x in state.items() if key != "trust_ratio")])
     assert_same(*runs)
+
+
+# ---- bounds on norms
+
+
+@over_cpu
+@over_layerwise
+def test_wide_bounds_change_no_bit(backend: str, build: type) -> None:
+    runs = []
+    for bounds in (None, (0.0, math.inf), (0, 1e300)):
+        optimizer = build(make_params(), lr=1e-2, weight_decay=0.1, min_8bit_size=0, trust_bounds=bounds)
+        with on(backend):
+            runs.append(train(optimizer, 3))
+    assert_same(runs[1], runs[0])
+    assert_same(runs[2], runs[0])
+
+
+def test_groups_have_bounds_of_their_own() -> None:
+    """A layer steps as it would in an optimizer of its own, whatever the order of groups is."""
+    bounds = [(30.0, 80.0), None, (0.0, 1.0), (500.0, math.inf)]
+    shapes = [(40, 30), (64, 128), (7,), (3, 5, 11)]
+    params, copies = make_params(shapes), make_params(shapes)
+    together = optim.LAMB8bit(
+        [{"params": [p], "trust_bounds": b} for p, b in zip(params, bounds, strict=True)], weight_decay=0.1
+    )
+    alone = [optim.LAMB8bit([p], weight_decay=0.1, trust_bounds=b) for p, b in zip(copies, bounds, strict=True)]
+    for step in range(3):
+        give_gradients(params, step)
+        for p, q, optimizer in zip(params, copies, alone, strict=True):
+            q.grad = p.grad
+            optimizer.step()
+        together.step()
+    assert_same(params, copies)
+
+
+@over_cpu
+def test_zeros_start_with_a_lower_bound(backend: str) -> None:
+    p = torch.nn.Parameter(torch.zeros(8, 64))
+    optimizer = optim.LAMB([p], lr=1.0, weight_decay=0.1, eps=0.0, trust_bounds=(2.0, 10.0))
+    p.grad = torch.ones_like(p)
+    with on(backend):
+        optimizer.step()
+    assert p.detach().norm().item() == pytest.approx(2.0, rel=1e-6), "lr * low"
+
+
+@over_layerwise
+def test_bad_bounds_that_are_set_between_steps_change_nothing(build: type) -> None:
+    optimizer = build(make_params())
+    optimizer.param_groups[0]["trust_bounds"] = (2.0, 1.0)
+    before = snapshot(optimizer)["params"]
+    with pytest.raises(ValueError, match="trust_bounds must be None"):
+        train(optimizer, 1)
+    assert_same(snapshot(optimizer)["params"], before)
 
 
 # ---- options

@@ -74,32 +74,3 @@ def test_timm_moves_parameters_alike(name: str) -> None:
         runs.append(train(optimizer, 50)["params"])
     for ours, theirs in zip(*runs, strict=True):
         assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
-
-
-@pytest.mark.pairwise
-@pytest.mark.full
-@over_cpu
-@pytest.mark.parametrize("codec", ["power", "dynamic"])
-@pytest.mark.parametrize("name", ["LAMB", "LAMB, clipped", "LARS", "LARS, classic"])
-def test_8_bit_trust_ratios_are_within_two_percent(backend: str, name: str, codec: str) -> None:
-    spec, options = PUBLISHED[name]
-    build = spec.cls
-    model, loss = small_gpt()
-    params = [p for p in model.parameters() if p.dim() > 1]
-    copies = [torch.nn.Parameter(p.detach().clone()) for p in params]
-    eight = build(params, state_bits=8, min_8bit_size=0, codec=codec, **options)
-    full = build(copies, **options)
-    worst = 0.0
-    with on(backend):
-        for step in range(50):
-            model.zero_grad()
-            loss(step).backward()
-            for p, copy in zip(params, copies, strict=True):
-                copy.grad = p.grad
-            eight.step()
-            full.step()
-            for a, b in zip(eight.trust_ratios().values(), full.trust_ratios().values(), strict=True):
-                worst = max(worst, float(abs(a - b) / b))
-    # Measured: .006 and .030 (LAMB, where a code of v at 0 is as good as a zero).
-    assert worst <= {"power": 0.02, "dynamic": 0.04}[codec]
-    assert {state["exp_avg"].dtype for state in eight.state.values()} == {torch.int8}

@@ -1,13 +1,19 @@
-"""Elements that fall quiet beside live ones of their block: 8-bit states treat them as fp32 states do."""
+"""Elements that fall quiet beside live ones of their block: 8-bit states treat them as fp32 states do.
+
+A moment that is rounded to the nearest code stops decaying at a code that depends on its block's largest value. So
+these streams put quiet and live elements into the same blocks: one gradient and then none, features that occur in one
+step of many, words of a bag that are rare, momenta of elements that no longer have gradients.
+"""
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from memkern import optim
-from tests.support import quiet
+from memkern.optim.state import load_moment
 from tests.support.helpers import on
 
 ADAMW = functools.partial(optim.AdamW, weight_decay=0.0)
@@ -15,11 +21,110 @@ POWER = functools.partial(optim.AdamW8bit, weight_decay=0.0)
 DYNAMIC = functools.partial(optim.AdamW8bit, weight_decay=0.0, codec="dynamic")
 full, long = pytest.mark.full, pytest.mark.long
 
+Factory = Callable[..., Any]  # (params, lr=) -> an optimizer
+
+BLOCKS, BLOCK = 64, 128
+QUIET = BLOCK // 2  # of each block; the others are live
+LR = 1e-3
+
+
+def one_gradient(
+    factory: Factory, neighbours: float, *, noisy: bool, steps: int = 1700, every: int | None = None
+) -> float:
+    """How far elements move that get a gradient of 1 or -1 at the first step and zeros after, or one `every` so often.
+
+    They are half of each block; the others' gradients are `neighbours` times as large, noisy or constant, in all
+    steps. Returns the mean of |final value| of the quiet half.
+    """
+    rng = torch.Generator().manual_seed(0)
+    param = torch.nn.Parameter(torch.zeros(BLOCKS, BLOCK))
+    optimizer = factory([param], lr=LR)
+    for step in range(steps):
+        gradient = torch.zeros(BLOCKS, BLOCK)
+        live = torch.randn(BLOCKS, QUIET, generator=rng) if noisy else torch.ones(BLOCKS, QUIET)
+        gradient[:, QUIET:] = neighbours * live
+        if step == 0 or (every and step % every == 0):
+            gradient[:, :QUIET] = torch.randint(0, 2, (BLOCKS, QUIET), generator=rng) * 2.0 - 1.0
+        param.grad = gradient
+        optimizer.step()
+    return param.detach()[:, :QUIET].abs().mean().item()
+
+
+def rare_features(factory: Factory, every: int, neighbours: float = 1.0, steps: int = 5000) -> float:
+    """How far elements move whose gradient is noise in one step of `every`, beside live ones `neighbours` times larger.
+
+    Returns the root mean square of the rare half's final values. (They have no direction: it is a random walk.)
+    """
+    rng = torch.Generator().manual_seed(0)
+    param = torch.nn.Parameter(torch.zeros(BLOCKS, BLOCK))
+    optimizer = factory([param], lr=LR)
+    for _ in range(steps):
+        gradient = torch.randn(BLOCKS, BLOCK, generator=rng)
+        gradient[:, :QUIET] *= torch.rand(BLOCKS, QUIET, generator=rng) < 1 / every
+        gradient[:, QUIET:] *= neighbours
+        param.grad = gradient
+        optimizer.step()
+    return param.detach()[:, :QUIET].square().mean().sqrt().item()
+
+
+class BagOfWords(NamedTuple):
+    loss: float  # of the last 100 steps, mean
+    max_weight: float  # the largest |weight| of the embedding
+
+
+def bag_of_words(factory: Factory, steps: int = 2000, *, words: int = 8192, width: int = 16) -> BagOfWords:
+    """Trains a classifier of bags of words: an embedding whose rows are averaged, and a linear layer.
+
+    Words come with the frequencies of Zipf's law, so that most rows of the embedding have no gradient at most
+    steps; a word belongs to one of 8 topics, and a bag's class is the topic that half of its words are drawn from.
+    """
+    rng = torch.Generator().manual_seed(0)
+    topics, batch, length = 8, 32, 32
+    frequency = 1.0 / (1 + torch.randperm(words, generator=rng)).double()  # rare words beside frequent ones
+    topic = torch.randint(0, topics, (words,), generator=rng)
+    of_topic = torch.stack([frequency * (topic == k) for k in range(topics)])
+    embedding = torch.nn.Parameter(0.1 * torch.randn(words, width, generator=rng))
+    output = torch.nn.Parameter(0.1 * torch.randn(topics, width, generator=rng))
+    optimizer = factory([embedding, output], lr=LR)
+    losses = []
+    for _ in range(steps):
+        label = torch.randint(0, topics, (batch,), generator=rng)
+        about = torch.multinomial(of_topic[label], length // 2, replacement=True, generator=rng)
+        noise = torch.multinomial(frequency, batch * (length // 2), replacement=True, generator=rng)
+        bag = torch.cat([about, noise.view(batch, -1)], 1)
+        loss = torch.nn.functional.cross_entropy(embedding[bag].mean(1) @ output.t(), label)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return BagOfWords(sum(losses[-100:]) / 100, embedding.detach().abs().max().item())
+
+
+def quiet_momentum(factory: Factory, beta: float, steps: int = 3000) -> float:
+    """The stored first moment of elements that fell quiet, over its true value.
+
+    All gradients are noise around 1; after a third of the steps those of half of each block fall to a hundredth.
+    Returns the ratio of the mean |m| of that half to its exact value, after the last step.
+    """
+    rng = torch.Generator().manual_seed(0)
+    param = torch.nn.Parameter(torch.zeros(BLOCKS, BLOCK))
+    optimizer = factory([param], lr=LR)
+    exact = torch.zeros(BLOCKS, BLOCK, dtype=torch.float64)
+    for step in range(steps):
+        gradient = 1.0 + torch.randn(BLOCKS, BLOCK, generator=rng)
+        if step > steps / 3:
+            gradient[:, :QUIET] *= 0.01
+        exact = beta * exact + (1 - beta) * gradient.double()
+        param.grad = gradient
+        optimizer.step()
+    m = load_moment("exp_avg", optimizer.state[param]).double()
+    return (m[:, :QUIET].abs().mean() / exact[:, :QUIET].abs().mean()).item()
+
 
 @functools.cache
 def moved(codec: str, neighbours: float, noisy: bool, every: int | None = None) -> float:
     factory = {"fp32": ADAMW, "power": POWER, "dynamic": DYNAMIC}[codec]
-    return quiet.one_gradient(factory, neighbours, noisy=noisy, every=every)
+    return one_gradient(factory, neighbours, noisy=noisy, every=every)
 
 
 @pytest.mark.parametrize("noisy", [True, False], ids=["noisy", "constant"])
@@ -44,13 +149,13 @@ def test_a_gradient_now_and_then(neighbours: float, every: int) -> None:
 @pytest.mark.parametrize("neighbours", [1, 10])
 @pytest.mark.parametrize("every", [50, 500])
 def test_rare_features(every: int, neighbours: float) -> None:
-    fp32, power = (quiet.rare_features(factory, every, neighbours) for factory in (ADAMW, POWER))
+    fp32, power = (rare_features(factory, every, neighbours) for factory in (ADAMW, POWER))
     assert power == pytest.approx(fp32, rel=0.02)
 
 
 @long
 def test_a_bag_of_words_keeps_its_loss_and_its_weights() -> None:
-    fp32, power = quiet.bag_of_words(ADAMW), quiet.bag_of_words(POWER)
+    fp32, power = bag_of_words(ADAMW), bag_of_words(POWER)
     assert power.loss == pytest.approx(fp32.loss, rel=0.05)
     assert power.max_weight == pytest.approx(fp32.max_weight, rel=0.05)
 
@@ -59,7 +164,7 @@ def test_a_bag_of_words_keeps_its_loss_and_its_weights() -> None:
     ("build", "beta"), [pytest.param(optim.Lion8bit, 0.99), pytest.param(optim.LARS8bit, 0.9, marks=full)]
 )
 def test_the_momentum_of_quiet_elements_is_the_true_one(build: Any, beta: float) -> None:
-    assert quiet.quiet_momentum(build, beta) == pytest.approx(1.0, abs=0.05)
+    assert quiet_momentum(build, beta) == pytest.approx(1.0, abs=0.05)
 
 
 # ---- the dynamic map

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from memkern.optim.state import State, load_moment
+
 ROWS, COLS = 32, 512
 BLOCK = 128  # of "one stays large"
 RUN = 64  # of "sparse": consecutive elements that are active together
@@ -77,33 +79,17 @@ class ClosedLoop(NamedTuple):
     sqrt_v_ratio: float  # stored sqrt(v) over its exact value, averaged over elements, after the last step
 
 
-def stored_sqrt_v(optimizer: torch.optim.Optimizer, param: Tensor) -> Tensor:
-    """sqrt(v) as memkern stores it: `power` codes hold sqrt(v) itself, `dynamic` codes and fp32 hold v."""
-    import memkern
-
-    state, group = optimizer.state[param], optimizer.param_groups[0]
-    v = state["exp_avg_sq"]
-    if v.dtype is not torch.uint8:
-        return v.sqrt()
-    stored = memkern.dequantize_blockwise(
-        v, state["exp_avg_sq_scale"], codec=group["codec"], block_size=group["block_size"]
-    )
-    return stored if group["codec"] == "power" else stored.sqrt()
-
-
 def closed_loop(
     optimizer_factory: Callable[..., Any],
     stream: Iterable[Tensor],
     betas: tuple[float, float] = (0.9, 0.999),
     *,
     eps: float = 1e-8,
-    sqrt_v: Callable[[Any, Tensor], Tensor] = stored_sqrt_v,
 ) -> ClosedLoop:
     """Compares the updates of an Adam with quantized states with those of Adam in fp64 on the same gradients.
 
     optimizer_factory(params, lr=, betas=, eps=, weight_decay=) makes the optimizer. Its parameter is zeroed before
-    every step and lr is 1, so that after the step the parameter is minus the update. sqrt_v(optimizer, param) reads
-    sqrt(v) from its state.
+    every step and lr is 1, so that after the step the parameter is minus the update.
     """
     param = torch.nn.Parameter(torch.zeros(ROWS, COLS))
     optimizer = optimizer_factory([param], lr=1.0, betas=betas, eps=eps, weight_decay=0.0)
@@ -129,6 +115,8 @@ def closed_loop(
         if size > 0:  # a sparse stream may not have begun
             errors.append((update - exact).norm() / size)
     touched = v > 0
-    ratio = sqrt_v(optimizer, param).double()[touched] / v.sqrt()[touched]
+    state = optimizer.state[param]
+    stored = load_moment("exp_avg_sq", state) if isinstance(state, State) else state["exp_avg_sq"]
+    ratio = stored.double().sqrt()[touched] / v.sqrt()[touched]
     total_error = (total - exact_total).norm() / exact_total.norm()
     return ClosedLoop(torch.stack(errors).mean().item(), errors[-1].item(), total_error.item(), ratio.mean().item())

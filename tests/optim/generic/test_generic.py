@@ -126,12 +126,10 @@ ERRORS: dict[str, tuple[Any, Options, type[Exception], str]] = {
     "in two groups": ([{"params": a}, {"params": a}], {}, ValueError, "more than one parameter group"),
     "no tensor": ([1], {}, TypeError, "optimizer can only optimize Tensors"),
     "no leaf": ([a * 2], {}, ValueError, "can't optimize a non-leaf Tensor"),
-    "two rates": ([a], {"lr": torch.tensor([0.001, 0.001])}, ValueError, "lr must be a float or a 0-dim tensor"),
     "a name missing": ([("weight", a), b], {}, ValueError, "Some param names are missing"),
     "a group's names missing": (
         [{"params": [a]}, {"params": [("weight", b)]}], {}, ValueError, "with/without names"
     ),
-    "differentiable": ([a], {"differentiable": True}, ValueError, "does not support differentiable"),
 }  # fmt: skip
 
 

@@ -68,25 +68,6 @@ def test_parameters_without_state_load() -> None:
     train(other, 1)
 
 
-def test_users_hooks_still_run() -> None:
-    source = optim.AdamW8bit(make_params(), lr=1e-2)
-    train(source)
-    target, seen = optim.AdamW8bit(make_params()), []
-
-    def rename(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-        seen.append("before")
-        return {"state": state_dict["theirs"], "param_groups": state_dict["param_groups"]}
-
-    target.register_load_state_dict_pre_hook(rename)
-    target.register_load_state_dict_post_hook(lambda o: seen.append(snapshot(o)["states"][0]["exp_avg"].dtype))
-    foreign = source.state_dict()
-    foreign["theirs"] = foreign.pop("state")
-    for _ in range(2):
-        target.load_state_dict(foreign)
-    assert seen == ["before", torch.int8] * 2
-    assert_same(snapshot(target)["states"], snapshot(source)["states"])
-
-
 @pytest.mark.filterwarnings("ignore:the state_dict is of an optimizer with other options")
 @pytest.mark.parametrize(("was", "becomes"), [(8, 8), (8, 32), (32, 32)])
 def test_codes_of_another_memory_format_are_converted(was: Any, becomes: Any) -> None:
@@ -142,6 +123,9 @@ CORRUPT: dict[str, Callable[[dict[str, Any]], Any]] = {
     "step as a text": put("step", lambda x: "3"),
     "step as many": put("step", lambda x: x.expand(2)),
     "codes as a list": put("exp_avg", lambda x: x.tolist()),
+    "no codes": put("exp_avg", lambda x: None),
+    "no step": put("step", lambda x: None),
+    "no state": lambda s: s["state"].update({0: None}),
     "a key is missing": lambda s: s["state"][0].pop("exp_avg_scale"),
     "a key too many": lambda s: s["state"][0].update(max_exp_avg_sq=torch.ones(64, 128)),
     "last tensor, codes where its scale is missing": lambda s: s["state"][2].pop("exp_avg"),
@@ -177,7 +161,7 @@ def test_corrupt_states_are_refused(name: str) -> None:
     target = optim.AdamW8bit(make_params(), lr=0.5)
     train(target, 1)
     assert_refused(target, state_dict)
-    assert [*state_dict["state"][0]] == [*untouched["state"][0]]
+    assert [*(state_dict["state"][0] or ())] == [*(untouched["state"][0] or ())]
     target.load_state_dict(source.state_dict())  # and it can still load what fits
     assert_same(snapshot(target)["states"], snapshot(source)["states"])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .spec import BAD_EPS, LAYERED, TENSOR_BETAS, OptimizerSpec, Options, adam_direction, trust_ratio
+from .spec import BAD_BOUNDS, BAD_EPS, LAYERED, TENSOR_BETAS, OptimizerSpec, Options, adam_direction, trust_ratio
 
 
 def lamb(p: Tensor, g: Tensor, state: Options, group: Options) -> Tensor:
@@ -28,6 +28,8 @@ LAMB = OptimizerSpec(
         "tensor betas": TENSOR_BETAS,
         "no bias correction": {"bias_correction": False, "trust_clip": True},
         "decoupled_decay": {"decoupled_decay": True, "always_adapt": True, "weight_decay": 0.0},
+        "bounds": {"trust_bounds": (4.0, 6.0), "weight_decay": 0.1},
+        "bounds, decoupled": {"trust_bounds": (0.0, 6.0), "weight_decay": 0.1, "decoupled_decay": True},
     },
     # Norms are added up in an order of each backend's own, but in fp64: a ratio rounded to fp32 differs where its
     # true value is within some 1e-15 of the middle between two, and for these numbers it never is. LARS's likewise.
@@ -52,7 +54,7 @@ LAMB = OptimizerSpec(
     timm="Lamb",
     timm_options={"max_grad_norm": None},
     refused=[
-        ({"trust_bounds": (2.0, 1.0)}, r"trust_bounds must be None or \(low, high\), .* got \(2.0, 1.0\)"),
+        *BAD_BOUNDS,
         *BAD_EPS,
         ({"caution": True}, "does not support caution=True"),
         ({"corrected_weight_decay": True}, "does not support corrected_weight_decay=True"),

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .spec import BAD_EPS, BAD_MOMENTUM, LAYERED, OptimizerSpec, Options, adapts, sgd_direction, trust_ratio
+from .spec import (
+    BAD_BOUNDS,
+    BAD_EPS,
+    BAD_MOMENTUM,
+    LAYERED,
+    OptimizerSpec,
+    Options,
+    adapts,
+    phi,
+    sgd_direction,
+    trust_ratio,
+)
 
 
 def lars(p: Tensor, g: Tensor, state: Options, group: Options) -> Tensor:
@@ -20,8 +31,9 @@ def lars(p: Tensor, g: Tensor, state: Options, group: Options) -> Tensor:
 def classic(p: Tensor, g: Tensor, state: Options, group: Options) -> Tensor:
     """The update of arXiv 1708.03888 on top of torch.optim.SGD's, with timm.optim.Lars's options."""
     lr, decay, ratio = float(group["lr"]), group["weight_decay"], 1.0
-    if adapts(group) and p.norm() and g.norm():
-        ratio = float(group["trust_coeff"] * p.norm() / (g.norm() + decay * p.norm() + group["eps"]))
+    norm = phi(p, group)
+    if adapts(group) and norm and g.norm():
+        ratio = float(group["trust_coeff"] * norm / (g.norm() + decay * norm + group["eps"]))
         if group["trust_clip"]:
             ratio = min(ratio / lr, 1.0)
     return p - lr * sgd_direction(ratio * (g + decay * p), state, group, "exp_avg")
@@ -35,7 +47,9 @@ LARS = OptimizerSpec(
     lr=1e-3,
     generic={
         "momentum": {"momentum": 0.5, "trust_clip": True, "always_adapt": True},
+        "bounds": {"trust_bounds": (4.0, 6.0), "weight_decay": 0.1},
         "classic": {"trust_coeff": 1e-2, "lr": 0.1},
+        "classic, bounds": {"trust_coeff": 1e-2, "lr": 0.1, "trust_bounds": (4.0, 6.0), "weight_decay": 0.1},
         "dampening": {"trust_coeff": 1e-2, "dampening": 0.5, "lr": 0.1},
         "nesterov": {"trust_coeff": 1e-2, "nesterov": True, "weight_decay": 0.1, "lr": 0.1},
     },
@@ -86,6 +100,7 @@ LARS = OptimizerSpec(
     timm="Lars",  # the classic form alone
     timm_options={"momentum": 0.9},
     refused=[
+        *BAD_BOUNDS,
         *BAD_EPS,
         *BAD_MOMENTUM,
         ({"dampening": 1.5, "trust_coeff": 1e-3}, "dampening must be from 0 to 1, got 1.5"),

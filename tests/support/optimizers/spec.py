@@ -31,6 +31,11 @@ BAD_MOMENTUM: list[tuple[Options, str]] = [
     ({"momentum": float("nan")}, "momentum must be from 0 to below 1, got nan"),
     ({"momentum": "0.9"}, "momentum must be from 0 to below 1, got '0.9'"),
 ]
+_NAN = float("nan")
+BAD_BOUNDS: list[tuple[Options, str]] = [
+    ({"trust_bounds": bounds}, r"trust_bounds must be None or \(low, high\), .* got ")
+    for bounds in (1.0, (1.0,), (2.0, 1.0), (1.0, 1.0), (-1.0, 1.0), (_NAN, 1.0), (0.0, _NAN), ("0", "1"), (0, 1, 2))
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,9 +135,15 @@ def adapts(group: Options) -> bool:
     return group["weight_decay"] != 0 or group["always_adapt"]
 
 
+def phi(p: Tensor, group: Options) -> Tensor:
+    """The norm of a layer's weights, within its bounds."""
+    return p.norm() if group["trust_bounds"] is None else p.norm().clamp(*group["trust_bounds"])
+
+
 def trust_ratio(p: Tensor, update: Tensor, group: Options) -> float:
-    """|p| / |update| of algorithms 1 and 2 of arXiv 1904.00962; 1 where a norm is 0."""
-    if not adapts(group) or not p.norm() or not update.norm():
+    """phi(|p|) / |update| of algorithms 1 and 2 of arXiv 1904.00962; 1 where a norm is 0."""
+    norm = phi(p, group)
+    if not adapts(group) or not norm or not update.norm():
         return 1.0
-    ratio = float(p.norm() / update.norm())
+    ratio = float(norm / update.norm())
     return min(ratio, 1.0) if group["trust_clip"] else ratio
