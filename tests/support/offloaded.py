@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR
 
+from memkern import optim
 from memkern.optim import HostOffload
 from tests.support.helpers import OPTIMIZERS, snapshot
-from tests.support.late_transfers import LateHostOffload
+from tests.support.late_transfers import LateHostOffload, LateTransfers
 
 MODES: dict[str, dict[str, Any]] = {
     "default": {},
@@ -61,6 +62,26 @@ def run(
         scheduler.step()
         optimizer.zero_grad()
     return snapshot(optimizer), optimizer, model
+
+
+def events_of_a_step(own: dict[str, Any], log: list[Any]) -> list[Any]:
+    """What the third of some steps of three matrices calls, with the copies numbered from 0. ``log``: empty."""
+
+    class Logged(HostOffload):
+        _transfers_of = staticmethod(lambda device: LateTransfers(device, log))
+
+    layers = [nn.Linear(20, 20, bias=False) for _ in range(3)]
+    optimizer = Logged(optim.AdamW, [layer.weight for layer in layers], **own)
+    for _ in range(3):
+        log.clear()
+        nn.Sequential(*layers)(torch.randn(2, 20)).sum().backward()
+        log.append("backward is over")
+        optimizer.step()
+        log.append("step is over")
+        optimizer.zero_grad()
+    first = {way: min(e[1] for e in log if e[0] == way) for way in ("down", "up")}
+    number = lambda e: (e[0], e[1] - first[e[0]])  # noqa: E731
+    return [e if isinstance(e, str) else number(e) if e[0] in first else (e[0], *number(e[1])) for e in log]
 
 
 def options_of(build: type) -> dict[str, Any]:

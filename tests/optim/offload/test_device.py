@@ -20,7 +20,7 @@ from memkern.planner import fake_cuda
 from tests.optim.offload import on_cuda
 from tests.support.helpers import OPTIMIZERS, assert_same, name_of, snapshot
 from tests.support.late_transfers import LateHostOffload, LateTransfers
-from tests.support.offloaded import ON_DEVICE, losses, model_of, options_of, run
+from tests.support.offloaded import ON_DEVICE, events_of_a_step, losses, model_of, options_of, run
 
 over_ways = pytest.mark.parametrize("way", ON_DEVICE)
 
@@ -120,30 +120,11 @@ def test_muon_keeps_matrices_together_that_a_plain_step_takes_together() -> None
 # ---- the order of copies
 
 
-def logged(monkeypatch: pytest.MonkeyPatch, way: str, count: int = 3) -> list[Any]:
-    """What the third of some steps calls. Each matrix is a bucket, and the copies are numbered from 0."""
-    log: list[Any] = []
-
-    class Logged(HostOffload):
-        _transfers_of = staticmethod(lambda device: LateTransfers(device, log))
-
-    monkeypatch.setattr(device, "BUCKET_BYTES", 3500)
-    layers = [nn.Linear(20, 20, bias=False) for _ in range(count)]
-    optimizer = Logged(optim.AdamW, [layer.weight for layer in layers], **ON_DEVICE[way])
-    for _ in range(3):
-        log.clear()
-        nn.Sequential(*layers)(torch.randn(2, 20)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    first = {way: min(e[1] for e in log if e[0] == way) for way in ("down", "up")}
-    number = lambda e: (e[0], e[1] - first[e[0]])  # noqa: E731
-    return [number(e) if e[0] in first else (e[0], *number(e[1])) for e in log]
-
-
 @over_ways
 def test_the_next_states_come_while_one_bucket_is_stepped(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The copy back of one bucket is begun, then the next but one may come: nothing waits on the host."""
-    assert logged(monkeypatch, way) == [
+    monkeypatch.setattr(device, "BUCKET_BYTES", 3500)  # a matrix
+    assert [e for e in events_of_a_step(ON_DEVICE[way], []) if not isinstance(e, str)] == [
         *(("up", 0), ("device waits", "up", 0), ("down", 0)),
         *(("up", 1), ("device waits", "up", 1), ("down", 1)),
         *(("up", 2), ("device waits", "up", 2), ("down", 2)),
@@ -240,7 +221,7 @@ def test_planted_faults_are_found(fault: str, monkeypatch: pytest.MonkeyPatch) -
         assert_same(edited_between(make), expected)
 
 
-# ---- between the steps (what others do: test_host_groups.py, test_programs.py)
+# ---- between the steps (what others do: test_host_groups.py)
 
 
 @over_ways

@@ -232,25 +232,6 @@ def test_a_state_dict_that_does_not_fit() -> None:
     assert_same(snapshot(optimizer), before)
 
 
-def test_groups_named_parameters_and_one_that_comes_later() -> None:
-    results = []
-    for offload in (False, True):
-        model = model_of()
-        named = [*model.named_parameters()]
-        groups = [{"params": named[:2], "lr": 0.1}, {"params": named[2:4], "weight_decay": 0.0}]
-        optimizer = HostOffload(optim.AdamW, groups) if offload else optim.AdamW(groups)
-        optimizer.add_param_group({"params": named[4:], "betas": (0.5, 0.9)})
-        assert optimizer.param_groups[2]["param_names"] == [name for name, _ in named[4:]]
-        for loss in losses(model, 1):
-            loss.backward()
-        optimizer.step()
-        optimizer.param_groups[0]["lr"] = 0.01
-        optimizer.param_groups[1]["state_bits"] = 32
-        optimizer.step()
-        results.append((snapshot(optimizer), optimizer.state_dict()))
-    assert_same(results[1], results[0])
-
-
 def test_a_group_that_is_refused_is_not_added() -> None:
     optimizer = HostOffload(optim.AdamW, [nn.Parameter(torch.ones(3))])
     with pytest.raises(ValueError, match="weight_decay must be 0 or more and finite, got -1"):

@@ -8,40 +8,24 @@ from unittest.mock import MagicMock, call
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from memkern import memory, optim
 from memkern.optim import HostOffload
 from memkern.optim.offload.transfers import StreamTransfers, transfers_of
 from tests.support.helpers import assert_same
-from tests.support.late_transfers import LateHostOffload, LateTransfers
-from tests.support.offloaded import MODES, model_of
+from tests.support.late_transfers import LateHostOffload
+from tests.support.offloaded import MODES, events_of_a_step, model_of
 
 # ---- the order of events
 
 
 def logged(mode: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What one step of three matrices, each a bucket, calls, after a first one."""
+    """With the steps of buckets, each of a matrix."""
     log: list[Any] = []
-    layers = [nn.Linear(20, 20, bias=False) for _ in range(3)]
-
-    class Logged(HostOffload):
-        _transfers_of = staticmethod(lambda device: LateTransfers(device, log))
-
-    optimizer = Logged(optim.AdamW, [layer.weight for layer in layers], **MODES[mode])
     step = HostOffload._step_inner
     monkeypatch.setattr(HostOffload, "_step_inner", lambda self, bucket: (log.append("CPU steps"), step(self, bucket)))
-    x = torch.randn(2, 20)
-    for _ in range(2):
-        log.clear()
-        nn.Sequential(*layers)(x).sum().backward()
-        log.append("backward is over")
-        optimizer.step()
-        log.append("step is over")
-        optimizer.zero_grad()
-    first = {way: min(e[1] for e in log if e[0] == way) for way in ("down", "up")}
-    number = lambda e: (e[0], e[1] - first[e[0]])  # noqa: E731
-    return [e if isinstance(e, str) else number(e) if e[0] in first else (e[0], *number(e[1])) for e in log]
+    return events_of_a_step(MODES[mode], log)
 
 
 def test_events_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from memkern import optim
 from memkern.optim import HostOffload, StepInBackward
-from tests.support.helpers import assert_same, name_of, snapshot
+from tests.support.helpers import assert_same, first_quick, name_of, snapshot
 from tests.support.late_transfers import LateHostOffload
 from tests.support.offloaded import MODES, ON_DEVICE, over_transfers
 
@@ -24,13 +24,15 @@ def parameters(count: int = COUNT, seed: int = 0) -> list[nn.Parameter]:
     return [nn.Parameter(torch.randn(SHAPE, generator=generator)) for _ in range(count)]
 
 
-def train(optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
-    """Steps on gradients that come from backward(), each of them another one."""
+def train(optimizer: torch.optim.Optimizer, first: int, last: int, between: Callable[[Any], Any] | None = None) -> None:
+    """Steps on gradients that come from backward(), each of them another one. ``between``: backward() and step()."""
     for step in range(first, last):
         optimizer.zero_grad()
         generator = torch.Generator().manual_seed(100 + step)
         params = [p for group in optimizer.param_groups for p in group["params"]]
         sum((p.float() * torch.randn(SHAPE, generator=generator)).sum() for p in params).backward()  # type: ignore[union-attr]
+        if between is not None:
+            between(optimizer)
         optimizer.step()
 
 
@@ -184,6 +186,21 @@ def new_key(optimizer: Any) -> None:
     optimizer.param_groups[1].pop("name")
 
 
+def transpose(optimizer: Any) -> None:
+    p = optimizer.param_groups[0]["params"][1]
+    p.data = p.data.t().contiguous().t()
+
+
+def set_options(**options: Any) -> Callable[[Any], None]:
+    """In all groups that have them."""
+
+    def changed(optimizer: Any) -> None:
+        for group in optimizer.param_groups:
+            group.update((name, copy.copy(x)) for name, x in options.items() if name in group)
+
+    return changed
+
+
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "group assigned": assign_group,
     "group dropped": lambda o: setattr(o, "param_groups", o.param_groups[:1]),
@@ -200,6 +217,11 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "one state cleared": lambda o: o.state.pop(o.param_groups[0]["params"][1]),
     "an entry of a state replaced": replace_an_entry,
     "keys of groups": new_key,
+    "frozen": lambda o: o.param_groups[0]["params"][1].requires_grad_(False),
+    "another memory format": transpose,
+    "codes": set_options(codec="dynamic", block_size=64),
+    "bits": set_options(state_bits=32),
+    "lr, a tensor": set_options(lr=torch.tensor(0.05)),
 }
 
 
@@ -223,7 +245,7 @@ def changed(make: Callable[[Any], Any], change: Callable[[Any], Any], way: str) 
 
 
 @over_transfers
-@pytest.mark.parametrize("way", ["stepped", "saved", "copied"])
+@pytest.mark.parametrize("way", first_quick(["stepped", "saved", "copied"]))
 @pytest.mark.parametrize("build", [optim.AdamW8bit, torch.optim.AdamW], ids=name_of)
 @pytest.mark.parametrize("mode", [*MODES, *ON_DEVICE])
 @pytest.mark.parametrize("change", CHANGES)
@@ -234,6 +256,47 @@ def test_groups_are_read_as_they_are(change: str, build: type, way: str, wrapper
     expected = changed(lambda p: build(p, lr=1e-2, **options), CHANGES[change], way)
     make = lambda p: wrapper(build, p, lr=1e-2, **(MODES | ON_DEVICE)[mode], **options)  # noqa: E731
     assert_same(changed(make, CHANGES[change], way), expected)
+
+
+def load_contiguous(optimizer: Any) -> None:
+    """Through a file that makes tensors contiguous."""
+    state_dict = copy.deepcopy(optimizer.state_dict())
+    for state in state_dict["state"].values():
+        state.update({key: x.contiguous() for key, x in state.items()})
+    optimizer.load_state_dict(state_dict)
+
+
+BETWEEN: dict[str, Callable[[Any], Any]] = {
+    "saved": lambda o: o.state_dict(),
+    "copied": copy.deepcopy,
+    "loaded": load_contiguous,
+    "group added": lambda o: o.add_param_group({"params": parameters(1, 5)}),
+    "lr": set_options(lr=0.05),
+    "bits": set_options(state_bits=32),
+    "clipped": set_options(max_grad_norm=0.1),
+}
+
+
+@over_transfers
+@pytest.mark.parametrize("mode", [*MODES, *ON_DEVICE])
+@pytest.mark.parametrize("change", BETWEEN)
+def test_what_comes_between_backward_and_step(change: str, wrapper: type[HostOffload], mode: str) -> None:
+    in_backward = "backward" in mode
+    if change == "clipped" and in_backward:
+        return
+    found = []
+    for offloads in (False, True):
+        new: Any = optim.AdamW8bit
+        if offloads:
+            new = lambda p, **own: wrapper(optim.AdamW8bit, p, **(MODES | ON_DEVICE)[mode], **own)  # noqa: E731
+        elif in_backward:
+            new = lambda p, **own: StepInBackward(optim.AdamW8bit, p, **own)  # noqa: E731
+        optimizer = new(parameters(), lr=1e-2, min_8bit_size=0)
+        train(optimizer, 0, 2)
+        train(optimizer, 2, 4, BETWEEN[change])
+        train(optimizer, 4, 5)
+        found.append(snapshot(optimizer))
+    assert_same(found[1], found[0])
 
 
 def test_fp32_weights_of_parameters_in_place_of_others() -> None:
