@@ -1,4 +1,4 @@
-"""The optimizers in use: which states are 8-bit, groups, learning rates,"""
+"""The optimizers in use: which states are 8-bit, groups, defaults, and parameters over one memory."""
 
 import pytest
 import torch
@@ -9,7 +9,6 @@ from tests.support.helpers import (
     first_moment,
     give_gradients,
     make_params,
-    name_of,
     over_8bit,
     over_optimizers,
     snapshot,
@@ -146,21 +145,62 @@ def test_defaults_and_repr_are_those_of_torch() -> None:
     assert "codec: power" in repr(positional)
     assert optim.AdamW8bit(params, foreach=True).param_groups  # accepted and ignored, as is fused
     assert optim.Lion8bit(params, fused=True).param_groups
-
-
-# ---- learning rates
+    lr = torch.tensor(1e-2)
+    assert optim.AdamW(params, lr=lr).param_groups[0]["lr"] is lr
 
 
 @over_optimizers
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=name_of)
-def test_lr_as_a_tensor(build: type, dtype: torch.dtype) -> None:
-    rates = [1e-2, 5e-3, 0.0, 2e-2]
-    lr = torch.tensor(0.0, dtype=dtype)
-    by_tensor, by_float = build(make_params(), lr=lr), build(make_params(), lr=0.0)
-    for step, rate in enumerate(rates):
-        lr.fill_(rate)
-        by_float.param_groups[0]["lr"] = float(lr)  # the number that the dtype can hold
-        train(by_tensor, 1, first=step)
-        train(by_float, 1, first=step)
-    assert_same(snapshot(by_tensor), snapshot(by_float))
-    assert by_tensor.param_groups[0]["lr"] is lr
+def test_lazy_modules(build: type) -> None:
+    """torch.optim takes their parameters before the first forward pass."""
+    model = torch.nn.Sequential(torch.nn.LazyLinear(64), torch.nn.LayerNorm(64))
+    optimizer = build(model.parameters(), min_8bit_size=0)
+    for _ in range(2):
+        model(torch.ones(2, 128)).square().sum().backward()
+        optimizer.step()
+    assert all(optimizer.state[p]["step"] == 2 for p in model.parameters())
+
+
+# ---- one memory
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("overlap", ["whole", "rows"])
+@over_optimizers
+def test_parameters_over_one_memory_are_stepped_one_after_the_other(build: type, overlap: str, when: str) -> None:
+    """As torch.optim does: the second begins from what the first has written."""
+
+    def run(together: bool) -> torch.Tensor:
+        a, b = (torch.nn.Parameter(torch.linspace(-1, 1, 128 * 512).view(128, 512)) for _ in range(2))
+        tie = (lambda: a.data) if overlap == "whole" else (lambda: a.data[:64])
+        if when == "before":
+            b.data = tie()
+        one = build([a, b], lr=1e-2) if together else build([a], lr=1e-2)
+        other = None if together else build([b], lr=1e-2)
+        if when == "after":
+            b.data = tie()
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(3):
+            for p in (a, b):
+                p.grad = torch.randn(p.shape, generator=generator)
+            for optimizer in (one, other):
+                if optimizer is not None:
+                    optimizer.step()
+        return a.detach().clone()
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert_same(run(True), run(False))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_parts_of_one_memory_are_stepped_together() -> None:
+    whole = torch.zeros(64, 128)
+    params = [torch.nn.Parameter(part) for part in whole.chunk(2)]
+    optimizer = optim.AdamW8bit(params, min_8bit_size=0)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert optimizer.state[params[0]].plan.is_one_call

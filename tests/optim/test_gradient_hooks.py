@@ -1,4 +1,4 @@
-"""Parameters over one memory, optimizers over one parameter, and parameters that come late or leave."""
+"""Gradients taken in the backward pass, of a parameter that has two optimizers or has left its group."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from torch.optim.lr_scheduler import ConstantLR
 
 from memkern import optim
 from memkern.optim import HostOffload, StepInBackward
-from tests.support.helpers import assert_same, over_optimizers
 
 KINDS: dict[str, Callable[..., Any]] = {
     "StepInBackward": lambda params, **options: StepInBackward(optim.SGD, params, **options),
@@ -26,53 +25,7 @@ KINDS: dict[str, Callable[..., Any]] = {
 }
 
 
-# ---- one memory
-
-
-@pytest.mark.pairwise
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("overlap", ["whole", "rows"])
-@over_optimizers
-def test_parameters_over_one_memory_are_stepped_one_after_the_other(build: type, overlap: str, when: str) -> None:
-    """As torch.optim does: the second begins from what the first has written."""
-
-    def run(together: bool) -> torch.Tensor:
-        a, b = (nn.Parameter(torch.linspace(-1, 1, 128 * 512).view(128, 512)) for _ in range(2))
-        tie = (lambda: a.data) if overlap == "whole" else (lambda: a.data[:64])
-        if when == "before":
-            b.data = tie()
-        one = build([a, b], lr=1e-2) if together else build([a], lr=1e-2)
-        other = None if together else build([b], lr=1e-2)
-        if when == "after":
-            b.data = tie()
-        generator = torch.Generator().manual_seed(0)
-        for _ in range(3):
-            for p in (a, b):
-                p.grad = torch.randn(p.shape, generator=generator)
-            for optimizer in (one, other):
-                if optimizer is not None:
-                    optimizer.step()
-        return a.detach().clone()
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        assert_same(run(True), run(False))
-    finally:
-        torch.set_num_threads(threads)
-
-
-def test_parts_of_one_memory_are_stepped_together() -> None:
-    whole = torch.zeros(64, 128)
-    params = [nn.Parameter(part) for part in whole.chunk(2)]
-    optimizer = optim.AdamW8bit(params, min_8bit_size=0)
-    for p in params:
-        p.grad = torch.ones_like(p)
-    optimizer.step()
-    assert optimizer.state[params[0]].plan.is_one_call
-
-
-# ---- one parameter
+# ---- optimizers over one parameter
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -105,7 +58,7 @@ def test_copies_do_not_take_over(kind: str) -> None:
     assert other.param_groups[0]["params"][0][0] == 0
 
 
-# ---- parameters that leave and come
+# ---- parameters that leave a group and come back
 
 
 def test_a_parameter_that_left_the_groups_keeps_its_gradient() -> None:
@@ -141,14 +94,3 @@ def test_parameters_that_left_the_groups_are_freed() -> None:
     del p
     gc.collect()
     assert gone() is None
-
-
-@over_optimizers
-def test_lazy_modules(build: type) -> None:
-    """torch.optim takes their parameters before the first forward pass."""
-    model = nn.Sequential(nn.LazyLinear(64), nn.LayerNorm(64))
-    optimizer = build(model.parameters(), min_8bit_size=0)
-    for _ in range(2):
-        model(torch.ones(2, 128)).square().sum().backward()
-        optimizer.step()
-    assert all(optimizer.state[p]["step"] == 2 for p in model.parameters())
