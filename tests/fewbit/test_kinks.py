@@ -9,7 +9,7 @@ from torch import Tensor
 
 import memkern
 from memkern.fewbit.tables import LEVELS
-from tests.support.helpers import hard
+from tests.support.helpers import hard, on, over_cpu
 
 
 @pytest.mark.parametrize("beta", [1.0, 0.5, 3.0])
@@ -34,6 +34,7 @@ EXACT: dict[str, tuple[str, tuple[float, ...]]] = {
     "relu": ("relu", ()),
     "leaky_relu": ("leaky_relu", ()),
     "hardtanh": ("hardtanh", ()),
+    "hardtanh 0, 6": ("hardtanh", (0.0, 6.0)),
     "hardsigmoid": ("hardsigmoid", ()),
     **{f"hardshrink {lambd}": ("hardshrink", (lambd,)) for lambd in (0.5, 0.3, 1.1, 0.0, -1.0)},
     **{f"softshrink {lambd}": ("softshrink", (lambd,)) for lambd in (0.5, 0.3, 1.1, 0.0)},
@@ -45,19 +46,21 @@ NEARLY = {"hardswish": 0.1, "elu": 0.04, "celu": 0.04, "selu": 0.07}
 
 def kinks(dtype: torch.dtype) -> Tensor:
     """Numbers where derivatives jump, and their neighbours."""
-    at = torch.tensor([0.0, 0.3, 0.5, 1.0, 1.1, 3.0], dtype=dtype)
+    at = torch.tensor([0.0, 0.3, 0.5, 1.0, 1.1, 3.0, 6.0, torch.inf], dtype=dtype)
     up, down = (at.nextafter(torch.full_like(at, toward)) for toward in (torch.inf, -torch.inf))
     x = torch.cat([at, up, down])
     return torch.cat([x, -x]).requires_grad_()
 
 
+@over_cpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", EXACT)
-def test_exact_derivatives_at_kinks_are_torchs(case: str, dtype: torch.dtype) -> None:
+def test_exact_derivatives_at_kinks_are_torchs(backend: str, case: str, dtype: torch.dtype) -> None:
     """bf16 and fp16 meet them."""
     name, arguments = EXACT[case]
     x = kinks(dtype)
-    (found,) = torch.autograd.grad(getattr(memkern.functional, name)(x, *arguments).sum(), x)
+    with on(backend):
+        (found,) = torch.autograd.grad(getattr(memkern.functional, name)(x, *arguments).sum(), x)
     (expected,) = torch.autograd.grad(getattr(F, name)(x, *arguments).sum(), x)
     assert torch.equal(found, expected)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -68,13 +67,6 @@ def test_autocast(name: str) -> None:
 
     s = gram(layer, run)
     torch.testing.assert_close(s, s.T, rtol=0.02, atol=0.02)
-
-
-@pytest.fixture
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.usefixtures("fresh_compiler")

@@ -103,14 +103,6 @@ def test_weight_gradient_is_unbiased_with_the_known_variance(name: str) -> None:
     assert 4 * spread < 0.2 * expected  # the comparison can fail
 
 
-def test_rows_without_replacement_have_less_variance_than_with() -> None:
-    x, y = torch.randn(30, 4, dtype=torch.float64), torch.randn(30, 3, dtype=torch.float64)
-    product = (y.T @ x).square().sum()
-    d = x.square().sum(1) @ y.square().sum(1)
-    assert variance("rows", x, y, 6) == pytest.approx(float((30 * d - product) / 6) * 24 / 29)
-
-
-@pytest.mark.gpu
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 @over_projections

@@ -12,7 +12,6 @@ from memkern.quant import codec as C
 from tests.support.examples import example, given, settings, st
 from tests.support.helpers import (
     CODECS,
-    LAYOUTS,
     assert_same,
     at,
     fast_here,
@@ -30,8 +29,6 @@ from tests.support.interpreted import interpreted
 
 FLT_MAX = torch.finfo(torch.float32).max
 TINIEST = 2.0**-149
-# Below, the factor that a block is multiplied by overflows, and the block is stored as zeros.
-LEAST = {"power": 255**2 / FLT_MAX * 1.001, "dynamic": 1 / FLT_MAX * 1.001}
 
 
 def both(x: torch.Tensor, backend: str, **options: object) -> tuple[torch.Tensor, torch.Tensor]:
@@ -247,4 +244,13 @@ def test_results_do_not_depend_on_the_number_of_threads() -> None:
     assert_same(results[2], results[0])
 
 
-assert {"empty", "0-dim", "channels_last", "unaligned"} <= LAYOUTS.keys()
+@pytest.mark.parametrize("shapes", [[(4, 256)], [(4, 256), (5, 300), (7, 320)]], ids=["one shape", "changing shapes"])
+def test_one_graph(shapes: list[tuple[int, ...]]) -> None:
+    def there_and_back(x: torch.Tensor) -> torch.Tensor:
+        return memkern.dequantize_blockwise(*memkern.quantize_blockwise(x))
+
+    torch._dynamo.reset()
+    compiled = torch.compile(there_and_back, fullgraph=True, backend="eager")
+    for shape in shapes:
+        x = torch.randn(shape)
+        assert torch.equal(compiled(x), there_and_back(x))

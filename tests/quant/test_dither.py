@@ -15,7 +15,6 @@ from tests.support.helpers import (
     hard,
     on,
     over_all,
-    over_codecs,
     over_cpu,
     over_dtypes,
     over_fast,
@@ -172,13 +171,3 @@ def test_a_positive_second_moment_keeps_a_code_above_zero_in_the_dynamic_map(bac
     with on(backend):
         zeros, _ = _ops.quantize_blockwise(at(torch.full((1, 8), 1e-40), backend), "dynamic", False, 8, 1)
     assert (zeros == 0).all()  # its factor overflows
-
-
-@over_cpu
-@over_codecs
-def test_no_step_is_the_nearest_code(backend: str, codec: str) -> None:
-    x = hard((4, 256), 1)
-    with on(backend):
-        codes, _ = memkern.quantize_blockwise(x, codec=codec)
-        again, _ = memkern.quantize_blockwise(x, codec=codec, step=None)
-    assert torch.equal(codes, again)

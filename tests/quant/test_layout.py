@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import memkern
-from memkern.optim import AdamW8bit, Lion8bit
 from memkern.quant.layout import block_layout, check_block_size, is_dense, memory_order
 from tests.support.examples import given, settings, st
 from tests.support.helpers import (
@@ -19,7 +18,6 @@ from tests.support.helpers import (
     over_all,
     over_codecs,
     over_cpu,
-    snapshot,
     tensor,
 )
 from tests.support.interpreted import interpreted
@@ -182,32 +180,6 @@ def test_quantized_shards_are_shards_of_the_quantized(
         parts = [memkern.quantize_blockwise(part, codec=codec, signed=False, step=step) for part in x.split(sizes)]
     assert torch.equal(torch.cat([part[0] for part in parts]), codes)
     assert torch.equal(torch.cat([part[1] for part in parts]), scale)
-
-
-@over_cpu
-@over_codecs
-@pytest.mark.parametrize("optimizer", [AdamW8bit, Lion8bit])
-@pytest.mark.parametrize(("shape", "sizes"), SHARDS)
-def test_sharded_training_gives_the_same_bits(
-    backend: str, codec: str, optimizer: type, shape: tuple[int, ...], sizes: list[int]
-) -> None:
-    whole = torch.nn.Parameter(sharded(shape, 0))
-    parts = [torch.nn.Parameter(part.clone()) for part in whole.detach().split(sizes)]
-    runs = [optimizer(params, lr=1e-2, codec=codec, min_8bit_size=0) for params in ([whole], parts)]
-    with on(backend):
-        for step in range(1, 4):
-            whole.grad = sharded(shape, step)
-            for part, g in zip(parts, whole.grad.split(sizes), strict=True):
-                part.grad = g.clone()
-            for run in runs:
-                run.step()
-    assert torch.equal(torch.cat([part.detach() for part in parts]), whole.detach())
-    together, apart = (snapshot(run)["states"] for run in runs)
-    for key, value in together[0].items():
-        if key == "step":
-            assert all(torch.equal(state[key], value) for state in apart)
-        else:
-            assert torch.equal(torch.cat([state[key] for state in apart]), value), key
 
 
 @over_cpu
