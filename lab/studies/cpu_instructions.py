@@ -3,7 +3,7 @@
 tests/support/cpu_kernels.cpp runs one kernel on 4,096 and on 12,288 elements in blocks of 128. qemu logs each basic
 block that it runs between the first and the last address of an instruction set's kernels. The difference of the two
 counts, divided by the difference in elements, is the cost of the loop without its start. The codec is power, dithered
-in the optimizers. qemu has no AVX-512: there the processor itself runs one instruction at a time (count_steps.cpp).
+in the optimizers. qemu has no AVX-512: there the processor itself runs one instruction at a time (count_instructions.cpp).
 
 Debian: apt-get install g++ g++-aarch64-linux-gnu qemu-user.
 """
@@ -23,7 +23,7 @@ from lab.studies import study
 from tests.support.cpu_driver import compile_driver
 
 ROOT = Path(__file__).parents[2]
-COUNTER = ROOT / "tests/support/count_steps.cpp"
+COUNTER = ROOT / "tests/support/count_instructions.cpp"
 TOOLS = {  # instruction set: compiler, what lists symbols, emulator
     "neon": ("aarch64-linux-gnu-g++", "aarch64-linux-gnu-nm", ["qemu-aarch64"]),
     "avx2": ("g++", "nm", ["qemu-x86_64", "-cpu", "max"]),
@@ -68,7 +68,7 @@ def _count(emulator: list[str], folder: Path, addresses: tuple[str, str], progra
     """The instructions that a program executes at some addresses."""
     first, last = addresses
     if not emulator:
-        command = [str(folder / "count_steps"), first, last, *program]
+        command = [str(folder / "count_instructions"), first, last, *program]
         return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     log = folder / "log"
     options = ["-d", "in_asm,exec,nochain", "-dfilter", f"0x{first}..0x{last}", "-D", str(log)]
@@ -80,7 +80,7 @@ def rows(isas: Sequence[str]) -> Iterator[dict[str, str]]:
     provenance = machine.provenance("cpu")
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(os.cpu_count()) as pool:
         folder = Path(name)
-        subprocess.run(["g++", "-O2", str(COUNTER), "-o", str(folder / "count_steps")], check=True)
+        subprocess.run(["g++", "-O2", str(COUNTER), "-o", str(folder / "count_instructions")], check=True)
         for isa in isas:
             compiler, nm, emulator = TOOLS[isa]
             program = compile_driver(compiler, (isa,), folder, pool)

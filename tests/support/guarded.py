@@ -1,4 +1,5 @@
-"""Steps of tensors of every size, offset and stride pattern, each an allocation of its own: tests/support/sanitized.py.
+"""Accesses out of bounds: optimizer steps of tensors of every size, offset and stride pattern, each an allocation of its
+own between guard values. tests/support/sanitized.py runs them under AddressSanitizer.
 
 AddressSanitizer guards both ends of an allocation; what lies inside one and is no element (before an offset, in gaps)
 has a value that must stay.
@@ -24,14 +25,14 @@ BF16 = torch.bfloat16
 
 
 def strided(shape: tuple[int, ...], strides: tuple[int, ...], offset: int, dtype: torch.dtype) -> Tensor:
-    """Guards, then a tensor that ends where its memory does."""
+    """A tensor behind ``offset`` guard values, which ends where its allocation does."""
     reach = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     room = torch.full((offset + (reach if 0 not in shape else 0),), GUARD, dtype=dtype)
     return room.as_strided(shape, strides, offset)
 
 
 def guards(x: Tensor) -> Tensor:
-    """What of a tensor's memory is no element of it."""
+    """The values of a tensor's allocation that are not its elements."""
     room = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())
     between = torch.ones_like(room, dtype=torch.bool)
     between.as_strided(x.shape, x.stride(), x.storage_offset()).fill_(False)
@@ -85,7 +86,7 @@ def tensors_of(
     name: str, new: Callable[[torch.dtype], Tensor], like: Callable[[], Tensor], coded: bool, block_size: int,
     storage: int,
 ) -> dict[str, Any]:  # fmt: skip
-    """A parameter and what belongs to it, each made by ``new``; ``like``: how blocks are cut."""
+    """A parameter and what belongs to it, each made by ``new``. ``like``: a tensor whose layout gives the blocks."""
     p, g = (new(BF16 if storage else torch.float32).fill_(x) for x in (0.5, -0.25))
     made: dict[str, Any] = {"p": p, "g": g, "state": None}
     if storage in WEIGHT_STATES:
@@ -114,7 +115,7 @@ def every_size(name: str, storage: int, most: int) -> None:
 
 
 def one_of_patterns(name: str, storage: int, draw: random.Random) -> bool:
-    """A step whose parameter, gradient and states have strides that may fit and may not. Whether it was taken."""
+    """A step whose parameter, gradient and states have strides that may fit or not. Returns whether the op accepted them."""
     shape = draw.choice([(5, 7, 3), (4, 128), (1, 300), (6, 1, 33), (2, 3, 4, 40), (0, 4), (130,)])
     block_size, alike = draw.choice([8, 24, 128]), draw.random() < 0.3
     strides = draw.choice(patterns(shape))

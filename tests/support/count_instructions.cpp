@@ -1,4 +1,4 @@
-// count_steps FIRST LAST PROGRAM ARGUMENTS: runs a statically linked program one instruction at a time and
+// count_instructions FIRST LAST PROGRAM ARGUMENTS: runs a statically linked program one instruction at a time and
 // prints how many it has executed at the addresses from FIRST up to LAST (hexadecimal).
 #include <sys/personality.h>
 #include <sys/ptrace.h>
@@ -9,7 +9,7 @@
 #include <cstdlib>
 
 int main(int count, char** arguments) {
-  if (count < 4) return fprintf(stderr, "usage: count_steps FIRST LAST PROGRAM ARGUMENTS\n"), 2;
+  if (count < 4) return fprintf(stderr, "usage: count_instructions FIRST LAST PROGRAM ARGUMENTS\n"), 2;
   const unsigned long first = strtoul(arguments[1], nullptr, 16), last = strtoul(arguments[2], nullptr, 16);
   const pid_t child = fork();
   if (child == 0) {
