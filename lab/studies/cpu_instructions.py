@@ -3,7 +3,7 @@
 tests/support/cpu_kernels.cpp runs one kernel on 4,096 and on 12,288 elements in blocks of 128. qemu logs each basic
 block that it runs between the first and the last address of an instruction set's kernels. The difference of the two
 counts, divided by the difference in elements, is the cost of the loop without its start. The codec is power, dithered
-in the optimizers. qemu has no AVX-512: there the processor itself runs one instruction at a time (count_instructions.cpp).
+in the optimizers. qemu has no AVX-512: the processor itself runs one at a time there (count_instructions.cpp).
 
 Debian: apt-get install g++ g++-aarch64-linux-gnu qemu-user.
 """

@@ -1,5 +1,5 @@
-"""Accesses out of bounds: optimizer steps of tensors of every size, offset and stride pattern, each an allocation of its
-own between guard values. tests/support/sanitized.py runs them under AddressSanitizer.
+"""Accesses out of bounds: optimizer steps of tensors of every size, offset and stride pattern, each an allocation of
+its own between guard values. tests/support/sanitized.py runs them under AddressSanitizer.
 
 AddressSanitizer guards both ends of an allocation; what lies inside one and is no element (before an offset, in gaps)
 has a value that must stay.
@@ -115,7 +115,7 @@ def every_size(name: str, storage: int, most: int) -> None:
 
 
 def one_of_patterns(name: str, storage: int, draw: random.Random) -> bool:
-    """A step whose parameter, gradient and states have strides that may fit or not. Returns whether the op accepted them."""
+    """A step whose parameter, gradient and states have strides that may fit or not. Whether the op accepted them."""
     shape = draw.choice([(5, 7, 3), (4, 128), (1, 300), (6, 1, 33), (2, 3, 4, 40), (0, 4), (130,)])
     block_size, alike = draw.choice([8, 24, 128]), draw.random() < 0.3
     strides = draw.choice(patterns(shape))
