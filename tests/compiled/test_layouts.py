@@ -14,6 +14,7 @@ from torch._inductor.async_compile import AsyncCompile
 import memkern
 from memkern import memory
 from memkern.compiled.torch_internals import functorch_config, inductor_config
+from tests.support.helpers import first_full
 
 
 class Net(nn.Module):
@@ -57,9 +58,12 @@ def test_weights_are_not_saved_again() -> None:
         assert memory.saved_bytes(lambda: call(x), *held) <= eager
 
 
+LAYOUTS = (torch.contiguous_format, torch.channels_last)
+CASES = [("exact", LAYOUTS[1]), (8, LAYOUTS[0]), ("exact", LAYOUTS[0]), (8, LAYOUTS[1])]
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("bits", ["exact", 8])
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize(("bits", "layout"), first_full(CASES, 2), ids=str)
 def test_gradients(bits: Any, layout: Any) -> None:
     """Of weights and inputs in both layouts, of more sizes than one, and where weights are written too early."""
     torch.manual_seed(0)

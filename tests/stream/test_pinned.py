@@ -23,8 +23,6 @@ def matrices(hidden: int, inner: int, key_values: int, layers: int, vocabulary: 
 SHAPES = {
     "8B": matrices(4096, 14336, 1024, 32, 128256),
     "14B": matrices(5120, 17408, 1024, 40, 151936),
-    "32B": matrices(5120, 25600, 1024, 64, 151936),
-    "70B": matrices(8192, 28672, 1024, 80, 128256),
 }
 
 

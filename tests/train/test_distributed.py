@@ -12,23 +12,16 @@ from memkern.__main__ import main
 from memkern.train import Corpus, Trainer, checkpoint, cli, distributed, load_corpus
 from tests.support.helpers import first_full
 from tests.support.ranks import Ranks
-from tests.support.train_helpers import SMALL, assert_same_run, small_run, straight_and_resumed, train_by_two
+from tests.support.train_helpers import (
+    SMALL,
+    assert_runs_agree,
+    assert_same_run,
+    small_run,
+    straight_and_resumed,
+    train_by_two,
+)
 
 OPTIONS = [*small_run(layers=2, batch_size=2, steps=5), "--save-every", "3"]
-
-
-def assert_runs_agree(a: Path, b: Path) -> None:
-    """Two checkpoints of equal runs. Their gradients are sums in another order: weights agree within 1e-4 of their
-    norm, as a code of nearly equal moments may differ by one; losses within 1e-5. And 1e-5 for the bias of attention's
-    keys, whose gradient is nothing but rounding errors, which Adam scales up to its rate."""
-    one, two = checkpoint.load(a), checkpoint.load(b)
-    assert one["step"] == two["step"] == 5
-    for name in ("train_loss", "validation"):
-        losses = (torch.tensor(state["history"][name]) for state in (one, two))
-        torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
-    assert one["model"].keys() == two["model"].keys()
-    for name, weight in one["model"].items():
-        assert (weight - two["model"][name]).norm() <= 1e-4 * weight.norm() + 1e-5, name
 
 
 @pytest.mark.feature("torch", "`memkern train` on 1 and 2 processes at equal global batch, DDP and `fully_shard`")
