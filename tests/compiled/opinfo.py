@@ -1,13 +1,7 @@
-"""torch's samples of its operations through the partitioner: traced and cut, run without Inductor.
-
-``python -m tests.compiled.opinfo [name ...]`` runs those of some operations, or all, and prints what is wrong.
-"""
+"""torch's samples of its operations through the partitioner: traced and cut, run without Inductor."""
 
 from __future__ import annotations
 
-import collections
-import itertools
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -47,8 +41,6 @@ OFF_FROM_EAGER = {
 _OF_FEW = 0.1, "a sum of few values, which cancel"
 IN_CODES = dict.fromkeys(("kron", "native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update"), _OF_FEW)
 """Operations whose gradients may be further off in 8 bits, how far, and why."""
-COUNTS = collections.Counter[str]()
-"""Graphs that were cut, and those whose gradients are not the exact ones in 8 bits."""
 WITHOUT_A_GRAPH = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 
 
@@ -112,8 +104,6 @@ def outcome(name: str, call: Callable[..., Any], sample: Any) -> str:
         plain, exact, coded = _of_graphs(loss, inputs)
     except WITHOUT_A_GRAPH:
         return ""
-    COUNTS["cut"] += 1
-    COUNTS["coded"] += any(not c.equal(p) for c, p in zip(coded, plain, strict=True))
     wrong = []
     for x, e, p, g, c in zip(of, eager, plain, exact, coded, strict=True):
         if not g.equal(p) and not (g.isnan() & p.isnan() | (g == p)).all():
@@ -152,17 +142,17 @@ def _off(found: Tensor, expected: Tensor) -> float:
     return float(difference / expected[finite].abs().double().norm().clamp_min(1e-12)) if difference else 0.0
 
 
-def outcomes(name: str, samples: int) -> Iterator[str]:
-    """Of some samples of an operation, out of place and in place."""
+def outcomes(name: str) -> Iterator[str]:
+    """Of an operation's first sample, out of place and in place."""
     op = infos()[name]
     for call in filter(None, (op.get_op(), op.get_inplace())):
         every = op.sample_inputs("cpu", torch.float32, requires_grad=True)
-        every = (s for s in every if isinstance(s.input, Tensor) and s.input.numel())
-        for i, sample in enumerate(itertools.islice(every, samples)):
-            if call is op.get_inplace() and (sample.broadcasts_input or not op.supports_inplace_autograd):
-                continue
-            if wrong := outcome(name, call, sample):
-                yield f"{name}, sample {i}{', in place' if call is op.get_inplace() else ''}: {wrong}"
+        sample = next((s for s in every if isinstance(s.input, Tensor) and s.input.numel()), None)
+        is_in_place = call is op.get_inplace()
+        if sample is None or (is_in_place and (sample.broadcasts_input or not op.supports_inplace_autograd)):
+            continue
+        if wrong := outcome(name, call, sample):
+            yield f"{name}{', in place' if is_in_place else ''}: {wrong}"
 
 
 def all_coded() -> Any:
@@ -170,25 +160,3 @@ def all_coded() -> Any:
     from unittest import mock
 
     return mock.patch.multiple(codable, MIN_NUMEL=1), mock.patch.multiple(partitioner, MIN_NUMEL=1)
-
-
-def main(names: list[str]) -> None:
-    import time
-
-    torch.set_num_threads(1)
-    patches = all_coded()
-    with patches[0], patches[1]:
-        for name in names or infos():
-            start = time.time()
-            try:
-                for wrong in outcomes(name, 1):
-                    print(wrong, flush=True)
-            except Exception as error:
-                print(name, "RAISES", type(error).__name__, str(error).split("\n")[0][:200], flush=True)
-            if time.time() - start > 3:
-                print(name, f"{time.time() - start:.1f} s")
-    print(dict(COUNTS))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

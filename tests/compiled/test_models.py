@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from memkern import memory
-from tests.support.partitioned import backend
+from tests.support.partitioned import backend, off, step
 
 SIZES: dict[str, Any] = {
     "vocab_size": 300,
@@ -21,18 +20,6 @@ SIZES: dict[str, Any] = {
 SHARES = {"Llama": 0.14, "GPTNeoX": 0.15, "Phi": 0.13, "Gemma2": 0.27, "Qwen3": 0.15}
 
 
-def step(model: torch.nn.Module, call: Any) -> tuple[int, torch.Tensor]:
-    """Saved bytes, and all gradients as one vector."""
-    tokens = torch.randint(0, 300, (2, 128), generator=torch.Generator().manual_seed(1))
-    found: list[torch.Tensor] = []
-    saved = memory.saved_bytes(
-        lambda: found.append(call(input_ids=tokens, labels=tokens, use_cache=False).loss), model, tokens
-    )
-    model.zero_grad()
-    found[0].backward()
-    return saved, torch.cat([p.grad.flatten().double() for p in model.parameters() if p.grad is not None])
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("name", SHARES)
 def test_bytes_and_gradients(name: str) -> None:
@@ -40,8 +27,11 @@ def test_bytes_and_gradients(name: str) -> None:
     more = {"head_dim": 32, "num_key_value_heads": 2} if name in ("Gemma2", "Qwen3") else {}
     torch.manual_seed(0)
     model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**SIZES, **more))
-    eager, expected = step(model, model)
+    tokens = torch.randint(0, 300, (2, 128), generator=torch.Generator().manual_seed(1))
     torch._dynamo.reset()
-    coded, found = step(model, torch.compile(model, backend=backend(8)))
+    (eager, expected), (coded, found) = (
+        step(model, tokens, lambda x, call=call: call(input_ids=x, labels=x, use_cache=False).loss)
+        for call in (model, torch.compile(model, backend=backend(8)))
+    )
     assert coded / eager < SHARES[name]
-    assert (found - expected).norm() < 0.02 * expected.norm()
+    assert off(found, expected) < 0.02
