@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from memkern.techniques.options import Techniques
-from tests.stream.runs import Model, assert_equal, model_for, optimizer_for, states, train, weights
+from tests.stream.runs import assert_equal, model_for, optimizer_for, states, train, weights
 from tests.support.helpers import first_full
 from tests.support.ranks import Ranks
 
@@ -128,12 +128,3 @@ def test_two_processes_have_the_bits_of_fully_shard(ranks: Ranks, name: str, way
     techniques = Techniques(optimizer=name, **BF16 | WAYS.get(way, {}))
     for streamed, plain in ranks(2, of_two, techniques, options):
         assert_equal(streamed, plain)
-
-
-def test_the_model_of_these_tests_has_two_groups_outside_its_blocks() -> None:
-    from memkern.stream.streaming import _modules_of_groups
-
-    model = Model()
-    assert _modules_of_groups(model) == [model.embedding, *model.blocks, model.head]
-    tied = Model(tied=True)
-    assert _modules_of_groups(tied) == [*tied.blocks]

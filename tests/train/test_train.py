@@ -53,11 +53,12 @@ MEASURES = {
     "saved": lambda trainer: trainer.history.saved_bytes,
     "weights": lambda trainer: memory.tensor_bytes(weights(trainer)),
 }
-LONG = ("some tokens", *(name for name in ROWS if name.startswith("compiled")))
+FULL = ("some tokens", *(name for name in ROWS if name.startswith("compiled")))
+TIERS = dict.fromkeys(FULL, pytest.mark.full) | {"compiled on the host": pytest.mark.long}  # which test_memory.py has
 
 
 @pytest.mark.usefixtures("fresh_compiler", "no_process_group")
-@pytest.mark.parametrize("row", [pytest.param(name, marks=pytest.mark.full if name in LONG else ()) for name in ROWS])
+@pytest.mark.parametrize("row", [pytest.param(name, marks=TIERS.get(name, ())) for name in ROWS])
 def test_a_technique_follows_a_run_without_it(corpus: Corpus, row: str) -> None:
     techniques, beside, tolerance, measure = ROWS[row]
     plain, ours = trained(corpus, **beside), trained(corpus, **beside, **techniques)
