@@ -12,43 +12,20 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters
-from torch.nn import functional as F
 
-from tests.support.partitioned import backend
+from tests.support.helpers import first_quick
+from tests.support.partitioned import backend, step
+
+from .blocks import Block, ByHand
 
 WIDTH = 64
-
-
-class Block(nn.Module):
-    """x: of shape (batch, tokens, width)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (t.unflatten(-1, (-1, 32)).transpose(1, 2) for t in self.qkv(self.norms[0](x)).chunk(3, -1))
-        x = x + self.out(self.attention(q, k, v).transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norms[1](x))))
-
-    def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-
-class ByHand(Block):
-    """Attention whose probabilities are saved."""
-
-    def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return torch.softmax(q @ k.transpose(-1, -2) / 8, -1) @ v
 
 
 class Frozen(Block):
     """Few bits are for the activation before a frozen layer."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(WIDTH)
         self.down.requires_grad_(False)
 
 
@@ -77,8 +54,7 @@ def graphs(model: nn.Module, first: tuple[int, int], **options: Any) -> list[str
     return found
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", first_quick(CASES))
 @pytest.mark.filterwarnings("ignore:a compiled graph saves")
 def test_the_first_sizes_do_not_decide(name: str) -> None:
     make, options, codes = CASES[name]
@@ -86,13 +62,6 @@ def test_the_first_sizes_do_not_decide(name: str) -> None:
     small, large = (graphs(model, sizes, **options) for sizes in ((2, 3), THEN))
     assert small == large
     assert {each for each in ("quantize_blockwise", "few_bit_encode") if f"memkern.{each}" in large[0]} == {*codes}
-
-
-def test_codes_do_not_depend_on_a_small_first_call() -> None:
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
-    small, large = (graphs(model, sizes, bits=8) for sizes in ((2, 3), THEN))
-    assert small == large
-    assert "memkern.quantize_blockwise" in small[0]
 
 
 @pytest.mark.usefixtures("fresh_compiler")
@@ -115,47 +84,42 @@ def test_a_mean_of_few_has_a_graph_of_its_own() -> None:
 @pytest.mark.usefixtures("fresh_compiler")
 def test_a_budget_in_bytes_is_kept_as_sizes_change() -> None:
     torch._dynamo.reset()
-    model, saved = Block(), {}
-    compiled = torch.compile(model, backend=backend(8, memory_budget=600_000), dynamic=True)
-    given = {p.untyped_storage()._cdata for p in model.parameters()}
-
-    def pack(x: Tensor) -> Tensor:
-        if x.untyped_storage()._cdata not in given:
-            saved[x.untyped_storage()._cdata] = x.untyped_storage().nbytes()
-        return x
-
+    model, most = Block(), 600_000
+    compiled = torch.compile(model, backend=backend(8, memory_budget=most), dynamic=True)
     for tokens, number in ((60, 1), (64, 1), (33, 1), (100, 2), (120, 2), (40, 2)):
-        x = torch.randn(2, tokens, WIDTH)
-        given.add(x.untyped_storage()._cdata)
-        saved.clear()
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda y: y):
-            loss = compiled(x).sum()
-        loss.backward()
-        assert sum(saved.values()) <= 600_000
+        assert step(model, torch.randn(2, tokens, WIDTH), compiled)[0] <= most
         assert counters["stats"]["unique_graphs"] == number
 
 
 STEP = """
-import sys, torch, memkern
+import hashlib, sys, torch, memkern
+from torch._dynamo.utils import counters
 torch.set_num_threads(1)
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 64))
 call = memkern.compile(model, saved_bits=8, dynamic=True)
+x = torch.randn(2048, 64)
 for rows in map(int, sys.argv[1:]):
-    x = torch.randn(rows, 64)
-    saved = memkern.memory.saved_bytes(lambda: call(x).sum(), x)
-print(saved)
+    model.zero_grad()
+    saved = memkern.memory.saved_bytes(lambda: call(x[:rows]).sum(), x)
+    call(x[:rows]).square().mean().backward()
+    digest = hashlib.sha256(model[0].weight.grad.numpy().tobytes()).hexdigest()
+    print(digest, saved, *(counters["aot_autograd"][f"autograd_cache_{what}"] for what in ("hit", "miss")))
 """
 
 
 @pytest.mark.full
-def test_another_process_with_a_small_first_call(tmp_path: Path) -> None:
-    """torch's cache on disk has graphs for all sizes."""
+def test_another_process_takes_the_graph_of_its_sizes(tmp_path: Path) -> None:
+    """From torch's cache on disk: that of a small first call is not for a large one."""
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    saved = []
-    for rows in (["3"], ["2048"], ["3", "2048"]):
-        run = subprocess.run(
-            [sys.executable, "-c", STEP, *rows], env=environment, capture_output=True, text=True, check=True
-        )
-        saved.append(int(run.stdout))
-    assert saved[1] == saved[2] < 1.2 * 2048 * 64 * 2
+
+    def printed(*rows: str) -> list[list[str]]:
+        command = [sys.executable, "-c", STEP, *rows]
+        run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        return [line.split() for line in run.stdout.splitlines()]
+
+    [[small, _, *made]] = printed("3")
+    [[_, saved, *large], [again, _, *found]] = printed("2048", "3")
+    assert (made, large, found) == (["0", "1"], ["0", "1"], ["1", "1"])  # hits and misses
+    assert again == small
+    assert int(saved) < 1.2 * 2048 * 64 * 2
