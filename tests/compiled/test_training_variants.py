@@ -1,4 +1,4 @@
-"""memkern.compile with what people do around a compiled model: exact has torch's own bits, 8 bits its errors."""
+"""memkern.compile with dropout, LoRA, checkpoints, autocast, retain_graph and such: torch's own bits, or 8 bits' errors."""
 
 from __future__ import annotations
 
