@@ -1,4 +1,4 @@
-"""memkern.compile with dropout, LoRA, checkpoints, autocast, retain_graph: torch's own bits, or the errors of 8 bits."""
+"""memkern.compile with dropout, LoRA, checkpoints, autocast, retain_graph: torch's own bits, or 8 bits' errors."""
 
 from __future__ import annotations
 
