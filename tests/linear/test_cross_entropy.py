@@ -106,7 +106,9 @@ def test_rows_that_are_nearly_solved_where_logits_are_large(offset: float, chunk
     options: dict[str, Any] = {"label_smoothing": smoothing, "chunk_size": chunk_size}
     truth = both(*doubles, target, **options)[1]
     for own, torchs, t in zip(*both(*leaves, target, **options), truth, strict=True):
-        assert (own - t).norm() <= 2 * (torchs - t).norm() + 2e-3 * t.norm()
+        # 1 + 1e-5, a row's sum of exp(), has an ulp of a hundredth of the loss, and its lanes round it otherwise than
+        # torch's: to 2.5 % of the gradient with AVX2, to less with AVX-512. One number in place of two: 100 % and more.
+        assert (own - t).norm() <= 2 * (torchs - t).norm() + 2e-2 * t.norm()
 
 
 @pytest.mark.parametrize("needs", [(a, b, c) for a in (0, 1) for b in (0, 1) for c in (0, 1)], ids=str)
