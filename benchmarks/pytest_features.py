@@ -1,4 +1,4 @@
-"""A pytest plugin: ``--features FILE`` appends what became of the tests marked ``feature(framework, feature)``.
+"""A pytest plugin: ``--features FILE`` appends the outcomes of the tests marked ``feature(framework, feature)``.
 
 A row for each feature: the outcomes of its tests as one, and the version of the framework. ``benchmarks/frameworks.py``
 makes the table of docs/frameworks.md of them.

@@ -7,14 +7,14 @@ namespace memkern {
 
 // Sums of squares over a layer, in fp64: a row of StepArgs' squares.
 struct Squares {
-  double param, update;  // update: of what is in the ratio's denominator
+  double param, update;  // update: of the vector whose norm the ratio divides by
 };
 
 // How the trust ratio of a layer is computed.
 struct TrustRule {
-  bool adapt;  // else it is 1
+  bool adapt;  // else callers take 1
   bool clip;
-  double coeff;  // of LARS's classic form, else 0; the three below are used by that form alone
+  double coeff;  // of LARS's classic form, which takes the three below, else 0
   double weight_decay, eps, lr;
 };
 

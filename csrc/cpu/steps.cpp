@@ -1,4 +1,4 @@
-// The optimizers' steps on the CPU: memkern::adam_step_ and its kin.
+// memkern::adam_step_, lion_step_, sgd_step_, lamb_step_ and lars_step_ on the CPU.
 #include "common/ops.h"
 #include "cpu/step_in_two_passes.h"
 

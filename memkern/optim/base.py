@@ -320,7 +320,7 @@ class BlockwiseOptimizer(Optimizer):
         groups, states = self.param_groups, self.state
         if not torch.compiler.is_compiling():
             known = [states[p] for p in params]
-            plan = getattr(known[0], "plan", None)
+            plan = getattr(known[0], "plan", None)  # every state has the plan of its last step
             if plan is not None and plan.holds(params, group_of_each, known, groups, self._snapshots):
                 return plan
             self._prepare([(p, groups[k]) for p, k in zip(params, group_of_each, strict=True)])

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .plan import Values
 
 ALGORITHMS = ("muon", "adamw")
-_EPS = {"muon": 1e-7, "adamw": 1e-8}
+_DEFAULT_EPS = {"muon": 1e-7, "adamw": 1e-8}
 
 
 class Muon(BlockwiseOptimizer):
@@ -81,7 +81,7 @@ class Muon(BlockwiseOptimizer):
     2502.16982); torch.optim.Muon; 8-bit momentum: "Effective Quantization of Muon Optimizer States" (arXiv 2509.23106).
     """
 
-    op = ADAM_STEP
+    op = ADAM_STEP  # of groups with algorithm="adamw"; _op_of has each group's
     converters = ("from_torch_muon_state_dict",)
     storage_options = (
         *(*BlockwiseOptimizer.storage_options, "algorithm", "split"),
@@ -137,7 +137,7 @@ class Muon(BlockwiseOptimizer):
         if isinstance(param_group, dict):
             group = {**self.defaults, **param_group}
             if group["eps"] is None:  # in a wrapper's group too, which has all defaults
-                param_group = {**param_group, "eps": _EPS.get(group["algorithm"], 0.0)}
+                param_group = {**param_group, "eps": _DEFAULT_EPS.get(group["algorithm"], 0.0)}
             if "betas" not in group:
                 # Not of defaults: torch's schedulers cycle betas where defaults have them, and momentum where not.
                 param_group = {**param_group, "betas": self._betas}
@@ -166,9 +166,9 @@ class Muon(BlockwiseOptimizer):
     def _follow_groups(self) -> None:
         for number, group in enumerate(self.param_groups):
             other = "adamw" if group["algorithm"] == "muon" else "muon"
-            first = next(iter(self._op_of({"algorithm": other}).moments))
+            moment = next(iter(self._op_of({"algorithm": other}).moments))
             for p in group["params"]:
-                if first in self.state.get(p, ()):
+                if moment in self.state.get(p, ()):
                     raise ValueError(
                         f"algorithm of group {number} was {other!r} and is now {group['algorithm']!r}, whose states "
                         "are others: make a new optimizer, or take its parameters' states out of optimizer.state and "

@@ -1,4 +1,4 @@
-"""checkpoint_blocks: inputs exact, or in codes with which the forward pass goes on, too."""
+"""checkpoint_blocks: the gradients of a model without it; with bits=8 those of one whose block inputs are quantized."""
 
 import copy
 import gc
@@ -16,7 +16,7 @@ from memkern.quant.blockwise import dequantize_blockwise, quantize_blockwise
 
 
 class Block(nn.Module):
-    """What a block returns, of its output."""
+    """A block that returns ``returns(output)``."""
 
     def __init__(self, returns: Callable[[Tensor], Any]) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Output(NamedTuple):
     attention: Any = None
 
 
-def itself(x: Any) -> Any:
+def identity(x: Any) -> Any:
     return x
 
 
@@ -66,17 +66,17 @@ def plainly(block: Block, x: Tensor) -> Tensor:
 
 
 FORMS: dict[str, tuple[Any, Any]] = {
-    "tensor": (itself, plainly),
+    "tensor": (identity, plainly),
     "tuple": (lambda x: (x,), lambda block, x: block(x)[0]),
     "tuple with None": (lambda x: (x, None), lambda block, x: block(x)[0]),
     "two tensors": (lambda x: (x, x + 1), lambda block, x: sum(block(x)) / 2),
     "named tuple": (Output, lambda block, x: block(x).hidden),
     "dict": (lambda x: {"hidden": x}, lambda block, x: block(x)["hidden"]),
-    "between": (itself, lambda block, x: block(x) + 1),
-    "by name": (itself, lambda block, x: block(x=x)),
-    "keyword tensor": (itself, lambda block, x: block(x, scale=x.mean(-1, keepdim=True))),
-    "both by name": (itself, lambda block, x: block(scale=x.mean(-1, keepdim=True), x=x)),
-    "positions": (itself, lambda block, x: block(x, x.mean(-1, keepdim=True))),
+    "between": (identity, lambda block, x: block(x) + 1),
+    "by name": (identity, lambda block, x: block(x=x)),
+    "keyword tensor": (identity, lambda block, x: block(x, scale=x.mean(-1, keepdim=True))),
+    "both by name": (identity, lambda block, x: block(scale=x.mean(-1, keepdim=True), x=x)),
+    "positions": (identity, lambda block, x: block(x, x.mean(-1, keepdim=True))),
 }
 
 
@@ -145,24 +145,26 @@ def test_codes_round_the_first_argument_alone(form: str, every: int) -> None:
     assert_same(run_and_gradients(model), run_and_gradients(twin))
 
 
-def both(dtype: torch.dtype, bits: int | None) -> tuple[nn.Module, nn.Module]:
+def checkpointed_and_plain(dtype: torch.dtype, bits: int | None) -> tuple[nn.Module, nn.Module]:
     """A model with checkpoints, and one without."""
-    model, plain = (Net(itself, plainly).to(dtype) for _ in range(2))
+    model, plain = (Net(identity, plainly).to(dtype) for _ in range(2))
     memkern.checkpoint_blocks(model, bits=bits)
     return model, plain
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_codes_of_other_dtypes(dtype: torch.dtype) -> None:
-    for found, expected in zip(*(run_and_gradients(each, X.to(dtype)) for each in both(dtype, 8)), strict=True):
+    for found, expected in zip(
+        *(run_and_gradients(each, X.to(dtype)) for each in checkpointed_and_plain(dtype, 8)), strict=True
+    ):
         assert found.dtype == dtype
         assert (found - expected).norm() < 0.1 * expected.norm()
 
 
 def test_float64_is_exact_and_without_gradients_nothing_is_rounded() -> None:
-    model, plain = both(torch.float64, 8)
+    model, plain = checkpointed_and_plain(torch.float64, 8)
     assert torch.equal(model(X.double()), plain(X.double()))
-    model, plain = both(torch.float32, 8)
+    model, plain = checkpointed_and_plain(torch.float32, 8)
     assert not torch.equal(model(X), plain(X))
     with torch.no_grad():
         assert torch.equal(model(X), plain(X))
@@ -179,14 +181,14 @@ def test_float64_is_exact_and_without_gradients_nothing_is_rounded() -> None:
     ids=str,
 )
 def test_what_cannot_be_asked_for_changes_nothing(options: Any, message: str) -> None:
-    model = Net(itself, plainly)
+    model = Net(identity, plainly)
     with pytest.raises(memkern.OptionError, match=message):
         memkern.checkpoint_blocks(model, **options)
     assert not any("forward" in vars(block) for block in model.blocks)
 
 
 def test_hooks_see_what_a_block_returns() -> None:
-    plain, model = Net(itself, plainly), Net(itself, plainly)
+    plain, model = Net(identity, plainly), Net(identity, plainly)
     memkern.checkpoint_blocks(model)
     seen: list[list[Tensor]] = []
     for each in (plain, model):
@@ -200,7 +202,7 @@ def test_hooks_see_what_a_block_returns() -> None:
 @pytest.mark.parametrize("bits", [None, 8])
 def test_what_checkpoints_store_moves_under_save_on_cpu(bits: Any) -> None:
     """The inputs, or their codes and scales. A checkpoint holds nothing else that a block made."""
-    model = Net(itself, plainly)
+    model = Net(identity, plainly)
     memkern.checkpoint_blocks(model, bits=bits)
     expected = run_and_gradients(model)
     with torch.autograd.graph.save_on_cpu():
@@ -219,7 +221,7 @@ def test_what_checkpoints_store_moves_under_save_on_cpu(bits: Any) -> None:
 
     alive: list[Any] = []
     model.blocks[1].register_forward_pre_hook(lambda _, args: alive.append(weakref.ref(args[0])))
-    with torch.autograd.graph.saved_tensors_hooks(pack, itself):
+    with torch.autograd.graph.saved_tensors_hooks(pack, identity):
         out = run(X.clone().requires_grad_())
     of_a_block = X.nbytes if bits is None else X.numel() + X.numel() // 128 * 4
     assert sum(x.nbytes for x in packed) == 5 * of_a_block
@@ -234,7 +236,7 @@ def test_what_checkpoints_store_moves_under_save_on_cpu(bits: Any) -> None:
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_a_copy_runs_its_own_blocks(duplicate: Callable[[nn.Module], nn.Module], every: int, was_called: bool) -> None:
     """As an average of weights does, which begins as a copy."""
-    model = Net(itself, plainly)
+    model = Net(identity, plainly)
     memkern.checkpoint_blocks(model, every=every)
     if was_called:
         model(X)

@@ -22,7 +22,7 @@ WIDTH = 64
 
 
 class Frozen(Block):
-    """Few bits are for the activation before a frozen layer."""
+    """down is frozen and saves no input, so that the GELU before it can save few bits."""
 
     def __init__(self) -> None:
         super().__init__(WIDTH)
@@ -37,11 +37,11 @@ CASES: dict[str, tuple[type[Block], dict[str, Any], tuple[str, ...]]] = {
     "by hand, products again": (ByHand, {"bits": "exact", "memory_budget": 0.1}, ()),
     "few bits": (Frozen, {"bits": 8, "activations": 3}, ("quantize_blockwise", "few_bit_encode")),
 }
-THEN = (8, 300)
+SECOND_CALL = (8, 300)  # batch, tokens
 
 
 def graphs(model: nn.Module, first: tuple[int, int], **options: Any) -> list[str]:
-    """Those of a call, after a first one."""
+    """The code of a second call's graphs, forward and backward."""
     torch._dynamo.reset()
     found: list[str] = []
 
@@ -49,7 +49,7 @@ def graphs(model: nn.Module, first: tuple[int, int], **options: Any) -> list[str
         found[:] = fw.code, bw.code
 
     compiled = torch.compile(model, backend=backend(look=look, **options), dynamic=True)
-    for sizes in (first, THEN):
+    for sizes in (first, SECOND_CALL):
         compiled(torch.randn(*sizes, WIDTH, requires_grad=True)).square().mean().backward()
     return found
 
@@ -59,7 +59,7 @@ def graphs(model: nn.Module, first: tuple[int, int], **options: Any) -> list[str
 def test_the_first_sizes_do_not_decide(name: str) -> None:
     make, options, codes = CASES[name]
     model = make()
-    small, large = (graphs(model, sizes, **options) for sizes in ((2, 3), THEN))
+    small, large = (graphs(model, sizes, **options) for sizes in ((2, 3), SECOND_CALL))
     assert small == large
     assert {each for each in ("quantize_blockwise", "few_bit_encode") if f"memkern.{each}" in large[0]} == {*codes}
 

@@ -1,0 +1,1 @@
+"""The CUDA and Triton kernels, compiled for the CPU or interpreted; test_gpu.py and test_activation.py need a GPU."""

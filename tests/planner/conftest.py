@@ -1,3 +1,5 @@
+"""Fixtures: plans without rows of compiled blocks, unless a test asks for them, and the folder of a small GPT-2."""
+
 from pathlib import Path
 
 import pytest
@@ -7,7 +9,7 @@ from memkern.planner import planning
 
 @pytest.fixture(autouse=True)
 def without_compiled_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a test does not ask for them: they take seconds of each plan."""
+    """Leaves out rows with ``compile``, which take seconds of a plan, unless a test asks for ``compiled_rows``."""
     if "compiled_rows" not in request.fixturenames:
         real = planning._alone
         monkeypatch.setattr(

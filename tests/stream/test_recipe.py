@@ -1,4 +1,4 @@
-"""The recipe with --weights-on-host layers: losses, checkpoints, the command."""
+"""memkern.train and its command with weights_on_host="layers": the losses and checkpoints of weights on the device."""
 
 from __future__ import annotations
 
@@ -68,7 +68,9 @@ def test_the_command(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     run_pt = str(tmp_path / "run.pt")
     assert printed("--weights-on-host", "layers", "--save", run_pt, "--out", str(tmp_path / "out")) == printed()
     assert not dist.is_initialized()  # the command's process group has ended with it
-    main(["train", "--resume", run_pt, "--weights-on-host", "none"])  # which has ended: its results are printed
+    main(
+        ["train", "--resume", run_pt, "--weights-on-host", "none"]
+    )  # a complete run: prints its results
     assert "Validation loss" in capsys.readouterr().out
 
 

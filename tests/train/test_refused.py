@@ -14,6 +14,7 @@ from memkern import backend
 from tests.support.train_helpers import refused, small_run
 
 OPTIONS = small_run(layers=1, batch_size=2, steps=4)
+WITHOUT_SIZES = OPTIONS[6:]  # of the model
 WORDS = "The quick brown fox jumps over the lazy dog. "
 
 
@@ -39,7 +40,7 @@ FILES = {
     "code/evil.py": b"raise SystemExit('this code must not run')",
     "4bit/config.json": gpt2(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}),
 }  # fmt: skip
-# Arguments or a variable, the option that is named, and parts of the line.
+# ARGUMENTS or VARIABLE=value | the option that the error names | parts of its line
 REFUSED = """
 WORLD_SIZE=2 | WORLD_SIZE | '2' given in the environment
 MEMKERN_BACKEND=xx | MEMKERN_BACKEND | backend must be one of cpu, cuda
@@ -120,7 +121,7 @@ def test_a_line_says_what_and_what_to_do(
         monkeypatch.setenv(*arguments.split("="))
         arguments = ""
     before = tree(here)
-    own = OPTIONS[6:] if "--model" in arguments and arguments != "--model gpt2" else OPTIONS
+    own = WITHOUT_SIZES if "--model" in arguments and arguments != "--model gpt2" else OPTIONS
     data = [] if "--data" in arguments else ["--data", "text.txt"]
     output = [] if {"--out", "--export", "--save"} & {*arguments.split()} else ["--out", "new"]
     line = refused(capsys, *data, *own, *output, *arguments.split())

@@ -85,8 +85,8 @@ template <class P> struct Weights {
   template <class Store> MEMKERN_FN void put(int i, F x, Store store_to) const { store_to(p + i, x); }
 };
 
-// One type for all these storages: a third more kernels, not twice as many. The branch per vector is always
-// the same and has no measurable cost.
+// One type for all these storages, so that there are a third more kernels, not twice as many. The branch per
+// vector is always the same and has no measurable cost.
 template <> struct Weights<master_bf16> {
   bf16* p;
   WeightStorage storage;

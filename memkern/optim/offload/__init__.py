@@ -1,1 +1,1 @@
-"""An optimizer whose states and steps are on the host."""
+"""Optimizer states in the host's memory, stepped by the CPU (host.py) or brought to the device (device.py)."""
