@@ -68,9 +68,7 @@ def test_the_command(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     run_pt = str(tmp_path / "run.pt")
     assert printed("--weights-on-host", "layers", "--save", run_pt, "--out", str(tmp_path / "out")) == printed()
     assert not dist.is_initialized()  # the command's process group has ended with it
-    main(
-        ["train", "--resume", run_pt, "--weights-on-host", "none"]
-    )  # a complete run: prints its results
+    main(["train", "--resume", run_pt, "--weights-on-host", "none"])  # a complete run: prints its results
     assert "Validation loss" in capsys.readouterr().out
 
 
