@@ -66,7 +66,8 @@ def test_a_technique_follows_a_run_without_it(corpus: Corpus, row: str) -> None:
     assert losses[1] == pytest.approx(losses[0], rel=tolerance)
     if tolerance == 0:
         assert_same_run(plain, ours)
-    assert (ours.history.train_loss == plain.history.train_loss) == (tolerance == 0) or "compile" in techniques
+    if not {"compile", "offload"} & {*techniques}:  # whose fused kernels and fp64 norm may round to the same
+        assert (ours.history.train_loss == plain.history.train_loss) == (tolerance == 0)
     if measure:
         assert MEASURES[measure](ours) < 0.9 * MEASURES[measure](plain)
 
