@@ -1,8 +1,9 @@
-"""Registers every op (schemas and fakes: :mod:`memkern.schemas`), and has the functions that the rest of memkern calls.
+"""Registers every op in torch.ops, and has the functions by which the rest of memkern calls them.
 
-Ops live three times: in ``torch.ops.memkern`` with the kernels that the tensors' device has (C++ where it is built,
-else the reference), in ``torch.ops.memkern_triton``, and in ``torch.ops.memkern_reference``, the specification for any
-device. :func:`memkern.backend.select` decides which of them a call goes to.
+Schemas and fakes: :mod:`memkern.schemas`. Each op is in three namespaces: ``torch.ops.memkern`` with the kernels of the
+tensors' device (C++ where it is built, else the reference), ``torch.ops.memkern_triton``, and
+``torch.ops.memkern_reference``, the specification for any device. :func:`memkern.backend.select` decides which of them
+a call goes to.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ NAMESPACES = {
     "triton": f"{NAMESPACE}_triton",
     "reference": f"{NAMESPACE}_reference",
 }
-"""Where the ops of each backend are."""
+"""The namespace in torch.ops of each backend's ops."""
 
 _libraries: list[torch.library.Library] = []  # a library unregisters its ops when it is collected
 
@@ -41,7 +42,7 @@ def _triton(name: str, *args: Any) -> Any:
 
 
 def _aligned(args: StepArgs) -> StepArgs:
-    """A step whose gradients have their parameters' strides, as the kernels in Python take them."""
+    """The arguments with gradients that have their parameters' strides, as Triton and the reference need them."""
     grads = laid_out_alike(args.grads, args.params)
     return args if grads is args.grads else args._replace(grads=grads)
 
@@ -65,7 +66,7 @@ def _muon_apply(updates: Sequence[Tensor], ratios: Sequence[float], *args: Any) 
 
 
 MUON_OPS: dict[str, Callable[..., Any]] = {"muon_momentum_": _muon_momentum, "muon_apply_": _muon_apply}
-"""By the reference, which takes no arguments to write sums into."""
+"""Muon's ops by the reference, which returns the sums that the op writes into an argument."""
 
 
 def _kernel(namespace: str, name: str) -> Callable[..., Any]:
@@ -81,7 +82,7 @@ def _kernel(namespace: str, name: str) -> Callable[..., Any]:
 
 @functools.cache
 def _few_bit_forward_on_cpu() -> Callable[..., tuple[Tensor, Tensor]]:
-    """The reference's, with the codes of C++."""
+    """The reference's ``few_bit_forward``, whose codes are made by the op in C++."""
     encode = getattr(torch.ops, NAMESPACE).few_bit_encode.default
     return functools.partial(reference.few_bit_forward, encode=encode)
 
@@ -142,7 +143,7 @@ def _nothing_watches(tensors: Sequence[Tensor]) -> bool:
 
 
 def step_(step: StepOp, args: StepArgs, by_reference: bool = False) -> None:
-    """An optimizer's step on many tensors of one device, in place. ``by_reference``: what no kernel can do."""
+    """An optimizer's step on many tensors of one device, in place. ``by_reference``: for fp64, amsgrad."""
     op = _op(step.name, args.params[0].device, by_reference)
     if op.namespace == NAMESPACES["triton"] and _nothing_watches(args.params):
         # Python to Python: the dispatcher's way costs 100 us for 148 tensors and 640 us for 1,000, a fifth of a step.
@@ -155,7 +156,10 @@ def step_(step: StepOp, args: StepArgs, by_reference: bool = False) -> None:
 
 
 def muon_momentum_(args: StepArgs, updates: Sequence[Tensor], by_reference: bool = False) -> list[Tensor]:
-    """Updates the momentum and writes what is to be orthogonalized, bfloat16; the sums of squares of its matrices."""
+    """Updates the momentum, and writes what is to be orthogonalized into ``updates``, bfloat16.
+
+    Returns the sums of the squares of its matrices, float64.
+    """
     device = args.params[0].device
     sums = [torch.empty(u.shape[:-2], dtype=torch.float64, device=device) for u in updates]
     _op("muon_momentum_", device, by_reference)(updates, sums, *args)

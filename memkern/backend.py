@@ -1,4 +1,4 @@
-"""Which implementation of the ops runs where.
+"""Chooses the backend (the implementation of the ops) for each device, and reports on all: ``memkern.report()``.
 
 ===============  ========================================================================
 ``cpu``          C++ for CPU tensors (AVX-512, AVX2 or plain C++, chosen at run time)
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("memkern")
 
 BACKENDS = ("cpu", "cuda", "triton", "reference")
+# The backends that tensors of a type of device may take, the first that can run there.
 PREFERENCE = {
     "cpu": ("cpu", "reference"),
     "cuda": ("cuda", "triton", "reference"),  # ROCm's devices are called cuda as well
@@ -45,7 +46,7 @@ PREFERENCE = {
 }
 OTHER_DEVICES = ("reference",)
 
-_asked_for: str | None = None
+_asked_for: str | None = None  # by use_backend
 
 
 def shadowed() -> Path | None:
@@ -87,7 +88,7 @@ def load_library() -> str | None:
 
 @functools.cache
 def _missing_cuda() -> str | None:
-    """Why no CUDA kernel of memkern can run in this process; that one could is left to _cuda_fails."""
+    """Why no CUDA kernel of memkern can run in this process, as far as shows without a call of one (_cuda_fails)."""
     import torch
 
     if reason := load_library():
@@ -105,7 +106,7 @@ def _missing_cuda() -> str | None:
 
 
 def _watched() -> bool:
-    """Whether a compiler traces or a dispatch mode looks on, to whom a call would be a part of the program."""
+    """Whether a compiler traces or a dispatch mode is active, which would record a call as part of the program."""
     import torch
 
     return bool(
@@ -119,8 +120,8 @@ _cuda_failures: dict[int, str | None] = {}  # by device; None where a call worke
 def _cuda_fails(index: int) -> str | None:
     """Why the CUDA kernels do not run on a device: from one small call, made once.
 
-    A launch tells at once of what there is no way around, such as a kernel that was not compiled for the device;
-    whatever goes wrong later leaves a CUDA context that no backend can use. So nothing is waited for.
+    The launch itself raises where another backend helps, as for a kernel that was not compiled for the device. A later
+    error leaves a CUDA context that no backend can use, so nothing is waited for.
     """
     import torch
 
@@ -186,7 +187,7 @@ def from_environment() -> str | None:
     return _check(name) if name else None
 
 
-_chosen: dict[str | torch.device, str] = {}
+_chosen: dict[str | torch.device, str] = {}  # by device or type of device, where nobody asked for one
 
 
 @functools.cache  # once
@@ -272,7 +273,7 @@ def _version(package: str) -> str | None:
 
 
 def _distributed() -> dict[str, Any]:
-    """The process group, and what sharded parameters cost; an optimizer alone can have any."""
+    """The process group, and parameters whose shards end inside blocks; nothing before memkern.optim is imported."""
     shards = sys.modules.get(f"{__package__}.optim.dtensor.shards")
     return shards.report() if shards else {"process_group": None, "shards_end_inside_blocks": []}
 

@@ -225,7 +225,7 @@ def check_lambd(lambd: float) -> None:
 
 
 def _lambd(x: Tensor, lambd: float) -> tuple[float, float]:
-    """As it is, and as torch's backward pass of both functions compares x with it."""
+    """``lambd``, and ``lambd`` in x's dtype, with which torch's backward pass of both functions compares x."""
     lambd = constant(lambd)
     return lambd, in_dtype(lambd, x.dtype)
 

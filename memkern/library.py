@@ -1,6 +1,6 @@
-"""The compiled library: its file, and where torch.ops has its ops.
+"""The file of the compiled library, and the namespace that its ops have in torch.ops.
 
-tools/hub_kernel.py writes another one for a build whose names must differ from those of every other build.
+tools/hub_kernel.py puts another library.py into builds for the Hugging Face Hub, whose names must be unique.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ FILE = Path(__file__).with_name("libmemkern.so")
 NAMESPACE = "memkern"
 
 PACKAGE = __name__.rpartition(".")[0]
-"""memkern, or what the loader of such a build has named it."""
+"""The name of this package: memkern, or the name under which such a build was loaded."""
 
 
 def is_own(cls: type) -> bool:
-    """Whether a class is one of memkern's."""
+    """Whether a class is defined in memkern."""
     return cls.__module__.startswith(f"{PACKAGE}.")

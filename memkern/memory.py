@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+# What a caller can name as existing before the measured call.
 Held = Tensor | nn.Module | torch.optim.Optimizer
 _PLAIN = {Tensor, nn.Parameter, FakeTensor}
 """Types without tensors inside, for which looking up an attribute that they lack takes long."""
@@ -81,7 +82,7 @@ def _held_tensors(held: Iterable[Held]) -> Iterator[Any]:
 
 @dataclasses.dataclass(eq=False)
 class Storage:
-    """Bytes of a storage, and by how many operators that allocate it was allocated and freed."""
+    """A storage's bytes, and when it was allocated and freed, as :class:`LiveBytes`' ``clock`` counts."""
 
     size: int
     born: int

@@ -1,4 +1,4 @@
-"""What TorchDynamo and torch.vmap need to know of memkern's functions. Imports neither."""
+"""A mark for TorchDynamo (a function's result is a constant) and a rule for torch.vmap. Imports neither."""
 
 from __future__ import annotations
 
