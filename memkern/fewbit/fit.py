@@ -50,6 +50,7 @@ def mean_squared_error(levels: Levels, derivative: Derivative, sigmas: Sequence[
 
 
 def _symmetry(d: Tensor) -> tuple[int, float]:
+    """The symmetry of a derivative's values on the grid; and ``center`` where it is ODD: d(-x) = center - d(x)."""
     if torch.allclose(d, d.flip(0), rtol=0, atol=1e-9):
         return EVEN, 0.0
     center = float(d[0] + d[-1])
@@ -61,7 +62,7 @@ def _optimal(values: Tensor, weight: Tensor, count: int, exact: Sequence[float])
     """``count`` levels of least squared error, ``exact`` among them: optimal on BINS, then refined on all values.
 
     Dynamic programming over the bins in order: ``best[n, k][i]`` is the least cost of the first i bins with n levels,
-    k of them from ``exact``; every other level is the mean of its bins. ``came`` leads back to the borders.
+    k of them from ``exact``; every other level is the mean of its bins. ``back_pointers`` gives the borders.
     """
     low, high = float(values.min()), float(values.max())
     index = ((values - low) / max(high - low, 1e-300) * (BINS - 1)).round().long()
@@ -75,7 +76,7 @@ def _optimal(values: Tensor, weight: Tensor, count: int, exact: Sequence[float])
     start = torch.full((BINS + 1,), torch.inf, dtype=torch.float64)
     start[0] = 0
     best = {(0, 0): start}
-    came: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+    back_pointers: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
     for n in range(1, count + 1):
         for k in range(max(0, n + len(exact) - count), min(n, len(exact)) + 1):
             options = []  # the last level is free, or the k-th exact one
@@ -84,11 +85,11 @@ def _optimal(values: Tensor, weight: Tensor, count: int, exact: Sequence[float])
                 options.append((reached[:, None] + cost).min(0))
             is_pinned = options[-1].values < options[0].values
             best[n, k] = torch.where(is_pinned, options[-1].values, options[0].values)
-            came[n, k] = torch.where(is_pinned, options[-1].indices, options[0].indices), is_pinned
+            back_pointers[n, k] = torch.where(is_pinned, options[-1].indices, options[0].indices), is_pinned
     levels: list[float] = []
     n, k, end = count, len(exact), BINS
     while n:
-        begin, one = (int(table[end]) for table in came[n, k])
+        begin, one = (int(table[end]) for table in back_pointers[n, k])
         mean = float(wv[begin, end] / w[begin, end].clamp(min=1e-300))
         levels.append(exact[k - 1] if one else mean)
         n, k, end = n - 1, k - one, begin

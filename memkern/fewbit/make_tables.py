@@ -84,9 +84,9 @@ TWO_BRANCH_FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], float, float]]
     "gelu_tanh": (lambda x: x * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)), -9.0, 4.0),
     "silu": (lambda x: x * torch.sigmoid(x), -40.0, 9.0),
 }
-DEGREE = 10
-MAX_LINE = 110
-NODES = 400
+DEGREE = 10  # of the polynomials
+MAX_LINE = 110  # characters in tables.py
+NODES = 400  # Chebyshev nodes on each side of the minimum
 
 
 def _bisect(condition: Callable[[Tensor], Tensor], low: Tensor, high: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ def _bisect(condition: Callable[[Tensor], Tensor], low: Tensor, high: Tensor) ->
 
 
 def fit_two_branch(name: str) -> TwoBranch:
-    """Least squares on Chebyshev nodes; numbers rounded to eight decimals."""
+    """The polynomials of a function's derivative by its output: least squares on Chebyshev nodes, eight decimals."""
     f, left, right = TWO_BRANCH_FUNCTIONS[name]
     d = DERIVATIVES[name]
     number = lambda x: torch.tensor([x], dtype=torch.float64)  # noqa: E731

@@ -17,7 +17,7 @@ from ..fewbit.levels import Levels, check_bits
 
 
 class _ShowsBits(nn.Module):
-    """Before a class of torch, to which the arguments go."""
+    """A mixin before a class of torch.nn: adds the option ``bits``, and shows it in the repr."""
 
     def __init__(self, *args: Any, bits: int) -> None:
         super().__init__(*args)

@@ -1,4 +1,4 @@
-"""transformers' Conv1D that saves a random projection of its input: a subclass, as other libraries ask for one."""
+"""RandomizedConv1D as a subclass of transformers' Conv1D, for libraries that test with isinstance (PEFT)."""
 
 from __future__ import annotations
 

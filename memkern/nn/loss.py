@@ -11,10 +11,9 @@ from ..functions.cross_entropy import check_options, linear_cross_entropy
 
 
 def with_weights(module: nn.Module, function: Callable[..., Tensor], *args: Tensor) -> Tensor:
-    """``function(*args)``, which reads a module's weights.
+    """Calls ``function(*args)``, which reads a module's weights.
 
-    Where ``fully_shard`` has them, they are there in a call of the module alone, so the function takes its forward's
-    place.
+    ``fully_shard`` gathers them only while the module is called, so there the function is called as its forward.
     """
     if not hasattr(module, "set_requires_gradient_sync"):
         return function(*args)

@@ -1,1 +1,1 @@
-"""Block-wise 8-bit quantization: the codes (``codec``), the blocks (``layout``), the functions (``blockwise``)."""
+"""Quantization: block-wise 8-bit codes (codec, layout, blockwise), integers with a zero point (affine)."""

@@ -53,7 +53,7 @@ def _finite_range(rows: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _scale_and_zero_point(a: Tensor, b: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Of ranges [a, b]: fp32 and int32, as docs/numerics.md says, with ``z`` computed as ``round(a_q - a / s)``."""
+    """The scales (fp32) and zero points (int32) of ranges [a, b], by docs/numerics.md; z is ``round(a_q - a / s)``."""
     low, high = _limits(bits)
     size = torch.maximum(a.abs(), b.abs())
     # Halves: the difference of two large numbers of unlike sign would overflow. A tensor over a tensor: over a number

@@ -1,4 +1,4 @@
-"""How a parameter is cut into blocks. ``csrc/common/layout.h`` mirrors it.
+"""How a tensor is cut into blocks, each with a scale. ``csrc/common/layout.h`` mirrors it.
 
 A dense tensor, taken in memory order, is ``rows`` (its outermost dimension in memory) times
 ``cols = numel / rows``. Where ``cols >= block_size`` a block is a run of ``block_size`` consecutive elements inside
@@ -138,7 +138,7 @@ def layout_of(tensor: torch.Tensor, block_size: int) -> BlockLayout:
 
 
 EVERY_ROW = 0
-"""As the ``layers`` of a group: each row is a layer."""
+"""The value of an op's ``layers`` that makes each row a layer."""
 
 
 def layer_count(p: torch.Tensor, block_size: int, layers: int) -> int:
