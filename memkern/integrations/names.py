@@ -1,4 +1,4 @@
-"""The optimizers by name."""
+"""The classes of memkern.optim by name (``adamw8bit``), for the adapters of this package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""For transformers' Trainer: the pair ``optimizer_cls_and_kwargs``, and a callback that compresses the model.
+"""For transformers' Trainer: its optimizer, all arguments for techniques, a callback that compresses the model.
 
 ::
 

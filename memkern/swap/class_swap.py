@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 ORIGINAL = "_memkern_original"  # (class, attributes that were overwritten, names of all that were set)
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))  # names of attributes
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
@@ -42,4 +42,5 @@ def revert(module: nn.Module) -> bool:
 
 
 def is_already(module: nn.Module, cls: type[nn.Module], attributes: dict[str, Any]) -> bool:
+    """Whether a module has this class and these attributes already."""
     return type(module) is cls and all(vars(module).get(k, k) == v for k, v in attributes.items())

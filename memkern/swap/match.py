@@ -1,4 +1,4 @@
-"""Finds the counterpart that saves less, of torch's, transformers' and timm's classes."""
+"""Which classes of torch, transformers and timm have counterparts that save less, and which functions modules call."""
 
 from __future__ import annotations
 
@@ -43,6 +43,7 @@ TORCH: dict[type[nn.Module], Maker] = {
     nn.Tanh: lambda m, bits, keep: ours.Tanh(bits=bits),
     nn.Sigmoid: lambda m, bits, keep: ours.Sigmoid(bits=bits),
 }
+"""The counterparts of torch.nn's activations."""
 
 # torch saves their output, and so does the layer that usually follows: codes would come on top.
 SAVE_THEIR_OUTPUT = (nn.ReLU, nn.Tanh, nn.Sigmoid)
@@ -76,7 +77,7 @@ _NAMES = {name for _, name in OF_LIBRARIES} | {"NewGELU"}
 
 
 def _maker(cls: type[nn.Module]) -> Maker | None:
-    """That of a class, known by identity."""
+    """What makes the counterpart of a class, which is known by identity; None for other classes."""
     if cls in TORCH:
         return TORCH[cls]
     key = (cls.__module__, cls.__name__)
@@ -128,7 +129,7 @@ def activation(cls: type[nn.Module], module: Any, bits: int, keep: str) -> nn.Mo
 
 
 def _randomized_conv1d(cls: type[nn.Module]) -> type[RandomizedConv1D]:
-    """For transformers' class a subclass of it, as PEFT and others test with isinstance."""
+    """The counterpart of a Conv1D: of transformers' own class a subclass, as PEFT and others test with isinstance."""
     library = sys.modules.get("transformers.pytorch_utils")
     if library is None or library.Conv1D is not cls:
         return RandomizedConv1D

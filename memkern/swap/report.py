@@ -38,6 +38,7 @@ class Left:
 
 
 def pattern(name: str) -> str:
+    """A module's name with * in place of its numbers."""
     return re.sub(r"\d+", "*", name) or "the model itself"
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+# The allowed values of options, by the options' names.
 PRECISIONS = ("fp32", "bf16-mixed", "fp16-mixed", "bf16")
 # The classes of memkern.optim; after "torch-" those of torch.optim.
 CLASSES = {
@@ -159,8 +160,8 @@ class Techniques:
     linear_share: the share of the tokens from which linear layers compute their weights' gradients; None, all tokens
         (:class:`memkern.nn.RandomizedLinear`).
     checkpointing: "blocks" saves the input of every block alone, and the backward pass runs the block again. None,
-        without. checkpoint_every: 2 does so with every other block, and so on. checkpoint_bits: 8 saves these inputs in
-        codes, with which the forward pass goes on, too; None, exactly.
+        without. checkpoint_every: 2 does so with every other block, and so on. checkpoint_bits: 8 saves these inputs as
+        8-bit codes, and the blocks read the values of the codes in the forward pass, too; None saves them exactly.
     step_in_backward: each parameter is updated when its gradient is there, which is then freed; with one micro-batch
         only, and without clipping by the norm of all gradients.
     loss_chunk: classes whose logits are in memory at a time (:class:`memkern.nn.LinearCrossEntropy`); None, all.
