@@ -1,4 +1,4 @@
-"""State dicts of bitsandbytes' Adam, AdamW and Lion."""
+"""Converts state dicts of bitsandbytes' Adam, AdamW and Lion to memkern's."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from .states import (
 )
 
 BNB_WRAPPED = "__bnb_optimizer_quant_state__"  # where newer versions put all tensors of a parameter's state
-BNB_BLOCK = 256
+BNB_BLOCK = 256  # elements
 BNB_OLD_BLOCK = 2048  # up to version 0.43
-BNB_SUFFIX = {"exp_avg": "1", "exp_avg_sq": "2"}
+BNB_SUFFIX = {"exp_avg": "1", "exp_avg_sq": "2"}  # of state1, qmap1, absmax1; state2, ...
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Groups, entries and checks of the converters."""
+"""What the converters share: the groups and the parameters' entries of a state dict, and checks."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from ..loading import block_order
 from ..replaced import states_of
 from ..state import State, load_moment, moment_dtype
 
-# memkern's own, which no other state has (torch.optim's capturable is the caller's choice)
+# Options that a conversion takes from memkern's groups, or leaves out for torch's: no other library has them, but for
+# capturable, which the caller chooses.
 OPTIONS = (
     *("state_bits", "block_size", "codec", "min_8bit_size", "max_grad_norm", "capturable"),
     *("master_weights", "stochastic_rounding"),
 )
+# Options that are not converted, with the libraries' defaults.
 TORCH_ONLY = {"foreach": None, "capturable": False, "differentiable": False, "fused": None}
-BNB_ONLY = {"alpha": 0.0, "t_alpha": None, "t_beta3": None}  # AdEMAMix's, in every group
+BNB_ONLY = {"alpha": 0.0, "t_alpha": None, "t_beta3": None}  # of AdEMAMix, in every group of bitsandbytes'
 
 Entry = tuple[Any, Tensor, dict[str, Any], Any]  # key, parameter, memkern's group, state
 

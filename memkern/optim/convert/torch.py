@@ -1,4 +1,4 @@
-"""State dicts of torch.optim's Adam and AdamW."""
+"""Converts state dicts of torch.optim's Adam and AdamW to memkern's, and back."""
 
 from __future__ import annotations
 

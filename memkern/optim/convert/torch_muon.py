@@ -1,4 +1,4 @@
-"""State dicts of torch.optim.Muon, and of the AdamW beside it."""
+"""Converts state dicts of torch.optim.Muon, and of the AdamW beside it, to one of memkern's Muon."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from .torch import adam_state
 
 TORCHS = (*("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn"),)
 """The options of torch.optim.Muon's groups."""
+# The options that groups of a torch.optim.AdamW must have.
 _OF_ADAMW = ("lr", "betas", "eps", "weight_decay", "maximize")
 
 

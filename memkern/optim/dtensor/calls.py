@@ -111,6 +111,7 @@ def _reduce_squares(parts: Sequence[StepArgs], ranks: Sequence[Sequence[Ranks | 
 
 
 def copies(args: StepArgs) -> StepArgs:
+    """The arguments with copies of what a step changes."""
     changed = ("params", "moments", "scales", "steps", "trust_ratios", "weight_states")
     copies: dict[str, Any] = {name: [x.clone() for x in getattr(args, name)] for name in changed}
     return args._replace(**copies)

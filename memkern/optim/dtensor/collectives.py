@@ -51,9 +51,9 @@ class AllRanks(NamedTuple):
     meshes: tuple[DeviceMesh, ...]
     """Reductions over these, one after the other, bring a value of any rank to all."""
     kinds: tuple[Ranks | None, ...]
-    """The ranks that hold other elements, of each parameter, once."""
+    """What :func:`ranks_of` says of the parameters, each result once."""
     order: Order
-    """In which the ranks exchange."""
+    """The order of the parameters in which the ranks exchange."""
 
     @property
     def have_equal_sums(self) -> bool:
@@ -68,13 +68,13 @@ class AllRanks(NamedTuple):
 NO_OTHERS = AllRanks((), (None,), Order())
 
 
-def _place_of(mesh: DeviceMesh) -> Any:
-    """By which meshes are sorted, alike on every rank."""
+def _sort_key(mesh: DeviceMesh) -> Any:
+    """The key by which meshes are sorted, the same on every rank."""
     return -mesh.size(), mesh.mesh_dim_names or (), mesh.mesh.flatten().tolist()
 
 
-def _place_of_kind(kind: Ranks | None) -> Any:
-    return () if kind is None else (*_place_of(kind[0]), kind[1])
+def _sort_key_of_kind(kind: Ranks | None) -> Any:
+    return () if kind is None else (*_sort_key(kind[0]), kind[1])
 
 
 def all_ranks_of(params: Sequence[Tensor], groups: Iterable[dict[str, Any]]) -> AllRanks:
@@ -83,10 +83,10 @@ def all_ranks_of(params: Sequence[Tensor], groups: Iterable[dict[str, Any]]) -> 
     Of meshes the largest serves where it has all ranks. Otherwise all of them in turn, as often as there are meshes: a
     value may have to go through each.
     """
-    meshes = sorted(dict.fromkeys(p.device_mesh for p in params if is_dtensor(p)), key=_place_of)
+    meshes = sorted(dict.fromkeys(p.device_mesh for p in params if is_dtensor(p)), key=_sort_key)
     ranks = [set(mesh.mesh.flatten().tolist()) for mesh in meshes]
     meshes = meshes[:1] if all(own <= ranks[0] for own in ranks) else meshes * len(meshes)
-    kinds = sorted({*map(ranks_of, params)}, key=_place_of_kind)
+    kinds = sorted({*map(ranks_of, params)}, key=_sort_key_of_kind)
     return AllRanks(tuple(meshes), tuple(kinds), Order(groups))
 
 
@@ -95,7 +95,7 @@ def check_order(order: Order) -> None:
     if order.is_checked:
         return
     own = order.fingerprints()
-    kinds = sorted(own, key=_place_of_kind)
+    kinds = sorted(own, key=_sort_key_of_kind)
     values = [torch.tensor([own[kind], -own[kind]], dtype=torch.float64, device="cpu") for kind in kinds]
     all_reduce("max", values, kinds)
     if any(most + negated != 0 for most, negated in map(Tensor.tolist, values)):

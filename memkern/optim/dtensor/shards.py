@@ -53,7 +53,7 @@ def local(x: Tensor) -> Tensor:
     """The elements that this rank has."""
     if not is_dtensor(x):
         return x
-    return _ended(x._local_tensor)  # to_local() makes a view of a parameter, at each step
+    return _completed(x._local_tensor)  # to_local() makes a view of a parameter, at each step
 
 
 def locals_of(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -61,10 +61,10 @@ def locals_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     from torch.distributed.tensor import DTensor
 
     own = [x._local_tensor if isinstance(x, DTensor) else x for x in tensors]
-    return [x if type(x) is Tensor else _ended(x) for x in own]
+    return [x if type(x) is Tensor else _completed(x) for x in own]
 
 
-def _ended(x: Any) -> Tensor:
+def _completed(x: Any) -> Tensor:
     """Waits for a collective; returns its result."""
     return x.wait() if hasattr(x, "wait") else x
 
@@ -182,8 +182,8 @@ def _placements_of_scales(p: DTensor, block_size: int) -> list[Any]:
     return [at if at.is_replicate() or at.dim == 0 else columns for at in placements]
 
 
-def _of_blocks(p: Tensor, own: Tensor, shape: tuple[int, ...], block_size: int) -> Tensor:
-    """A rank's scales as those of a DTensor, of ``shape``."""
+def _scales_on_mesh(p: Tensor, own: Tensor, shape: tuple[int, ...], block_size: int) -> Tensor:
+    """This rank's scales of p as a DTensor; ``shape``: of all scales of p."""
     assert is_dtensor(p)
     return on_mesh(own, p.device_mesh, _placements_of_scales(p, block_size), shape)
 
@@ -219,11 +219,11 @@ def new_scale(p: Tensor, like: Tensor, block_size: int) -> Tensor:
     if not is_dtensor(p):
         return torch.zeros(layout_of(like, block_size).scale_shape, dtype=torch.float32, device=p.device)
     own = torch.zeros(_shape_of_scales(p, block_size), dtype=torch.float32, device=local(p).device)
-    return _of_blocks(p, own, layout_of(p, block_size).scale_shape, block_size)
+    return _scales_on_mesh(p, own, layout_of(p, block_size).scale_shape, block_size)
 
 
 def placed(key: str, x: Tensor, p: Tensor, block_size: int) -> Tensor:
-    """A loaded state's tensor, on the ranks where the state of p has it."""
+    """A tensor of a loaded state, with the mesh and the placements that the state of p has."""
     of_elements = key not in ("step", "trust_ratio")
     if not is_dtensor(p) or not of_elements:
         return x.full_tensor() if is_dtensor(x) else x

@@ -1,4 +1,4 @@
-"""Optimizer states in the host's memory: they come over the link when the device steps, and go back."""
+"""HostOffload(step_on="device"): optimizer states in host memory, copied to the device for its step, and back."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BUCKET_BYTES = 64 * 2**20
 LARGE_BYTES = 4 * BUCKET_BYTES
 """Buckets above this, of what is not stepped by rows, share one of the two buffers."""
 Places = dict[int, dict[str, tuple[int, Tensor]]]
-"""By a state's id its entries: the offset in bytes, and a tensor of this form."""
+"""The entries of states, by the states' ids: each entry's offset in bytes, and a tensor of its dtype and shape."""
 ALIGNMENT = 128  # bytes; kernels read 16 at a time
 
 
@@ -97,7 +97,7 @@ class Bucket:
     """What comes to the device at once: a region, or rows of the only state in one."""
 
     came: Any = None  # the event of the last copy to the device
-    saved: Any = None  # and of the last one back
+    saved: Any = None  # the event of the last copy back
 
     def __init__(self, region: Region, slot: Slot, rows: slice | None = None, per_block: int = 1) -> None:
         """per_block: the rows that have a scale together."""
@@ -181,7 +181,7 @@ class Staged:
 
 
 class Stage:
-    """The way of states to a device and back: two buffers, and a stream of copies in each direction.
+    """Copies states to a device and back: by two buffers, and a stream of copies in each direction.
 
     While one bucket is stepped, the last one goes back and the next one comes: the one that came next in the last pass,
     which is the last step, or of a step in the backward pass the last backward pass. Nothing waits on the host.
@@ -192,8 +192,8 @@ class Stage:
         self.slabs = Slabs(allocate=transfers.host_memory)
         self.slots = Slot(self), Slot(self)
         self._count = 0
-        self._next: dict[Bucket, Bucket] = {}  # in the last pass
-        self._next_now: dict[Bucket, Bucket] = {}
+        self._next: dict[Bucket, Bucket] = {}  # what followed each, in the last pass
+        self._next_now: dict[Bucket, Bucket] = {}  # and in this one
         self._last: Bucket | None = None
         self._saved: Any = None
 

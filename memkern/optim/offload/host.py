@@ -1,4 +1,4 @@
-"""Optimizer states, and if wanted fp32 weights and gradients, on the host."""
+"""HostOffload: optimizer states, and if wanted fp32 weights and gradients, on the host."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ from .weight import Weight, has_gradient
 HOST_WEIGHT = "host_weight"
 """The entry of a parameter's state in ``state_dict()``, where the inner optimizer's state has no weights."""
 _TAKES_OTHER_GRADIENTS = hasattr(Tensor, "grad_dtype")  # torch 2.11: p.grad may have another dtype than p
+# Attributes that copies and pickles have, beside torch.optim's.
 _COPIED = ("_inner", "_class", "_options", "_hooks_gradients", "_weights")
 
 

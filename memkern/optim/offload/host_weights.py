@@ -31,7 +31,7 @@ class HostWeights(dict[Tensor, Weight]):
     """
 
     left: dict[Tensor, Weight]
-    """Of parameters that were taken out of the groups and have a state, with which they may come back."""
+    """Weights of parameters that have left the groups and have a state, with which they may come back."""
     transfers_of: Callable[[torch.device], Transfers]  # set by the optimizer
     buckets: list[list[Weight]]
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-SLAB = 2**30
+SLAB = 2**30  # bytes of a slab at most, unless a tensor has more
 UNIT = 512  # bytes to which each tensor is aligned
 
 

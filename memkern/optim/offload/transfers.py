@@ -12,9 +12,9 @@ from .pinned import pinned_if_possible
 
 
 class Transfers:
-    """Copies where the device is the CPU: each is complete when the call returns, and an event is nothing.
+    """Copies where the device is the CPU: each is complete when the call returns, and events are None.
 
-    The interface of :class:`StreamTransfers`, too.
+    It is also the interface of :class:`StreamTransfers`.
     """
 
     shares_memory = True
@@ -25,12 +25,12 @@ class Transfers:
         return torch.empty_like(x, dtype=dtype, device="cpu", requires_grad=False)
 
     def to_host(self, host: Tensor, x: Tensor) -> Any:
-        """Copies ``x``, when what the current stream does with it is done; ``x`` may be freed. The copy's event."""
+        """Copies ``x`` after the current stream's work on it, and returns the copy's event; ``x`` may be freed."""
         host.copy_(x)
         return None
 
     def to_device(self, x: Tensor, host: Tensor, *after: Any) -> Any:
-        """Copies to ``x`` after these events; ``host`` may not be written before the copy's event."""
+        """Copies to ``x`` after these events; returns the copy's event, before which ``host`` may not be written."""
         x.copy_(host)
         return None
 
