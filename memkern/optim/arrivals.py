@@ -1,4 +1,4 @@
-"""Gradients that arrive on the host while the backward pass goes on: added up, or stepped, by a thread of their own."""
+"""Gradients that fully_shard copies to the host in the backward pass: a thread adds them up, or steps by them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .dtensor.shards import is_dtensor, local
 AHEAD = 2  # blocks whose gradients are on the host and wait for the thread: it sets the pace where it is the slower one
 Hook = Callable[[Tensor], None]
 _at_end_of_backward = torch.autograd.Variable._execution_engine.queue_callback  # as fully_shard does
-_arrivals: Any = WeakIdKeyDictionary()  # parameters, and through whom their gradients come
+_arrivals: Any = WeakIdKeyDictionary()  # by parameter: the Arrivals object that has its gradients
 
 
 def arrivals_of(p: Tensor) -> Arrivals | None:
-    """Through whom a parameter's gradients arrive; None where autograd gives them."""
+    """The object through which a parameter's gradients arrive on the host; None where autograd has them."""
     return _arrivals.get(p)
 
 
@@ -101,7 +101,8 @@ class Arrivals:
     def register(self, p: Tensor, hook: Hook, waits: bool = True) -> Handle:
         """``hook(p)`` is called when p's gradient has come.
 
-        waits: False, when its copy was begun; the hook may :meth:`defer` or :meth:`wait`.
+        waits: whether its copy must be complete by then. False: it was begun, and the hook may :meth:`defer` or
+            :meth:`wait`.
         """
 
         def after(p: Tensor) -> None:

@@ -257,7 +257,7 @@ class StepInBackward(Optimizer):
 
 
 _HOOKS: dict[int, list[weakref.ref[ParameterHooks]]] = {}
-"""All hooks, by the id of a parameter. Weak references to parameters would forbid torch.utils.swap_tensors."""
+"""The hooks on each parameter, the oldest first, by its id: weak references forbid torch.utils.swap_tensors."""
 
 
 class ParameterHooks:
@@ -272,7 +272,7 @@ class ParameterHooks:
         # Weak, so that the parameters do not keep the optimizer: one that is dropped must not step any more.
         self.method = weakref.WeakMethod(method)
         self.handles: dict[Tensor, Any] = {}
-        self.newer: weakref.ref[ParameterHooks] | None = None  # that has taken a parameter over
+        self.newer: weakref.ref[ParameterHooks] | None = None  # of an optimizer that has taken a parameter over
 
     def follow(self, params: Iterable[Tensor]) -> None:
         """Hooks those of ``params`` that need a gradient, and removes the hooks of others."""
@@ -359,7 +359,7 @@ def _options_of(groups: Sequence[dict[str, Any]]) -> list[dict[str, list[Any]]]:
 
 
 def _changed(before: Sequence[dict[str, list[Any]]], after: Sequence[dict[str, list[Any]]]) -> list[str]:
-    """The options that differ."""
+    """The names of options that differ."""
 
     def same(x: Any, y: Any) -> bool:
         if isinstance(x, Tensor) and isinstance(y, Tensor):
@@ -433,11 +433,11 @@ def check_not_reduced_later(p: Tensor, cls: type, cure: str) -> None:
         )
 
 
-_ELEMENTWISE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+_ELEMENTWISE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # of torch: steps that need no other ranks
 
 
 def reduction_of_step(optimizer_class: type[Optimizer], p: Tensor, group: dict[str, Any]) -> str | None:
-    """Why a step of a parameter, by its group's options, needs other ranks; None, it does not."""
+    """Why a step of a parameter, by its group's options, needs other ranks; None where it does not."""
     if not p.requires_grad or shards.ranks_of(p) is None:
         return None
     if not issubclass(optimizer_class, BlockwiseOptimizer):

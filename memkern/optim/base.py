@@ -55,8 +55,8 @@ class BlockwiseOptimizer(Optimizer):
     _snapshots: list[replaced.Snapshot]  # the groups at the last step
     _elsewhere: set[int]  # ids of DTensors on meshes that this rank is no part of
     _all_ranks: collectives.AllRanks  # of all parameters: what one rank decides, all do
-    _overlaps: dict[int, int]  # of parameters over one memory
-    _buffers: dict[Any, Tensor]  # for parameters with gaps
+    _overlaps: dict[int, int]  # by a parameter's id, of ones that share memory: overlap_order of plan.py
+    _buffers: dict[Any, Tensor]  # by device and dtype, for parameters with gaps
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -158,14 +158,14 @@ class BlockwiseOptimizer(Optimizer):
         return initial_state(self._op_of(group), self._beside(p), group)
 
     def _beside(self, p: Tensor, values: bool = False) -> Tensor:
-        """The tensor on whose device, in whose memory format and on whose ranks the state of a parameter is.
+        """A tensor like a parameter, with the device, the memory format and the ranks that its state has.
 
-        values: whether it needs the parameter's.
+        values: whether it must have the parameter's values.
         """
         return p
 
     def _stage_of(self, device: torch.device) -> Any:
-        """Through what the states come to a device for a step; None where they are there."""
+        """The Stage (offload/device.py) by which states come to a device for a step; None where they are there."""
         return None
 
     def _follow_groups(self) -> None:
@@ -237,7 +237,7 @@ class BlockwiseOptimizer(Optimizer):
         state.replace(new or {**state}, Format.of(group))
 
     def _known(self, p: Tensor, group: dict[str, Any]) -> State:
-        """The state of a parameter, which knows its format: the group's, where somebody else has put entries there."""
+        """The state of a parameter, with a format: the group's, where somebody else has put the entries there."""
         state = self.state[p]
         if type(state) is not State or (state.format is None and "step" in state):
             self.state[p] = state = State.of(state, Format.of(group))

@@ -31,7 +31,7 @@ READ_AT_EACH_STEP = ("lr", "betas", "eps", "weight_decay", "momentum", "dampenin
 
 
 def make_plain(group: dict[str, Any], options: Iterable[str]) -> None:
-    """Makes Python's numbers of NumPy's and of tensors of one number, but for :data:`READ_AT_EACH_STEP`'s, in place."""
+    """Makes a group's NumPy numbers, and its tensors of one number but for READ_AT_EACH_STEP, Python's, in place."""
     for key in {*options, "betas"} & group.keys():
         group[key] = plain(group[key], tensors=key not in READ_AT_EACH_STEP)
 
@@ -46,9 +46,9 @@ def plain(x: Any, tensors: bool = True) -> Any:
 
 
 def number(name: str, x: Any) -> float:
-    """An option's value, which may be a tensor of one number. NaN, which no range has, where it is no number.
+    """An option's value, a number or a tensor of one, as a float; NaN, which is in no range, for anything else.
 
-    A text is none, as YAML reads ``1e-3``.
+    Such as a text, as which YAML reads ``1e-3``.
     """
     if isinstance(x, Tensor) and (x.numel() != 1 or x.is_complex() or x.device.type != "cpu"):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Arguments and classes that people bring from bitsandbytes and apex: errors that name memkern's own."""
+"""Errors for what other libraries do otherwise: options of bitsandbytes and apex, clipping by training loops."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
 _BNB, _APEX = "bitsandbytes", "apex"
-_GROUPS = (
+_WRITE_GROUPS = (
     "give the parameters a group of their own with its options, {'params': [...], 'state_bits': 32}; "
     "memkern.optim.param_groups(model) does so for embeddings after memkern.compress(model, embeddings=True)"
 )
@@ -34,7 +34,7 @@ CURES: dict[str, tuple[str, str]] = {
     "use_nvlamb": (_APEX, "write always_adapt=True"),
     "eps_inside_sqrt": (_APEX, "leave it out; eps is added to the root"),
 }
-"""An argument, where it comes from, and what to write."""
+"""Arguments of other libraries' optimizers: the library, and what to write in place of each."""
 
 
 def check_arguments(optimizer: type, arguments: Mapping[str, Any]) -> None:
@@ -60,7 +60,7 @@ def check_overrides(params: Iterable[Any]) -> None:
         if id(getattr(owner, name, None)) in ours:
             raise ValueError(
                 f"bitsandbytes' GlobalOptimManager has the options {options} for the {name} of {owner}, and memkern's "
-                f"optimizers do not read them: {_GROUPS}"
+                f"optimizers do not read them: {_WRITE_GROUPS}"
             )
 
 
@@ -118,4 +118,4 @@ class GlobalOptimManager:
 
     @classmethod
     def get_instance(cls) -> NoReturn:
-        raise TypeError(f"memkern.optim has no GlobalOptimManager: {_GROUPS}")
+        raise TypeError(f"memkern.optim has no GlobalOptimManager: {_WRITE_GROUPS}")

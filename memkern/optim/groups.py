@@ -1,4 +1,4 @@
-"""Parameter groups of a model: who decays, and whose states stay at 32 bits."""
+"""Parameter groups of a model: which parameters decay, which keep 32-bit states, and which are Muon's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .roles import WITHOUT_DECAY, roles
 
 
 def _marked(model: nn.Module) -> dict[Tensor, int]:
-    """Parameters of marked modules, with their bits. By identity, so that no wrapper's renaming matters."""
+    """The state bits of parameters whose modules ask for some. By identity, so that no wrapper's renaming matters."""
     bits_of: dict[Tensor, int] = {}
     for name, module in model.named_modules():
         bits = state_bits_of(module)

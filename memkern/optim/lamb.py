@@ -1,4 +1,4 @@
-"""LAMB."""
+"""LAMB with 32-bit or block-wise 8-bit states."""
 
 from __future__ import annotations
 

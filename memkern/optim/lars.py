@@ -1,4 +1,4 @@
-"""LARS."""
+"""LARS with a 32-bit or block-wise 8-bit momentum."""
 
 from __future__ import annotations
 

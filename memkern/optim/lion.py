@@ -1,4 +1,4 @@
-"""Lion."""
+"""Lion with a 32-bit or block-wise 8-bit state."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class Target(NamedTuple):
     converters: Sequence[str]  # functions of memkern.optim that convert other libraries' states for it
     op_of: Callable[[Group], StepOp]  # the op that a group's options ask for
     check_group: Callable[[Group], None]  # raises for options that it does not support
-    beside: Callable[[Tensor, bool], Tensor]  # the tensor beside which a parameter's state is, with its values
+    beside: Callable[[Tensor, bool], Tensor]  # a tensor like a parameter, where its state is; True: with its values
 
 
 def _on_cpu(option: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Muon for matrices and AdamW for everything else, in one optimizer."""
+"""Muon for matrices and AdamW for everything else, in one optimizer, with 32-bit or 8-bit states."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from .plan import Values
 
-ALGORITHMS = ("muon", "adamw")
+ALGORITHMS = ("muon", "adamw")  # by which a group is stepped
 _DEFAULT_EPS = {"muon": 1e-7, "adamw": 1e-8}
 
 

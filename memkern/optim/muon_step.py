@@ -15,7 +15,7 @@ from ..schemas import StepArgs
 Group = dict[str, Any]
 T = TypeVar("T")
 BUCKET_BYTES = 64 * 2**20
-"""Matrices are stepped together up to so many bytes of updates, which are in bf16, or one by one where it has more."""
+"""Matrices are stepped together up to so many bytes of their updates, in bf16; one with a larger update alone."""
 
 
 def buckets(
@@ -105,12 +105,12 @@ def check_split(group: Group, shape: Sequence[int]) -> None:
 
 
 def on_cpu(x: Tensor) -> bool:
-    """Whether matrices are orthogonalized one by one: a matrix's bits are then those of any batch or shard."""
+    """Whether matrices are orthogonalized one by one, so that its bits do not depend on a batch or shards."""
     return x.is_cpu
 
 
 def orthogonalize_(updates: Sequence[Tensor], sums: Sequence[Tensor], groups: Sequence[Group]) -> None:
-    """Each matrix in place. Those of one shape together, but on the CPU, where a matrix's bits are always the same."""
+    """Orthogonalizes matrices in place: those of one shape in a batch, on the CPU one by one (:func:`on_cpu`)."""
     if any(group["split"] is not None for group in groups):
         updates, sums, groups = _in_parts(updates, sums, groups)
     batches: dict[Any, list[int]] = {}
@@ -132,7 +132,7 @@ def orthogonalize_(updates: Sequence[Tensor], sums: Sequence[Tensor], groups: Se
 def _in_parts(
     updates: Sequence[Tensor], sums: Sequence[Tensor], groups: Sequence[Group]
 ) -> tuple[list[Tensor], list[Tensor], list[Group]]:
-    """The same for the parts that groups' ``split`` says, which are views."""
+    """Updates, sums of squares and groups of the parts that groups' ``split`` says; a part's update is a view."""
     found: tuple[list[Tensor], list[Tensor], list[Group]] = ([], [], [])
     for u, squares, group in zip(updates, sums, groups, strict=True):
         parts = [u] if group["split"] is None else [*u.split(group["split"], _split_dim(group, u.shape))]

@@ -50,12 +50,12 @@ class Values(NamedTuple):
     max_grad_norm: float | None
     grad_scale: Tensor | None
     found_inf: Tensor | None
-    # Of Muon's matrix products, where they are not computed on the parameter's own.
+    # The devices of Muon's matrix products, by parameter; a parameter's own where it is not there.
     product_devices: Mapping[Tensor, torch.device] | None = None
 
 
 class Kind(NamedTuple):
-    """Parameters of one kind are stepped in one call."""
+    """What parameters that one call steps have in common."""
 
     order: int  # of parameters over one memory, which are stepped one after the other
     device: torch.device
@@ -88,7 +88,7 @@ class StepPlan:
         all_ranks: those that have a part of the optimizer's parameters.
         overlaps: see :func:`overlap_order`.
         snapshots: the groups as they are (memkern.optim.replaced), another object where they have changed.
-        stage_of: through what states that are on the host come to a device (memkern.optim.offload.device.Stage).
+        stage_of: the Stage (offload/device.py) by which states come from the host to a device, or None.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class StepPlan:
             RuntimeError, TypeError, ValueError: gradients or states that an op does not take; before anything is
                 changed.
         """
-        if not self.is_one_call:  # whose op checks by itself
+        if not self.is_one_call:  # else its op checks them
             for p, g in zip(self.params, values.grads, strict=True):
                 check_gradient(p, g)
         if (self.exchanged or self.reductions) and not torch.compiler.is_compiling():
@@ -296,7 +296,7 @@ class StepPlan:
         return [r if isinstance(r, Tensor) else own.fill_(r) for r, own in zip(rates, self._rates, strict=True)]
 
     def _grad_norm(self, values: Values) -> Tensor | None:
-        """max_grad_norm: the norm of all gradients, fp64; else nothing."""
+        """The norm of all gradients, fp64, for max_grad_norm; None without it."""
         if values.max_grad_norm is None:
             return None
         grads = values.grads

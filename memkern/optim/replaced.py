@@ -104,7 +104,7 @@ def moved(
 ) -> list[tuple[Tensor, Tensor, State]]:
     """Parameters that have a state and are in no group any more, those in their places, and the states for these.
 
-    beside: the tensor beside which a parameter's state is.
+    beside: gives a tensor like a parameter, with the device and the memory format of its state.
 
     Raises:
         ValueError: it is not clear which parameter takes the place of one that has a state.
@@ -129,6 +129,7 @@ def states_of(optimizer: Any) -> dict[Tensor, State]:
 
 
 def _no_place(k: int, i: int, old: Tensor) -> ValueError:
+    """The error where it is not clear which parameter has taken the place of ``old``, number i of group k."""
     return ValueError(
         f"params were replaced: group {k} had one of shape {tuple(old.shape)} with a state at {i}, and the one there "
         "now does not take its place. Replace parameters by as many of the same shapes in the same order, or begin "

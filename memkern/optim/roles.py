@@ -1,4 +1,4 @@
-"""The role of each parameter of a model: which of Muon's matrices it is, or why AdamW has it."""
+"""Which parameters of a model Muon steps and which AdamW, and why: by shapes, modules and names."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ _BY_ADAPTER = ("modules_to_save", "lora_A", "lora_B")  # PEFT's: one module for 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
-_PRODUCTS = (nn.Linear, nn.Bilinear, nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)
-_PRODUCT_NAMES = ("Conv1D", "RandomizedConv1D")  # of transformers and memkern.nn: y = x @ weight
+_MATMUL_MODULES = (nn.Linear, nn.Bilinear, nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)
+_MATMUL_CLASS_NAMES = ("Conv1D", "RandomizedConv1D")  # of transformers and memkern.nn: y = x @ weight
 _LOSSES = (nn.AdaptiveLogSoftmaxWithLoss, LinearCrossEntropy)  # their layers are outputs
-_SCALED = (parametrizations._WeightNorm, parametrizations._SpectralNorm)
+_SCALED = (parametrizations._WeightNorm, parametrizations._SpectralNorm)  # known: the weight is scaled
 
 # ---- names
 
@@ -59,11 +59,11 @@ _HEADS = (
     *("text_projection", "visual_projection", "seq_relationship", "output_projection", "last_layer"),
 )
 # Heads where they are not in a list of layers:
-_LAST = ("output", "fc", "proj_out", "out", "output_layer", "logits")
-_ENDS_OF_HEADS = ("_head", "_classifier", "_logits", "_predictor")
-_TABLES = ("embed", "pos", "token")  # in the name of a parameter that no module of torch's looks up
-_NORM = re.compile(r"norm(\d+d?)?$")  # in lower case
-_WEIGHTS = re.compile(r"(^|_)(weight|kernel|proj|projection|w\d*|lora_[ab]|experts?)s?$", re.IGNORECASE)
+_HEADS_OUTSIDE_LISTS = ("output", "fc", "proj_out", "out", "output_layer", "logits")
+_HEAD_SUFFIXES = ("_head", "_classifier", "_logits", "_predictor")
+_EMBEDDING_NAMES = ("embed", "pos", "token")  # in the name of a parameter that no module of torch's looks up
+_NORM_CLASS_NAME = re.compile(r"norm(\d+d?)?$")  # in lower case
+_WEIGHT_NAME = re.compile(r"(^|_)(weight|kernel|proj|projection|w\d*|lora_[ab]|experts?)s?$", re.IGNORECASE)
 
 
 def roles(model: nn.Module) -> dict[Tensor, Role]:
@@ -97,9 +97,9 @@ def _role(site: _Site, heads: set[Place]) -> Role:
         return Role("muon", "a matrix" if p.dim() == 2 else "a batch of matrices")
     if name.endswith("bias"):
         return Role("adamw", "a bias")
-    if name != "weight" and any(part in name for part in _TABLES):
+    if name != "weight" and any(part in name for part in _EMBEDDING_NAMES):
         return Role("adamw", "an embedding, by its name")
-    if any(map(_NORM.search, kinds)):
+    if any(map(_NORM_CLASS_NAME.search, kinds)):
         return Role("adamw", "a norm, by its class's name")
     if any("embed" in kind for kind in kinds):
         return Role("adamw", "an embedding, by its class's name")
@@ -109,14 +109,14 @@ def _role(site: _Site, heads: set[Place]) -> Role:
         return Role("muon", "experts")
     if name == "weight" and any("router" in kind for kind in kinds):
         return Role("muon", "a router of experts, by its class's name")
-    if _WEIGHTS.search(name):
+    if _WEIGHT_NAME.search(name):
         return Role("muon", "a weight, by its name", sure=False)
     return Role("adamw", "of a module that is not known", sure=False)
 
 
 def _multiplies(module: nn.Module, name: str) -> bool:
     """Whether a module is known to multiply by its parameter of that name."""
-    known = isinstance(module, _PRODUCTS) or any(k.__name__ in _PRODUCT_NAMES for k in type(module).__mro__)
+    known = isinstance(module, _MATMUL_MODULES) or any(k.__name__ in _MATMUL_CLASS_NAMES for k in type(module).__mro__)
     return known and ("weight" in name or name.startswith("lora_"))
 
 
@@ -174,7 +174,7 @@ def _is_head(place: Place) -> bool:
     if not place:
         return False
     last, in_list = place[-1], any(part.isdigit() for part in place[:-1])
-    return last in _HEADS or (not in_list and (last in _LAST or last.endswith(_ENDS_OF_HEADS)))
+    return last in _HEADS or (not in_list and (last in _HEADS_OUTSIDE_LISTS or last.endswith(_HEAD_SUFFIXES)))
 
 
 def _heads(modules: dict[str, nn.Module], sites: list[_Site]) -> set[Place]:
@@ -195,7 +195,7 @@ def _heads(modules: dict[str, nn.Module], sites: list[_Site]) -> set[Place]:
         several = isinstance(module, (nn.ModuleList, nn.ModuleDict))
         for each in [(*place, key) for key in module._modules] if several else [place]:
             inner = [at for at in weights if at[: len(each)] == each]
-            if each in weights or (inner and place[-1] not in _LAST):
+            if each in weights or (inner and place[-1] not in _HEADS_OUTSIDE_LISTS):
                 found.add(each if each in weights else inner[-1])
     return found or _last_layer(modules)
 

@@ -20,7 +20,7 @@ from .dtensor import blocks, shards
 from .format import Format, takes_8bit_state
 
 SIGNED = {name: signed for op in STEP_OPS.values() for name, signed in op.moments.items()}
-"""Whether a moment's codes have a sign."""
+"""By a moment's name: whether its codes have a sign."""
 ENTRIES = {
     *(*SIGNED, *AMSGRAD_STEP.moments),
     *(f"{name}_scale" for name in SIGNED),
@@ -30,7 +30,7 @@ ENTRIES = {
 
 
 def _forgetting_step(method: Any) -> Any:
-    """A method of dict that changes entries, for :class:`State`."""
+    """A dict's method that changes entries, for :class:`State`, which then forgets the plan of its last step."""
 
     @functools.wraps(method)
     def changed(self: State, *args: Any, **kwargs: Any) -> Any:

@@ -15,6 +15,7 @@ OP_ERRORS = (RuntimeError, ValueError, TypeError)
 """An op raises these for arguments that it refuses, before it changes anything."""
 
 _ENTRY = re.compile(r"\b(\w+)\[(\d+)\]")
+# The lists of StepArgs, as errors name their entries; others are named as they are.
 _LISTS = {
     "params": "parameter",
     "grads": "the gradient of parameter",

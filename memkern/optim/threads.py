@@ -36,7 +36,7 @@ def of_a_step(current: int) -> int:
     return max(1, min(len(own), len(launchers | own) // max(1, int(ranks))))
 
 
-MANY = 8  # cores
+MANY = 8  # cores, from which on a step that uses one is worth a warning
 
 
 @functools.cache

@@ -20,10 +20,11 @@ MASTER_WEIGHTS = {
 }
 """Values of ``master_weights``, and the entry that each adds to a parameter's state."""
 KEYS = ("weight_error",)
+"""All entries that ``master_weights`` may add."""
 
 
 def check_options(group: Group) -> None:
-    """Raises ValueError unless the two options are allowed, together too."""
+    """Raises ValueError unless both options have allowed values, and not both are set."""
     master, stochastic = group["master_weights"], group["stochastic_rounding"]
     if master not in [*MASTER_WEIGHTS]:
         raise ValueError(f"master_weights must be one of {', '.join(map(repr, MASTER_WEIGHTS))}, got {master!r}")
