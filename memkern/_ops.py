@@ -88,6 +88,7 @@ def _few_bit_forward_on_cpu() -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def _register() -> None:
+    """Registers the ops of all namespaces: schemas, implementations, fakes and rules for vmap."""
     has_cpp = backend.load_library() is None
     for namespace in {*NAMESPACES.values()}:
         defined = has_cpp and namespace == NAMESPACE

@@ -44,7 +44,7 @@ PREFERENCE = {
     "cuda": ("cuda", "triton", "reference"),  # ROCm's devices are called cuda as well
     "xpu": ("triton", "reference"),
 }
-OTHER_DEVICES = ("reference",)
+OTHER_DEVICES = ("reference",)  # of all other types
 
 _asked_for: str | None = None  # by use_backend
 
@@ -204,6 +204,7 @@ def warn_of_reference(kind: str, asked_for: str | None) -> None:
 
 
 def _automatic(device: str | torch.device) -> str:
+    """The first backend that can run on a device, where nobody asked for one."""
     if name := _chosen.get(device):
         return name
     kind, _, place = str(device).partition(":")

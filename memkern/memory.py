@@ -146,7 +146,7 @@ class LiveBytes(TorchDispatchMode):
         return self.around(func, args, kwargs or {}, lambda func, args, kwargs: func(*args, **kwargs))
 
     def around(self, func: Any, args: Any, kwargs: Any, run: Callable[..., Any]) -> Any:
-        """What ``run(func, args, kwargs)`` returns, whose storages are followed."""
+        """Returns ``run(func, args, kwargs)``, and follows the storages of what it returns."""
         # An input that is not known yet was allocated before the call. It does not count, and an output that is a view
         # of it is no new storage.
         self._track(_tensors((args, kwargs)), counted=False)

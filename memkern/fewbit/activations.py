@@ -51,6 +51,7 @@ SELU_ALPHA, SELU_SCALE = 1.6732632423543772, 1.0507009873554805  # Klambauer et 
 
 
 def _levels(name: str, bits: int, a: float, b: float) -> Levels:
+    """The levels of a function's derivative with these parameters, as :class:`Activation` names them."""
     match name:
         case "relu" | "leaky_relu":
             return relu_levels(a)

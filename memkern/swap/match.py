@@ -203,6 +203,7 @@ def called_in_forward(module: nn.Module) -> str | None:
     return next(named, None) or next(held, None)
 
 
+# Names by which a method may reach children that it does not name.
 _ANY_CHILD = frozenset({"children", "named_children", "modules", "named_modules", "_modules", "getattr"})
 
 

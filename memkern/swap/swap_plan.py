@@ -19,7 +19,7 @@ from .report import Left, Swap
 Predicate = Callable[[str, nn.Module], bool]
 
 MARKED = "_memkern_marked"  # the attribute of an embedding that compress has marked for 32-bit states
-DEFAULT_BITS = 3
+DEFAULT_BITS = 3  # per element
 OUTPUT = "output"  # in place of bits: GELU and SiLU save their output
 _PROBE = 1 << 14  # elements; the few bytes that a call saves beside its codes round away
 

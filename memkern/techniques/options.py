@@ -75,7 +75,7 @@ class OptionError(ValueError):
 
 
 def not_allowed(name: str, given: Any, allowed: str) -> OptionError:
-    """The error for a value, and what is allowed in words."""
+    """The error that says which value was given, and in words which are allowed."""
     return OptionError(name, f"{given!r} given; allowed: {allowed}")
 
 
