@@ -120,7 +120,7 @@ class StepInBackward(Optimizer):
 
     @contextlib.contextmanager
     def _restricted_to(self, params: Sequence[Tensor]) -> Iterator[None]:
-        """In its scope the optimizer's groups have no other parameters than these.
+        """A ``with`` block in which the optimizer's groups have no other parameters than these.
 
         So a step takes as long as theirs, and other gradients, which were set by hand, wait for step().
         """

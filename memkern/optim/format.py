@@ -9,7 +9,7 @@ from torch import Tensor
 from ..quant.codec import CODECS
 from ..techniques.options import STATE_BITS
 
-Group = dict[str, Any]
+Group = dict[str, Any]  # a parameter group of an optimizer
 
 # 1-D tensors stay fp32 up to this many times min_8bit_size: biases and norms are small and matter, while the flat
 # shards that data-parallel wrappers make are far larger.

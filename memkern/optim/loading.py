@@ -1,4 +1,4 @@
-"""Loading and saving a state dict: what is refused, and states that were saved with other options."""
+"""Loads and saves an optimizer's state dict: checks it, and converts states that were saved with other options."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .state import (
     state_keys,
 )
 
-Group = dict[str, Any]
+Group = dict[str, Any]  # a parameter group of an optimizer
 OWN_OPTIONS = ("state_bits", "master_weights", "stochastic_rounding")
 """Options that a loaded state does not change: its tensors are converted."""
 

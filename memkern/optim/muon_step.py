@@ -12,7 +12,7 @@ from .. import _ops
 from ..reference.muon import adjusted, orthogonalize
 from ..schemas import StepArgs
 
-Group = dict[str, Any]
+Group = dict[str, Any]  # a parameter group of an optimizer
 T = TypeVar("T")
 BUCKET_BYTES = 64 * 2**20
 """Matrices are stepped together up to so many bytes of their updates, in bf16; one with a larger update alone."""
@@ -72,7 +72,7 @@ def _split_dim(group: Group, shape: Sequence[int]) -> int:
 
 
 def shapes_of_parts(group: Group, shape: Sequence[int]) -> list[tuple[int, ...]]:
-    """The shapes of what is orthogonalized by itself: the tensor's, or the parts' of the group's ``split``."""
+    """The shapes of the matrices that are orthogonalized: the tensor's own, or its parts' by the group's ``split``."""
     if group["split"] is None:
         return [tuple(shape)]
     rows, columns = shape

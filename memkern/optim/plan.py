@@ -30,7 +30,7 @@ from .format import Format
 from .muon_step import buckets, muon_step
 from .state import State, has_scales, state_args
 
-Group = dict[str, Any]
+Group = dict[str, Any]  # a parameter group of an optimizer
 
 
 class Entry(NamedTuple):
@@ -374,7 +374,7 @@ def _buffer(buffers: dict[Any, Tensor], p: Tensor) -> Tensor:
 
 
 def overlap_order(params: Sequence[Tensor]) -> dict[int, int]:
-    """By a parameter's id: how many earlier ones over the same memory are to be stepped before it, if any.
+    """By a parameter's id: its turn, from 0, among parameters over the same memory. Empty where no two share any.
 
     An op steps its tensors at the same time. Tied by ``.data``, they are stepped one after the other, as torch does.
     """

@@ -16,7 +16,7 @@ from torch import Tensor
 from .format import Format
 from .state import State
 
-Group = dict[str, Any]
+Group = dict[str, Any]  # a parameter group of an optimizer
 Snapshot = tuple[list[int], list[Any]]
 """The ids of a group's parameters, and the options whose change needs work before a step.
 

@@ -67,7 +67,7 @@ class State(dict[str, Any]):
 
     @classmethod
     def of(cls, entries: dict[str, Any], format: Format) -> State:
-        """These entries. They have this format, unless they are a state that knows its own."""
+        """A state of these entries in this format; the entries themselves where they are a state with a format."""
         if isinstance(entries, State) and entries.format is not None:
             return entries
         state = cls(entries)
@@ -231,7 +231,7 @@ def load_moment(name: str, state: State) -> Tensor:
 
 
 def misfit(op: StepOp, state: State, p: Tensor) -> tuple[str, str] | None:
-    """A moment, a scale or a weight of a state that is not of the shape of a parameter, or no codes; and what is wrong.
+    """The name of an entry whose shape or dtype does not fit a parameter, and what is wrong; None where all fit.
 
     Whoever cuts or joins rows of a parameter, as 3D Gaussian splatting does, edits the entries by hand.
     """
@@ -276,7 +276,7 @@ def converted(op: StepOp, state: State, p: Tensor, group: dict[str, Any]) -> dic
 
 
 def _converted(op: StepOp, state: State, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor] | None:
-    """As :func:`converted`, with the trust ratios that there are."""
+    """As :func:`converted`, but trust ratios stay as many as they are."""
     before, wanted = state.format, Format.of(group)
     assert before is not None
     entries = own_entries(state)

@@ -14,7 +14,7 @@ from ..schemas import WEIGHT_STATES, StepArgs
 OP_ERRORS = (RuntimeError, ValueError, TypeError)
 """An op raises these for arguments that it refuses, before it changes anything."""
 
-_ENTRY = re.compile(r"\b(\w+)\[(\d+)\]")
+_ENTRY = re.compile(r"\b(\w+)\[(\d+)\]")  # exp_avg[3]
 # The lists of StepArgs, as errors name their entries; others are named as they are.
 _LISTS = {
     "params": "parameter",

@@ -54,7 +54,7 @@ def warn_of_one_core() -> None:
 
 @contextlib.contextmanager
 def for_a_step() -> Iterator[None]:
-    """Inside, torch computes with :func:`of_a_step` threads."""
+    """A ``with`` block in which torch computes with :func:`of_a_step` threads."""
     before = torch.get_num_threads()
     threads = of_a_step(before)
     if threads == before:

@@ -23,7 +23,7 @@ def check_trust_bounds(bounds: Any) -> None:
 
 
 def new_squares(args: StepArgs) -> Tensor:
-    """Room for StepArgs.squares."""
+    """Zeros for ``StepArgs.squares``: two sums of squares for each layer, float64."""
     count = sum(map(Tensor.numel, args.trust_ratios))
     return torch.zeros((count, 2), dtype=torch.float64, device=args.params[0].device)
 

@@ -11,7 +11,7 @@ from ..quant.codec import WEIGHT_DROPPED_BITS, WEIGHTS
 from ..reference.weights import bits_of, join_weight
 from .dtensor.shards import local
 
-Group = dict[str, Any]
+Group = dict[str, Any]  # a parameter group of an optimizer
 
 MASTER_WEIGHTS = {
     None: {},

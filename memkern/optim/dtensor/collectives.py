@@ -51,7 +51,7 @@ class AllRanks(NamedTuple):
     meshes: tuple[DeviceMesh, ...]
     """Reductions over these, one after the other, bring a value of any rank to all."""
     kinds: tuple[Ranks | None, ...]
-    """What :func:`ranks_of` says of the parameters, each result once."""
+    """The different values of :func:`ranks_of` for the parameters."""
     order: Order
     """The order of the parameters in which the ranks exchange."""
 
@@ -65,7 +65,7 @@ class AllRanks(NamedTuple):
         return not every or kind == (mesh, every)
 
 
-NO_OTHERS = AllRanks((), (None,), Order())
+NO_OTHERS = AllRanks((), (None,), Order())  # where no parameter is a DTensor
 
 
 def _sort_key(mesh: DeviceMesh) -> Any:
@@ -150,7 +150,7 @@ def is_finite(grads: Sequence[Tensor], all_ranks: AllRanks) -> Tensor:
 def norm_of(
     grads: Sequence[Tensor], grad_scale: Tensor | None, device: torch.device, out: Tensor | None = None
 ) -> Tensor:
-    """The norm of gradients, fp64 and unscaled, on a device. ``out``: memory for it, where there is some."""
+    """The norm of gradients, fp64 and unscaled, on a device. ``out``: a tensor for the result, or None."""
     if any(g.dtype == torch.float64 or g.device != device for g in grads):
         norms = [torch.linalg.vector_norm(g, dtype=torch.float64).to(device) for g in grads]
         norm = torch.linalg.vector_norm(torch.stack(norms))

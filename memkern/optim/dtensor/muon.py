@@ -22,7 +22,7 @@ from .blocks import layout_of_shard, reduce_magnitudes
 from .calls import copies, local_args
 from .shards import local, ranks_of
 
-Group = dict[str, Any]
+Group = dict[str, Any]  # a parameter group of an optimizer
 Loads = dict[Any, list[float]]
 """The multiplications of the matrices that each rank of a process group owns."""
 
@@ -128,6 +128,7 @@ def _phases(bucket: Call, groups: Sequence[Group], loads: Loads) -> Iterator[Non
 
 
 def _momentum(own: StepArgs, updates: list[Tensor], by_reference: bool, params: Sequence[Tensor]) -> list[Tensor]:
+    """Updates the momentum; where shards cut blocks, first in copies, for the blocks' largest values on all ranks."""
     if not isinstance(own, ShardArgs):
         return _ops.muon_momentum_(own, updates, by_reference)
     shards = [layout.shard for layout in own.layouts]

@@ -43,7 +43,7 @@ class Order:
         return sorted(pairs, key=lambda pair: self._places.get(id(pair[0]), -1)) if self._places else [*pairs]
 
     def fingerprints(self) -> dict[Ranks, float]:
-        """By ranks that have parts of tensors: a hash of their names, shapes, placements and dtypes, in this order.
+        """A hash of the tensors' names, shapes, placements and dtypes in this order, by the ranks that have parts.
 
         48 bits, so that reductions in fp64 compare it exactly.
         """

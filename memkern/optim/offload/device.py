@@ -25,7 +25,7 @@ from .transfers import Transfers, transfers_of
 BUCKET_BYTES = 64 * 2**20
 """States are copied together up to so many bytes, 1.2 ms at 55 GB/s, and those of a parameter that has more by rows."""
 LARGE_BYTES = 4 * BUCKET_BYTES
-"""Buckets above this, of what is not stepped by rows, share one of the two buffers."""
+"""Buckets of more bytes, whose states are not stepped by rows, all take the first of the two buffers."""
 Places = dict[int, dict[str, tuple[int, Tensor]]]
 """The entries of states, by the states' ids: each entry's offset in bytes, and a tensor of its dtype and shape."""
 ALIGNMENT = 128  # bytes; kernels read 16 at a time
@@ -94,7 +94,7 @@ class Region:
 
 
 class Bucket:
-    """What comes to the device at once: a region, or rows of the only state in one."""
+    """The states that are copied to the device together: a region's, or rows of the only state in one."""
 
     came: Any = None  # the event of the last copy to the device
     saved: Any = None  # the event of the last copy back

@@ -186,7 +186,7 @@ class HostOffload(Optimizer):
         super().__init__(params, {})
 
     def _start(self) -> None:
-        """Makes what is not copied or pickled."""
+        """Makes the attributes that copies and pickles do not have."""
         self._addition: Callable[[], None] | None = None  # of a gradient whose copy is under way to one on the host
         self._copies: list[tuple[Weight, Any]] = []  # of weights to the device, with their events
         self._takes = False  # gradients of this step: the groups have been followed

@@ -56,7 +56,7 @@ class Slabs:
         return slab, offset
 
     def take(self, nbytes: int) -> Tensor:
-        """So many bytes, uint8."""
+        """A tensor of so many bytes, uint8, in a slab."""
         size = _aligned(nbytes)
         places = self._places[size]
         slab, offset = places.pop(0) if places else self._find(size, max(size, sum(self.slabs)))
@@ -78,7 +78,7 @@ def _pinned(size: int) -> Tensor:
 
 
 def pinned_if_possible(size: int) -> Tensor:
-    """So many bytes, uint8; not pinned, with a warning, where the system gives no more pinned memory."""
+    """A tensor of so many bytes, uint8; not pinned, with a warning, where the system gives no more pinned memory."""
     try:
         return _pinned(size)
     except RuntimeError as error:

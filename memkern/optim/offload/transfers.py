@@ -39,7 +39,7 @@ class Transfers:
         return None
 
     def host_memory(self, size: int) -> Tensor:
-        """So many bytes of the host, uint8."""
+        """A tensor of so many bytes, uint8, on the host."""
         return torch.empty(size, dtype=torch.uint8)
 
     def buffer_for(self, x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from ..dtensor.shards import is_dtensor, local
 from ..state import State
 from .transfers import Transfers
 
-Options = dict[str, Any]
+Options = dict[str, Any]  # of an optimizer, or a group
 
 
 @dataclass(eq=False)
