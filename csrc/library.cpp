@@ -6,7 +6,7 @@
 #ifndef MEMKERN_NAMESPACE  // of torch.ops; tools/hub_kernel.py gives each build one of its own
 #define MEMKERN_NAMESPACE memkern
 #endif
-// Expands the macro before torch's takes its name.
+// Expand MEMKERN_NAMESPACE before torch's macros, which would take its name for the namespace's.
 #define MEMKERN_LIBRARY(name, m) STABLE_TORCH_LIBRARY(name, m)
 #define MEMKERN_LIBRARY_IMPL(name, device, m) STABLE_TORCH_LIBRARY_IMPL(name, device, m)
 

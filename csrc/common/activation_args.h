@@ -1,4 +1,4 @@
-// Few-bit activations: the ops' arguments, checked and made the structs of core/activation.h.
+// The arguments of the few-bit activations' ops: checks, and their conversion to core/activation.h's structs.
 #pragma once
 #include "common/tensors.h"
 #include "core/activation.h"
@@ -32,7 +32,7 @@ inline void check_planes(const Tensor& codes, int64_t numel) {
                 " of ", bytes);
 }
 
-// Checks the levels, and fills the table with them in fp32 and with zeros behind them.
+// Checks the levels, one per code, and writes them to the table in fp32, followed by zeros.
 inline void fill_levels(const Doubles& levels, int64_t bits, float (&table)[1 << kMaxBits]) {
   MEMKERN_CHECK(levels.size() == size_t{1} << bits, "levels must have ", 1 << bits,
                 " entries, one per code, got ", levels.size());

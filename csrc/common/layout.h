@@ -35,8 +35,8 @@ MEMKERN_FN bool block_layout(const int64_t* sizes, const int64_t* strides, int64
     expected *= sizes[next];
     outermost_size = sizes[next];
   }
-  // A dimension of size 1 has no place in memory order; as dim 0 it is the one row that a shard was left
-  // with.
+  // A dimension of size 1 has no place in memory order; as dim 0 it is the only row, which a shard may be
+  // left with.
   out->rows = dims == 0 || sizes[0] == 1 ? 1 : outermost_size;
   const int64_t cols = numel / out->rows;
   out->numel = numel;
@@ -52,7 +52,7 @@ MEMKERN_FN bool block_layout(const int64_t* sizes, const int64_t* strides, int64
   return true;
 }
 
-// Of so many consecutive elements, whose blocks end anywhere.
+// The layout of numel elements as one segment, cut every `block` elements, whatever the rows.
 inline BlockLayout flat_layout(int64_t numel, int64_t block) {
   BlockLayout layout;
   layout.numel = layout.segment = numel;
@@ -61,11 +61,11 @@ inline BlockLayout flat_layout(int64_t numel, int64_t block) {
   return layout;
 }
 
-// A tensor of many layers, in place of their number: each row is one.
+// In place of a number of layers: each row of the tensor is one.
 constexpr int64_t kEveryRow = 0;
 
-// How many layers a tensor is (memkern/quant/layout.py: layer_count), or 0 where rows do not divide or a
-// layer would end inside a block.
+// How many layers a tensor has (memkern/quant/layout.py: layer_count), or 0 where its rows cannot be divided
+// so or a layer would end inside a block. layers: the number asked for, or kEveryRow.
 MEMKERN_FN int64_t layer_count(const BlockLayout& l, int64_t dims, int64_t layers) {
   if (layers == 1 || dims < 2 || l.numel == 0) return 1;
   const int64_t count = layers == kEveryRow ? l.rows : layers;

@@ -1,11 +1,11 @@
-// What Muon's two ops on all devices share: their arguments, and the checks of what they have beside a
-// step's.
+// The arguments of Muon's two ops, on every device, and the checks of those that no other step has: updates
+// and sums.
 #pragma once
 #include "common/step_args.h"
 
 namespace memkern {
 
-// The tensors of a step with their updates, as J::update; checks everything. J: a StepTensor.
+// Checks a step's arguments and the updates, and makes a J of each parameter: a StepTensor with its update.
 template <class J> std::vector<J> muon_tensors(const StepArgs& args, const Tensors& updates) {
   auto tensors = step_tensors<J>(args, kMuonStep);
   check_count("updates", updates.size(), 1, tensors.size());
@@ -31,7 +31,8 @@ struct Matrices {
   }
 };
 
-// An update whose matrices lie one after the other, each in any order.
+// The update or a copy of it, whose matrices follow one another in memory, each with its elements in any
+// order.
 inline Tensor with_whole_matrices(const Tensor& update) {
   return Matrices(update).count == 1 ? dense(update) : torch::stable::contiguous(update);
 }
@@ -45,8 +46,8 @@ inline void check_sums(const StepArgs& args, const Tensors& updates, const Tenso
                   name_of("sums", i), " must be contiguous float64 with one element per matrix");
 }
 
-// The op that runs Run. Torch calls it; it takes the place of TORCH_BOX. SumsOrRatios: its second argument,
-// before a step's (see the schemas).
+// The op that runs Run, as torch's dispatcher calls it, in place of TORCH_BOX (see step_op). SumsOrRatios:
+// the type of its second argument, which a step's arguments follow (memkern/schemas.py).
 template <class SumsOrRatios, void (*Run)(const Tensors&, const SumsOrRatios&, const StepArgs&)>
 void muon_op(StableIValue* stack, uint64_t arguments, uint64_t results) {
   MEMKERN_CHECK(arguments == kStepArguments + 2 && results == 0, "Muon's ops take ", kStepArguments + 2,

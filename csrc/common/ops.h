@@ -4,8 +4,8 @@
 
 #include "common/step_args.h"
 
-// Of each optimizer's step: MEMKERN_FOR_STEPS(DO, ...), in the generated common/schemas.h, is DO(adam_step,
-// ...) DO(lamb_step, ...) and so on.
+// An optimizer's step: its entry point and its registration. MEMKERN_FOR_STEPS(DO, ...), in the generated
+// common/schemas.h, is DO(adam_step, ...) DO(lamb_step, ...) and so on.
 #define MEMKERN_DECLARE_STEP(NAME, DEVICE) void NAME##_##DEVICE(const StepArgs& args);
 #define MEMKERN_REGISTER_STEP(NAME, LIBRARY, DEVICE) \
   LIBRARY.impl(#NAME "_", memkern::step_op<memkern::NAME##_##DEVICE>);
@@ -28,7 +28,7 @@
                                                double rising_reach);                                        \
   }
 
-// Registers all of them but few_bit_forward.
+// Registers all ops but few_bit_forward.
 #define MEMKERN_REGISTER_OPS(library, DEVICE)                                               \
   library.impl("quantize_blockwise", TORCH_BOX(&memkern::quantize_blockwise_##DEVICE));     \
   library.impl("dequantize_blockwise", TORCH_BOX(&memkern::dequantize_blockwise_##DEVICE)); \
@@ -44,7 +44,7 @@ MEMKERN_DECLARE_OPS(cpu)
 
 MEMKERN_DECLARE_OPS(cuda)
 
-// On the CPU it is torch's own op and few_bit_encode (memkern/_ops.py).
+// few_bit_forward has no kernel on the CPU: it is torch's own op and few_bit_encode there (memkern/_ops.py).
 namespace memkern {
 std::tuple<Tensor, Tensor> few_bit_forward_cuda(Tensor x, int64_t fn, double a, double b, int64_t bits,
                                                 Doubles thresholds, Ints flips, int64_t symmetry);

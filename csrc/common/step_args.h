@@ -71,7 +71,7 @@ void step_op(StableIValue* stack, uint64_t arguments, uint64_t results) {
 
 // ---- checks, before anything is changed
 
-// A tensor of one number on the CPU.
+// The value of a tensor of one element on the CPU.
 inline double read_number(const Tensor& t, const char* name) {
   MEMKERN_CHECK(t.numel() == 1 && t.is_cpu(), name, " must be a tensor of one element on the CPU");
   if (t.scalar_type() == ScalarType::Double) return *static_cast<const double*>(address_of(t, name));
@@ -84,7 +84,7 @@ inline void check_count(const char* name, size_t got, size_t each, size_t params
                 " per parameter, got ", got);
 }
 
-// Checks what a step has per group and per parameter, but for the tensors of the parameters' size.
+// Checks all but the tensors of the parameters' shapes: lengths of lists, values per group, step counters.
 inline void check_lists(const StepArgs& args, const StepOp& op) {
   const size_t n = args.params.size(), groups = args.lr.size();
   check_count("grads", args.grads.size(), 1, n);
@@ -121,8 +121,8 @@ inline void check_lists(const StepArgs& args, const StepOp& op) {
   }
 }
 
-// Checks the moments of parameter i and sets them. `coded`: how many parameters before it hold codes. Returns
-// whether it does.
+// Checks the moments of parameter i and sets t's pointers to them. `coded`: how many parameters before it
+// have moments in codes. Returns whether parameter i has.
 template <class J> bool set_moments(J& t, const StepArgs& args, const StepOp& op, size_t i, size_t coded,
                                     const Shape& shape, const DeviceOf& device) {
   const size_t n = args.params.size(), scales = args.scales.size() / op.moments;
@@ -151,8 +151,8 @@ template <class J> bool set_moments(J& t, const StepArgs& args, const StepOp& op
   return has_codes;
 }
 
-// Checks how parameter i is stored and sets it. `used`: how many parameters before it have a weight state.
-// Returns whether it has one.
+// Checks how parameter i is stored, with its weight state, and sets both in t. `used`: how many parameters
+// before it have a weight state. Returns whether parameter i has one.
 template <class J> bool set_weight_state(J& t, const StepArgs& args, size_t i, size_t used,
                                          const Shape& shape, const DeviceOf& device) {
   if (args.weight_storage.empty()) return false;

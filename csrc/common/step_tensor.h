@@ -1,4 +1,5 @@
-// One tensor of an optimizer's step, as the kernels of every device see it. Nothing of torch in here.
+// StepTensor: one parameter of an optimizer's step with its gradient and states, as the kernels of every
+// device get it. Includes nothing of torch.
 #pragma once
 #include <type_traits>
 
@@ -20,8 +21,8 @@ struct StepTensor {
   BlockLayout layout;
   StateKind kind;
   FloatType param_type, grad_type;
-  float* trust_ratio = nullptr;  // of the layer that this is (LAMB, LARS)
-  bool first_layer = true;       // of its tensor
+  float* trust_ratio = nullptr;  // of the layer (LAMB, LARS: each layer is a StepTensor)
+  bool first_layer = true;       // whether it is the first layer of its tensor
   void* weight_state = nullptr;  // int8 or int16 errors of the parameter
   WeightStorage weight_storage = WeightStorage::kNearest;
 };
@@ -41,7 +42,7 @@ MEMKERN_FN int weight_state_bytes(WeightStorage storage) {
   return storage == WeightStorage::kError16 ? 2 : storage == WeightStorage::kError8 ? 1 : 0;
 }
 
-// Layer k of `count`, which are equal runs of whole blocks (layer_count).
+// Layer k of the tensor's `count` layers, which are equal runs of whole blocks (layer_count).
 template <class J> J layer_of(const J& tensor, int64_t k, int64_t count) {
   const auto bytes = [](FloatType type) { return type == FloatType::kFp32 ? 4 : 2; };
   const auto at = [](auto* array, int64_t offset) {

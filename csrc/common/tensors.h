@@ -1,4 +1,5 @@
-// Tensors of LibTorch's stable ABI: what the ops ask of them, and their block layout.
+// Tensors of LibTorch's stable ABI, as all ops use them: checks and their errors, dtypes, memory layouts, new
+// tensors.
 #pragma once
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -70,8 +71,8 @@ inline void check_codec(int64_t codec) {
                 " (dynamic), got ", codec);
 }
 
-// Where a tensor's elements are. Whoever saves memory by hand resizes a tensor's storage to nothing, as FSDP
-// does with weights. name: its parts.
+// The address of a tensor's elements. Throws where its storage has been resized to nothing, as FSDP does with
+// weights to save memory. name: the tensor's name for the error, in parts.
 template <class... Name> void* address_of(const Tensor& t, const Name&... name) {
   void* const address = t.data_ptr();
   MEMKERN_CHECK(address != nullptr || t.numel() == 0, message_of(name...),
@@ -79,7 +80,7 @@ template <class... Name> void* address_of(const Tensor& t, const Name&... name) 
   return address;
 }
 
-// How a tensor lies in memory.
+// A tensor's sizes and strides, in elements: how it lies in memory.
 struct Shape {
   int64_t dims;
   const int64_t *sizes, *strides;
@@ -95,13 +96,14 @@ inline BlockLayout layout_of(const Shape& t, int64_t block_size, const char* nam
   return layout;
 }
 
-// A layout of one segment, in blocks of so many elements.
+// The layout of x as one segment, cut every `block` elements.
 inline BlockLayout flat_layout(const Tensor& x, const char* name, int64_t block) {
   MEMKERN_CHECK(is_float_type(x.scalar_type()), name, " must be float32, bfloat16 or float16");
   return flat_layout(layout_of(x, kMinBlockSize, name).numel, block);
 }
 
-// The elements of a lie in memory as those of b do (a dimension of size 1 lies anywhere).
+// Whether a and b have equal sizes and their elements the same order in memory (a dimension of size 1 may
+// have any stride).
 inline bool same_layout(const Shape& a, const Shape& b) {
   if (a.dims != b.dims) return false;
   bool same = true, empty = false;
@@ -135,8 +137,8 @@ inline bool is_dense(const Shape& x) {
 // A tensor as it is where it is dense, else a dense copy.
 inline Tensor dense(const Tensor& x) { return is_dense(x) ? x : torch::stable::contiguous(x); }
 
-// Empty tensors on the device of x. By a function of torch's without its dispatcher's boxed arguments: a
-// tenth of an op's time on the host for two results.
+// An uninitialized tensor on the device of x. By a function of torch's without its dispatcher's boxed
+// arguments, which would take a tenth of an op's time on the host for two results.
 inline Tensor new_tensor(const Tensor& x, const Shape& shape, ScalarType dtype) {
   int32_t type, index;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(x.get(), &type));
@@ -153,7 +155,8 @@ inline Tensor new_tensor(const Tensor& x, const std::vector<int64_t>& sizes, Sca
   return new_tensor(x, Shape(sizes, strides), dtype);
 }
 
-// Laid out as x is, which must be dense: the strides of any other lead past numel elements.
+// An uninitialized tensor with the sizes and strides of x, which must be dense: other strides lead past numel
+// elements.
 inline Tensor empty_like(const Tensor& x, ScalarType dtype) {
   MEMKERN_CHECK(is_dense(x), "empty_like takes a dense tensor");
   return new_tensor(x, Shape(x), dtype);

@@ -1,5 +1,5 @@
-// Trust ratios (LAMB, LARS): splits a step's tensors into layers, and checks the arguments that only these
-// steps have.
+// Arguments of the steps with trust ratios (LAMB, LARS): splits a step's tensors into layers, and checks the
+// arguments that only these steps have. core/trust_ratio.h has the ratio's formula.
 #pragma once
 #include "common/step_args.h"
 #include "core/trust_ratio.h"
@@ -42,7 +42,7 @@ void check_trust_ratios(const StepArgs& args, const std::vector<J>& tensors,
                 ", 2) on the device of the parameters");
 }
 
-// The rows of squares, if they are given.
+// The argument squares, a row per layer; null where it is not given.
 inline Squares* squares_of(const StepArgs& args) {
   return args.squares ? static_cast<Squares*>(args.squares->data_ptr()) : nullptr;
 }

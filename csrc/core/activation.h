@@ -1,12 +1,12 @@
-// Few-bit activations: a table of thresholds, and the derivative from an output. Explained in
-// memkern/fewbit/levels.py and memkern/reference/activation.py.
+// Few-bit activations: the thresholds that make codes, the size of bit planes, and the derivative from the
+// activation's output. Explained in memkern/fewbit/levels.py and memkern/reference/activation.py.
 #pragma once
 #include "core/scalar.h"
 #include "core/tables.h"
 
 namespace memkern {
 
-// So many elements fill kPlaneAlignment bytes of each plane.
+// Elements whose bits fill kPlaneAlignment bytes of each plane. Planes are whole groups of them.
 constexpr int kGroup = 8 * kPlaneAlignment;
 
 MEMKERN_FN int64_t plane_bytes(int64_t numel) { return (numel + kGroup - 1) / kGroup * kPlaneAlignment; }
@@ -18,7 +18,8 @@ struct Thresholds {
   uint8_t flip[kMaxThresholds];
 };
 
-// Polynomials of the derivative on both sides of a minimum: [0] falling, [1] rising.
+// The derivative of an activation with one minimum, from its output: a polynomial on each side of the
+// minimum, [0] falling, [1] rising, in z = 2 / reach * sqrt(output - minimum) - 1.
 struct TwoBranch {
   int coefficients;
   float minimum, reach[2], scale[2];  // scale = 2 / reach

@@ -1,19 +1,20 @@
-// Adam, AdamW and the moments that LAMB shares. Order of operations: memkern/reference/adam.py.
+// Adam and AdamW, and the moments and direction that LAMB shares. Order of operations:
+// memkern/reference/adam.py.
 #pragma once
 #include "core/corrections.h"
 #include "core/hyperparameters.h"
 
 namespace memkern {
 
-// What one tensor's step needs, computed once: from fp64, rounded once to fp32.
+// The scalars of one tensor's step: computed in fp64 and rounded once to fp32.
 struct AdamScalars {
   float grad_factor;  // gradient_factor(), negative to maximize
   float beta1, one_minus_beta1, beta2, one_minus_beta2;
-  float root_beta2;  // sqrt(beta2): what w = sqrt(v) decays by
-  float eps;         // eps * sqrt(1 - beta2^step)
-  float step_size;   // lr * sqrt(1 - beta2^step) / (1 - beta1^step)
-  float decay;       // 1 - lr * weight_decay where decoupled, else 1
-  float coupled_decay;
+  float root_beta2;     // sqrt(beta2): what w = sqrt(v) decays by
+  float eps;            // eps * sqrt(1 - beta2^step)
+  float step_size;      // lr * sqrt(1 - beta2^step) / (1 - beta1^step)
+  float decay;          // 1 - lr * weight_decay where decoupled, else 1
+  float coupled_decay;  // weight_decay where coupled, else 0
 };
 
 MEMKERN_FN AdamScalars adam_scalars(double lr, const AdamHyperparameters& h, double grad_factor,
@@ -40,7 +41,7 @@ template <class F> MEMKERN_FN F adam_gradient(F g, F p, const AdamScalars& s) {
   return s.coupled_decay != 0.0f ? g + F(s.coupled_decay) * p : g;
 }
 
-// m and v are decayed already: multiplied by beta1 and beta2.
+// Adds the gradient to the moments. m and v are multiplied by beta1 and beta2 already.
 template <class F> MEMKERN_FN void adam_moments(F& m, F& v, F g, const AdamScalars& s) {
   m = m + F(s.one_minus_beta1) * g;
   v = v + (F(s.one_minus_beta2) * g) * g;

@@ -1,12 +1,12 @@
-// The dynamic tree map (memkern/quant/codec.py): a table to decode, arithmetic and one comparison each way to
-// encode.
+// The dynamic codec (its map: memkern/quant/codec.py). Decoding is a look-up; encoding guesses an entry by
+// arithmetic, and compares with the midpoints on both sides of it.
 #pragma once
 #include "core/scalar.h"
 #include "core/tables.h"
 
 namespace memkern {
 
-// Once per block: 1 / scale, or 0 where that overflows: the block then holds codes of zero.
+// Once per block: 1 / scale, or 0 where that overflows: all codes of the block are then 0.
 MEMKERN_FN float dynamic_factor(float scale) {
   const float factor = 1.0f / scale;
   return is_finite(factor) ? factor : 0.0f;

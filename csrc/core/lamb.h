@@ -6,8 +6,8 @@
 
 namespace memkern {
 
-// Adam's step_size is sqrt(1 - beta2^step) / (1 - beta1^step) here: the norm needs the direction's true
-// scale.
+// Adam's step_size is sqrt(1 - beta2^step) / (1 - beta1^step) here, without lr: the norm needs the
+// direction's true scale.
 struct LambScalars : AdamScalars {
   float update_decay;  // weight_decay where it is part of the update, else 0
   float rate;          // lr * trust ratio
@@ -29,6 +29,7 @@ MEMKERN_FN LambScalars lamb_scalars(double lr, const LambHyperparameters& h, dou
   return s;
 }
 
+// Whether layers have trust ratios; else each is 1.
 MEMKERN_FN bool adapts(const LambHyperparameters& h) {
   return h.weight_decay != 0.0 || h.always_adapt != 0.0;
 }
@@ -41,7 +42,7 @@ MEMKERN_FN void set_trust_ratio(LambScalars& s, double lr, float ratio) {
   s.rate = static_cast<float>(lr * ratio);
 }
 
-// p: the parameter that the ratio is of, decayed where that is decoupled.
+// The parameter whose norm is in the trust ratio: after weight decay, where that is decoupled.
 template <class F> MEMKERN_FN F lamb_decayed(F p, const LambScalars& s) { return p * F(s.decay); }
 
 // The direction of the step: the parameter changes by -rate times it.

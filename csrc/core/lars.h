@@ -1,4 +1,4 @@
-// LARS, in the form of the LAMB paper and in its classic one. Order of operations: memkern/reference/lars.py.
+// LARS in two forms, the LAMB paper's and the classic one. Order of operations: memkern/reference/lars.py.
 #pragma once
 #include "core/sgd.h"
 #include "core/trust_ratio.h"
@@ -17,6 +17,7 @@ MEMKERN_FN LarsScalars lars_scalars(double lr, const LarsHyperparameters& h, dou
   return s;
 }
 
+// Whether layers have trust ratios; else each is 1.
 MEMKERN_FN bool adapts(const LarsHyperparameters& h) {
   return h.weight_decay != 0.0 || h.always_adapt != 0.0;
 }

@@ -1,14 +1,15 @@
-// Muon's two element-wise parts. Order of operations: memkern/reference/muon.py. Unlike every other formula
-// here they fuse a multiplication and an addition, where torch.optim.Muon's operations do.
+// Muon's two element-wise parts, the momentum and the parameter's update. Order of operations:
+// memkern/reference/muon.py. Unlike all other formulas in core/ they fuse a multiplication and an addition,
+// where torch.optim.Muon's operations do.
 #pragma once
 #include "core/hyperparameters.h"
 #include "core/scalar.h"
 
 namespace memkern {
 
-// weight of torch.lerp(start, end, weight) in fp32, and weight - 1.
+// torch.lerp(start, end, weight) in fp32.
 struct Lerp {
-  float weight, from_end;
+  float weight, from_end;  // from_end: weight - 1
   MEMKERN_FN static Lerp of(double weight) {
     const float w = static_cast<float>(weight);
     return {w, static_cast<float>(static_cast<double>(w) - 1.0)};

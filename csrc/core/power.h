@@ -22,7 +22,7 @@ template <bool Signed, class F> MEMKERN_FN F power_decode(F q, F unit) {
   return unit * (q * (Signed ? abs(q) : q));
 }
 
-// The nearest code.
+// The nearest signed code.
 template <class F> MEMKERN_FN F power_encode_signed(F x, F factor) {
   return select(is_finite(x), copysign(rint(sqrt(abs(x) * factor)), x), F(0.0f));
 }
@@ -37,23 +37,23 @@ template <class F> MEMKERN_FN F power_encode_signed(F x, F factor, F one_minus_u
   return select(is_finite(x), copysign(code, x), F(0.0f));
 }
 
-// u: 1/2 for the nearest code, or the dither.
+// The unsigned code, 0 only for x <= 0. u: 1/2 for the nearest code, or the dither.
 template <int Levels, class F> MEMKERN_FN F power_encode_unsigned(F x, F factor, F u) {
   const F q = min(max(floor(sqrt(x * factor) + u), F(1.0f)), F(Levels));
   return select(is_finite(x), select(greater(x, F(0.0f)), q, F(0.0f)), F(Levels));
 }
 
-// Position j of a block at a step: 24 bits.
+// The dither of position j of a block at a step, in units of 2^-24.
 MEMKERN_FN uint32_t dither_bits(uint32_t j, uint32_t step) {
   return (j * kDitherJ + step * kDitherStep) >> kDitherShift;
 }
 
-// u in [0, 1).
+// The same as a number u in [0, 1).
 MEMKERN_FN float dither(uint32_t j, uint32_t step) {
   return static_cast<float>(dither_bits(j, step)) * 0x1p-24f;
 }
 
-// 1 - u, with u kept from 0 and 1.
+// 1 - u, kept away from 0 and 1 (power_encode_signed says why).
 MEMKERN_FN float one_minus_dither(float u) { return min(max(1.0f - u, kDitherClamp), 1.0f - kDitherClamp); }
 
 }  // namespace memkern

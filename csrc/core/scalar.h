@@ -1,4 +1,4 @@
-// What the formulas in core/ need of a number type, for float. csrc/cpu/simd/ has the same for vectors.
+// The functions that the formulas in core/ call on numbers, for float. csrc/cpu/simd/ has them for vectors.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -20,7 +20,7 @@ MEMKERN_FN float fma(float x, float y, float z) { return fmaf(x, y, z); }
 MEMKERN_FN float floor(float x) { return floorf(x); }
 MEMKERN_FN float rint(float x) { return rintf(x); }
 MEMKERN_FN float copysign(float magnitude, float sign) { return copysignf(magnitude, sign); }
-// Both give b where a is NaN, like the vector instructions.
+// Both give b where a or b is NaN, like the vector instructions.
 MEMKERN_FN float min(float a, float b) { return a < b ? a : b; }
 MEMKERN_FN float max(float a, float b) { return a > b ? a : b; }
 MEMKERN_FN bool greater(float a, float b) { return a > b; }

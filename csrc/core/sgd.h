@@ -9,12 +9,12 @@ struct SgdScalars {
   float grad_factor;  // gradient_factor(), negative to maximize
   float weight_decay;
   float momentum;
-  float weight;  // of the gradient in the momentum
+  float weight;  // of the gradient in the momentum; 1 - dampening from the second step on
   float rate;
   int32_t nesterov;  // not bool: kernels load four bytes
 };
 
-// Of SGD or of another optimizer with the same hyperparameters.
+// Hyperparameters: SGD's, or those of an optimizer that has the same and others (LARS).
 template <class Hyperparameters>
 MEMKERN_FN SgdScalars sgd_scalars(double lr, const Hyperparameters& h, double grad_factor, uint64_t step) {
   SgdScalars s;

@@ -1,4 +1,5 @@
-// Trust ratios of LAMB and LARS. The reference: memkern/reference/trust.py, lamb.py and lars.py.
+// The formula of a layer's trust ratio (LAMB, LARS), from its sums of squares. The reference:
+// memkern/reference/trust.py, lamb.py and lars.py. common/trust_ratios.h has the arguments of such steps.
 #pragma once
 #include "core/scalar.h"
 #include "core/tables.h"
@@ -12,13 +13,13 @@ struct Squares {
 
 // How the trust ratio of a layer is computed.
 struct TrustRule {
-  bool adapt;  // else callers take 1
+  bool adapt;  // whether the formula applies; else the ratio is 1, and callers do not compute it
   bool clip;
   double coeff;  // of LARS's classic form, which takes the three below, else 0
   double weight_decay, eps, lr;
 };
 
-// 1 where the weight's norm is at most kLeastNorm, which counts as 0, or a norm is 0 or NaN.
+// The trust ratio; 1 where the weight's norm is at most kLeastNorm, which counts as 0, or a norm is 0 or NaN.
 MEMKERN_FN float trust_ratio(const Squares& squares, const TrustRule& t) {
   const double p = ::sqrt(squares.param), u = ::sqrt(squares.update);
   double ratio = 1.0;

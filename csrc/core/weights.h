@@ -11,15 +11,16 @@ MEMKERN_FN uint32_t weight_random(uint32_t j, uint32_t step, int dropped) {
   return dropped == 0 ? 0 : (j * kWeightJ + step * kWeightStep) >> (32 - dropped);
 }
 
-// The bits of a weight from those of the bf16 one and its error.
+// The fp32 bits of a weight, from those of its bf16 value and its error.
 template <class I> MEMKERN_FN I join_weight(I p, I error) { return p + error; }
 
-// The weight of a step: with what its state keeps, or the bf16 one, p, where that would be NaN. No step
-// leaves an error that makes NaN of a number, but p may be edited and keep it: 0 and a negative error are the
-// bits of NaN.
+// The weight that a step starts from: `kept`, with its error, or its bf16 value p where `kept` is NaN. No
+// step leaves an error that makes a NaN of a number, but p may be edited and the error stay: 0 with a
+// negative error has the bits of a NaN.
 template <class F> MEMKERN_FN F unless_nan(F kept, F p) { return select(is_nan(kept), p, kept); }
 
-// From the bits of a finite weight: those of the bf16 one, and the error, of which the dropped bits are 0.
+// Splits the fp32 bits of a finite weight into those of its bf16 value and the error, whose dropped bits
+// are 0.
 template <class I> MEMKERN_FN void split_weight(I u, I random, uint32_t dropped_mask, I& p, I& error) {
   u = (u + random) & I(~dropped_mask);
   p = (u + I(0x8000u)) & I(0xFFFF0000u);
