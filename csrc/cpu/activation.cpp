@@ -1,5 +1,5 @@
-// memkern::few_bit_encode, few_bit_backward and few_bit_backward_from_output on the CPU. The forward pass is
-// torch's own (memkern/_ops.py).
+// memkern::few_bit_encode, few_bit_backward and few_bit_backward_from_output on the CPU. The activation
+// itself is torch's own op (memkern/_ops.py).
 #include "common/activation_args.h"
 #include "common/ops.h"
 #include "cpu/run_jobs.h"
@@ -30,7 +30,7 @@ Tensor few_bit_encode_cpu(Tensor x, int64_t bits, Doubles thresholds, Ints flips
 
 namespace {
 
-// What both backward passes have in common: all but the kernel and its table. layout: of grad.
+// The job of either backward op, without its kernel and the kernel's table. layout: of grad.
 ActivationJob backward_job(const Tensor& grad, const BlockLayout& layout, const Tensor& codes,
                            const Tensor& result) {
   ActivationJob job{};

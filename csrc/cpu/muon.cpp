@@ -11,7 +11,7 @@ namespace {
 void sum_squares(const Tensors& updates, const Tensors& sums) {
   const Kernels& kernels = cpu_kernels();
   std::vector<SquaresJob> jobs;
-  Tensors values;  // that the jobs point to
+  Tensors values;  // keeps what the jobs point to
   for (const Tensor& u : updates) {
     const Matrices matrices(u);
     values.push_back(with_whole_matrices(u));

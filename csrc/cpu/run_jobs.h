@@ -1,4 +1,4 @@
-// Runs kernels: those of this processor, on torch's threads.
+// Picks the CPU kernels for this processor, and runs their jobs on torch's threads.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -45,6 +45,7 @@ template <class Run> void run_stealing(int64_t count, int64_t threads, Run&& run
 constexpr int64_t kGrainElements = 1 << 15;
 constexpr int64_t kChunksPerThread = 32;
 
+// Runs all blocks of all jobs, in chunks of blocks that threads take.
 template <class J> void run_jobs(const std::vector<J>& jobs) {
   if (jobs.empty()) return;
   std::vector<int64_t> first(jobs.size() + 1, 0);
@@ -71,10 +72,10 @@ template <class J> void run_jobs(const std::vector<J>& jobs) {
   run_stealing(chunks, threads, [&](int64_t k) { run(k * chunk, std::min(blocks, (k + 1) * chunk)); });
 }
 
-// Elements of a chunk of which a partial sum of squares is made.
+// Elements of a chunk, which has a partial sum of squares.
 constexpr int64_t kSquaresChunk = 1 << 14;
 
-// Runs jobs of sums of squares, whose blocks are chunks, and returns all partial sums. They are to be added
+// Runs jobs that sum squares, whose blocks are chunks, and returns the partial sums of all. Callers add them
 // in this order, so that the number of threads changes nothing.
 inline std::vector<double> run_squares(std::vector<SquaresJob>& jobs) {
   int64_t chunks = 0;

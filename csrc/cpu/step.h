@@ -46,7 +46,7 @@ inline uint64_t next_step(const Tensor& step, bool squares_only = false) {
   return static_cast<uint64_t>(next);
 }
 
-// The dither by block size and step, which tensors share.
+// Tables of dithers, by block size and step: tensors share them.
 class Dithers {
  public:
   Dither at(int64_t block, uint64_t step) {
@@ -66,8 +66,8 @@ class Dithers {
   std::map<std::pair<int64_t, uint64_t>, std::unique_ptr<float[]>> found_;
 };
 
-// The random bits for rounding weights, by block size, step and number of dropped bits; null where no bits
-// are dropped.
+// Tables of the random bits for rounding weights, by block size, step and number of dropped bits; null where
+// no bits are dropped.
 class WeightRandoms {
  public:
   const uint32_t* at(int64_t block, uint64_t step, WeightStorage storage) {
@@ -86,7 +86,7 @@ class WeightRandoms {
   std::map<std::tuple<int64_t, uint64_t, int>, std::unique_ptr<uint32_t[]>> found_;
 };
 
-// What the tensors of a step share beside their scalars.
+// The tables that the tensors of a step share.
 class SharedTables {
  public:
   template <class J> void set(J& job, uint64_t step) {

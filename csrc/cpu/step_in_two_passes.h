@@ -11,7 +11,7 @@
 namespace memkern {
 
 template <class Scalars> struct Layer : Job<Scalars> {
-  Scalars own;  // what `scalars` points to while it runs
+  Scalars own;  // of the layer, with its trust ratio: what `scalars` points to while it runs
   TrustRule trust;
   Norms<Job<Scalars>> norms;
 };
@@ -23,6 +23,7 @@ constexpr int64_t kPieceElements = 1 << 15;
 // them in the caches.
 constexpr int64_t kBatchElements = 1 << 16;
 
+// Some blocks of a layer: what a thread takes at a time, with one partial sum.
 template <class L> struct Piece {
   L* layer;
   int64_t begin, end;  // blocks
@@ -30,7 +31,7 @@ template <class L> struct Piece {
   Squares sum;
 };
 
-// The layers of one pass.
+// The layers that a pass goes over together, in pieces.
 template <class L> struct Batch {
   std::vector<Piece<L>> pieces;
   int64_t elements = 0;
@@ -98,8 +99,8 @@ template <class L> void adapt(L& layer, const Squares& squares) {
   set_trust_ratio(layer.own, layer.trust.lr, *layer.trust_ratio);
 }
 
-// One of the two passes alone: the first, which writes `squares`, or the second, with the squares of all
-// ranks.
+// One of the two passes alone: the first, which writes `squares`, or the second, which reads them (the sums
+// over all ranks).
 template <class L> void run_either_pass(std::vector<L>& layers, Squares* squares, bool squares_only) {
   Batch<L> all, none;
   for (L& layer : layers) {
@@ -112,6 +113,7 @@ template <class L> void run_either_pass(std::vector<L>& layers, Squares* squares
     sum_pieces(all, [&](L& layer, const Squares& sum) { squares[&layer - layers.data()] = sum; });
 }
 
+// Both passes, by batches of layers; with `squares`, one of the two.
 template <class L> void run_layers(std::vector<L>& layers, Squares* squares, bool squares_only) {
   if (squares) return run_either_pass(layers, squares, squares_only);
   const int64_t enough = kBatchElements * torch::stable::get_num_threads();

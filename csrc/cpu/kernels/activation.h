@@ -1,4 +1,5 @@
-// Bit planes of an activation's derivative, and back. Compiled once per instruction set (simd/compile_*.cpp).
+// Few-bit activations' kernels: x to bit planes, and gradients times the derivative that bit planes stand
+// for. Compiled once per instruction set (simd/compile_*.cpp).
 #pragma once
 #include "cpu/kernels/block.h"
 
@@ -9,7 +10,7 @@ namespace {
 constexpr int kWord = 64;
 constexpr int kVectors = kWord / kLanes;
 
-// where(v) is the mask of vector v.
+// A word with a bit for each of kWord elements. where(v): the mask of vector v.
 template <class Where> MEMKERN_FN uint64_t bits_where(Where where) {
   uint64_t word = 0;
   for (int v = 0; v < kVectors; ++v) word |= static_cast<uint64_t>(bits_of(where(v))) << (v * kLanes);

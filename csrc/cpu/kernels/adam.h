@@ -1,4 +1,4 @@
-// Adam's blocks. Compiled once per instruction set (simd/compile_*.cpp).
+// Adam's kernels, whose loop is LAMB's too. Compiled once per instruction set (simd/compile_*.cpp).
 #pragma once
 #include "cpu/kernels/block.h"
 
@@ -10,7 +10,7 @@ struct AdamRule {
   static MEMKERN_FN F param(F p, F m, F w, const Scalars& s) { return adam_param(p, m, w, s); }
 };
 
-// Rule: the parameter's update; the rest is LAMB's too.
+// Updates blocks of a tensor whose moments are codes, for Adam and LAMB. Rule: the parameter's update.
 //
 // Cycles per 16 elements on Zen 5: 9 for the update, as many as its root and division take alone, 7 for the
 // codes, 4 for what a block of 128 needs once. On Zen 4: 21 for the update (root and division: 16), 16 for

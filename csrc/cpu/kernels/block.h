@@ -1,5 +1,6 @@
-// A block's elements: loops over vectors with a short last one, parameters as they are stored, and moments in
-// codes. Compiled once per instruction set (simd/compile_*.cpp).
+// What kernels share: loops over a block's vectors, with a short last one; loads and stores of parameters in
+// any storage; moments in codes; batches of blocks whose codes are computed together. Compiled once per
+// instruction set (simd/compile_*.cpp).
 #pragma once
 #include <cstring>
 #include <type_traits>
@@ -57,7 +58,7 @@ template <Reuse R, class... T> MEMKERN_FN void prefetch(int i, const T*... array
   if constexpr (kLanes > 1) (__builtin_prefetch(arrays + i + 1024, 0, R), ...);
 }
 
-// In a body of for_vectors: a function that makes lanes past n zero.
+// In a body of for_vectors: a function that sets the lanes past n of a computed vector to 0.
 template <class Store> MEMKERN_FN auto masked_by(Store store_to) {
   return [store_to](F x) MEMKERN_LAMBDA {
     if constexpr (std::is_empty_v<Store>) {  // a whole vector
@@ -72,11 +73,13 @@ template <class Store> MEMKERN_FN auto masked_by(Store store_to) {
 
 // ---- parameters
 
-// A bf16 parameter with a weight state or stochastic rounding: the kernel's type in place of bf16.
+// A kernel's type, in place of bf16, for bf16 parameters in any WeightStorage but kNearest: with a weight
+// state (their rounding errors), or rounded stochastically, without a state.
 struct master_bf16 {
   bf16 p;
 };
 
+// A tensor's parameters from an offset on: get() loads them in fp32, put() rounds and stores them.
 template <class P> struct Weights {
   P* p;
   template <class J> MEMKERN_FN Weights(const J& job, int64_t offset)
@@ -85,7 +88,7 @@ template <class P> struct Weights {
   template <class Store> MEMKERN_FN void put(int i, F x, Store store_to) const { store_to(p + i, x); }
 };
 
-// One type for all these storages, so that there are a third more kernels, not twice as many. The branch per
+// One type for the three storages, so that there are a third more kernels, not twice as many. The branch per
 // vector is always the same and has no measurable cost.
 template <> struct Weights<master_bf16> {
   bf16* p;
@@ -142,7 +145,7 @@ constexpr int kBuffer = kMaxBlockSize + kLanes;  // floats of the blocks that ar
 // The first address from x on whose offset within its 4 KiB page is p's plus `floats`. Processors compare
 // only the low 12 bits of an address with those of stores under way, so that a load at the same offset of
 // another page as a store waits for it (4K aliasing); and all arrays of a step advance together.
-constexpr int kPage = 4096 / sizeof(float);
+constexpr int kPage = 4096 / sizeof(float);  // floats of a page
 MEMKERN_FN float* at_page_offset(float* x, const void* p, int floats) {
   const auto place = [](const void* q) {
     return static_cast<int>(reinterpret_cast<uintptr_t>(q) / 64 * 16 % kPage);
@@ -153,6 +156,7 @@ MEMKERN_FN float* at_page_offset(float* x, const void* p, int floats) {
 template <class Code> constexpr bool kIsSigned = std::is_same_v<Code, int8_t>;
 template <class Code> constexpr int kLevels = kIsSigned<Code> ? kPowerLevelsSigned : kPowerLevelsUnsigned;
 
+// A moment's absmax over its finite values: of unsigned ones, which are not negative, the maximum.
 __attribute__((noinline)) float largest_finite(const float* values, int n, bool is_signed) {
   float found = 0.0f;
   for (int i = 0; i < n; ++i)
@@ -201,6 +205,7 @@ template <class Code, StateKind Kind> struct Moment {
   Code* codes;
   float* scale;
   float* values;  // the new values, until the block's scale is known
+  // unit: what q * |q|, or the dynamic map's entry, is multiplied by. largest: each lane's new absmax.
   F unit, largest;
 
   MEMKERN_FN Moment(void* all_codes, float* scales, float decay, int64_t offset, int64_t block,
@@ -241,7 +246,7 @@ template <class Code, StateKind Kind> struct Moment {
   }
 };
 
-// Encodes the values of a block into power codes with a dither, vector by vector.
+// Encodes the values of a block into power codes with a dither, vector by vector: signed ones, then unsigned.
 template <class Encoder> struct SignedWriter {
   int8_t* codes;
   const float* values;
@@ -266,7 +271,7 @@ struct UnsignedWriter {
   }
 };
 
-// Encodes a whole block of any kind. With a dither, a positive v takes no code of zero.
+// Encodes a whole block, in codes of any kind. With a dither, a positive v takes no code of zero.
 template <StateKind Kind, class Code>
 MEMKERN_FN void encode(Code* codes, const float* values, int n, float factor, const Dither& dither) {
   constexpr bool kSigned = kIsSigned<Code>;

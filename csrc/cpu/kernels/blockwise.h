@@ -1,4 +1,4 @@
-// Blocks to codes and back. Compiled once per instruction set (simd/compile_*.cpp).
+// Quantizes a tensor's blocks, and dequantizes them. Compiled once per instruction set (simd/compile_*.cpp).
 #pragma once
 #include "cpu/kernels/block.h"
 
@@ -6,7 +6,7 @@ namespace memkern::MEMKERN_ISA {
 namespace {
 
 MEMKERN_FN bool all_finite(const float* values, int n) {
-  F zeros(0.0f);  // times a value: NaN where that is NaN or infinite
+  F zeros(0.0f);  // sum of 0 * value: NaN where a value is NaN or infinite
   for_vectors(n, [&](int i, auto load_from, auto)
                      MEMKERN_LAMBDA { zeros = zeros + load_from(values + i) * F(0.0f); });
   float lane[kLanes];

@@ -1,4 +1,5 @@
-// Sums of squares in fp64. Compiled once per instruction set (simd/compile_*.cpp).
+// Sums of squares in fp64, for gradients' norms and Muon's updates. Compiled once per instruction set
+// (simd/compile_*.cpp).
 #pragma once
 #include "cpu/kernels/block.h"
 

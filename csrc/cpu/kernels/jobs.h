@@ -1,5 +1,6 @@
-// The jobs that CPU kernels take, and the kernels of an instruction set. This file includes nothing of torch:
-// the linker could keep the AVX-512 copy of one of torch's inline functions for the whole library.
+// The interface of the CPU kernels: the jobs that they take, and the functions that pick a kernel, of each
+// instruction set. This file includes nothing of torch: the linker could keep the AVX-512 copy of one of
+// torch's inline functions for the whole library.
 #pragma once
 #include "common/step_tensor.h"
 #include "core/activation.h"
@@ -36,7 +37,7 @@ struct MuonJob : Job<MuonScalars> {
   void* update;  // bf16, laid out as the parameter
 };
 
-// The sums of squares over the blocks [begin, end), in a fixed order.
+// A kernel for a trust ratio: the sums of squares over the blocks [begin, end), in a fixed order.
 template <class J> using Norms = Squares (*)(const J&, int64_t begin, int64_t end);
 
 // A tensor whose squares are summed: a partial sum for each chunk (a "block" of the layout).
@@ -47,6 +48,7 @@ struct SquaresJob {
   void (*run)(const SquaresJob&, int64_t begin, int64_t end);
 };
 
+// A tensor that is quantized, or dequantized.
 struct CodecJob {
   void* values;
   void* codes;
@@ -57,7 +59,7 @@ struct CodecJob {
   void (*run)(const CodecJob&, int64_t begin, int64_t end);
 };
 
-// The thresholds of plane p are those from first[p] to first[p + 1].
+// Those thresholds that flip a bit of plane p: threshold[first[p]] to threshold[first[p + 1] - 1].
 struct ThresholdsOfPlanes {
   int symmetry, bits;
   int first[kMaxBits + 1];
@@ -82,7 +84,7 @@ struct ActivationJob {
 template <class Scalars> using PickKernel = decltype(Job<Scalars>::run) (*)(const StepTensor&);
 template <class Scalars> using PickNorms = Norms<Job<Scalars>> (*)(const StepTensor&);
 
-// The kernels of an instruction set, each with the function that picks it.
+// The kernels of an instruction set: for each family, the function that picks one by dtypes and codec.
 struct Kernels {
   PickKernel<AdamScalars> adam;
   PickKernel<LionScalars> lion;

@@ -1,4 +1,5 @@
-// LAMB's norms; its update is Adam's loop. Compiled once per instruction set (simd/compile_*.cpp).
+// LAMB's kernels: the norms for trust ratios, and the update, in Adam's loop. Compiled once per instruction
+// set (simd/compile_*.cpp).
 #pragma once
 #include "cpu/kernels/adam.h"
 
@@ -10,15 +11,16 @@ struct LambRule {
   static MEMKERN_FN F param(F p, F m, F w, const Scalars& s) { return lamb_param(p, m, w, s); }
 };
 
-// Computes the new moments and stores nothing of them. The squares are summed in a loop of their own, from a
-// buffer: in one loop, sums that depend on a division fill the core's queues, and 16 elements take 15 cycles
-// instead of 13 (Zen 5; with AVX2 33 instead of 26).
+// Sums of squares of the parameters and of their updates. The new moments are computed and not stored. The
+// squares are summed in a loop of their own, from a buffer: in one loop, sums that depend on a division fill
+// the core's queues, and 16 elements take 15 cycles instead of 13 (Zen 5; with AVX2 33 instead of 26).
 template <class P, class G, StateKind Kind>
 Squares lamb_norms_run(const LambJob& job, int64_t begin, int64_t end) {
   constexpr bool kPower = Kind == StateKind::kPower;
   SquareSum params, updates;
   alignas(64) float decayed[kBuffer], update[kBuffer];
   const LambScalars s = *job.scalars;
+  // mask: sets lanes past n to 0 (masked_by): with eps = 0 the update there is 0 / 0.
   const auto put = [&](int i, F x, F m, F v, F g, auto mask) MEMKERN_LAMBDA {
     adam_moments(m, v, adam_gradient(g, x, s), s);
     x = lamb_decayed(x, s);

@@ -1,4 +1,5 @@
-// LARS's norms; its update is Lion's loop. Compiled once per instruction set (simd/compile_*.cpp).
+// LARS's kernels: the norms for trust ratios, and the update, in Lion's loop. Compiled once per instruction
+// set (simd/compile_*.cpp).
 #pragma once
 #include "cpu/kernels/lion.h"
 
@@ -10,8 +11,8 @@ struct LarsRule {
   static MEMKERN_FN void update(F& p, F g, F& m, const Scalars& s) { lars_update(p, g, m, s); }
 };
 
-// Of the parameter and, in the classic form, the gradient, else the new moment, which is not stored. Lanes
-// past the end of a short vector are 0 in all of them.
+// Sums of squares of the parameters and, in the classic form, of the gradients, else of the new moments,
+// which are not stored. Lanes past the end of a short vector are 0 in all of them.
 template <class P, class G, StateKind Kind>
 Squares lars_norms_run(const LarsJob& job, int64_t begin, int64_t end) {
   const LarsScalars s = *job.scalars;

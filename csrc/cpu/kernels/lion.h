@@ -1,4 +1,4 @@
-// Lion's blocks, and the loop that SGD and LARS have too. Compiled once per instruction set
+// Lion's kernels, whose loop is that of SGD and LARS too. Compiled once per instruction set
 // (simd/compile_*.cpp).
 #pragma once
 #include "cpu/kernels/block.h"
@@ -11,7 +11,8 @@ struct LionRule {
   static MEMKERN_FN void update(F& p, F g, F& m, const Scalars& s) { lion_update(p, g, m, s); }
 };
 
-// Rule: the update of the parameter and the moment; the rest is that of SGD and LARS too.
+// Updates blocks of a tensor whose moment is codes, for Lion, SGD and LARS. Rule: the update of the parameter
+// and the moment.
 template <class P, class G, StateKind Kind, class Rule>
 void lion_run(const Job<typename Rule::Scalars>& job, int64_t begin, int64_t end) {
   const typename Rule::Scalars s = *job.scalars;

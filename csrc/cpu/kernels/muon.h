@@ -1,4 +1,5 @@
-// Muon's blocks: the momentum, and the parameter. Compiled once per instruction set (simd/compile_*.cpp).
+// Muon's kernels: the momentum, and the update of the parameter. Compiled once per instruction set
+// (simd/compile_*.cpp).
 #pragma once
 #include "cpu/kernels/block.h"
 

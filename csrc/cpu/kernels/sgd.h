@@ -1,4 +1,4 @@
-// SGD's update; the loop is Lion's. Compiled once per instruction set (simd/compile_*.cpp).
+// SGD's kernels: its update in Lion's loop. Compiled once per instruction set (simd/compile_*.cpp).
 #pragma once
 #include "cpu/kernels/lion.h"
 

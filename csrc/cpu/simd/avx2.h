@@ -1,4 +1,4 @@
-// 8 floats: AVX2, F16C and FMA. Include inside a region compiled for them.
+// A vector of 8 floats, by AVX2, F16C and FMA. Include inside a region compiled for them.
 #pragma once
 #include <immintrin.h>
 
@@ -17,7 +17,7 @@ struct F {
 struct Mask {
   __m256 m;
 };
-// Bits of F.
+// The bits of F, in 32-bit lanes.
 struct I {
   __m256i v;
   I() = default;
@@ -136,7 +136,7 @@ MEMKERN_FN void store(uint8_t* p, F x) {
   _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(h, h));
 }
 
-// 2^Bits levels; at() takes bit p of a code from bits[p].
+// A table of 2^Bits levels. at(): the level of each lane's code; bits[p] has bit p of all lanes' codes.
 template <int Bits> struct LevelTable {
   __m256 low, high;
   MEMKERN_FN explicit LevelTable(const float* table)

@@ -1,4 +1,5 @@
-// 16 floats: AVX-512 F, BW, DQ, VL. Include inside a region compiled for them.
+// A vector of 16 floats, by AVX-512 F, BW, DQ and VL, and the power codec's encoder with these. Include
+// inside a region compiled for them.
 #pragma once
 #include <immintrin.h>
 
@@ -18,7 +19,7 @@ struct F {
 struct Mask {
   __mmask16 m;
 };
-// Bits of F.
+// The bits of F, in 32-bit lanes.
 struct I {
   __m512i v;
   I() = default;
@@ -119,7 +120,7 @@ MEMKERN_FN void store(fp16* p, F x) {
 MEMKERN_FN void store(int8_t* p, __m128i codes) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), codes); }
 MEMKERN_FN void store(uint8_t* p, __m128i codes) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), codes); }
 
-// 2^Bits levels; at() takes bit p of a code from bits[p].
+// A table of 2^Bits levels. at(): the level of each lane's code; bits[p] has bit p of all lanes' codes.
 template <int Bits> struct LevelTable {
   __m512 levels;
   MEMKERN_FN explicit LevelTable(const float* table) : levels(_mm512_loadu_ps(table)) {}
@@ -138,7 +139,7 @@ template <int Bits> struct LevelTable {
 // multiplications. Not the other way round: under a steady gradient w approaches the boundaries between codes
 // slowly, and the estimate would be in doubt in one block of 3 instead of one in 60.
 
-// The low byte of a whole number, rounded to nearest even. Infinity and NaN convert to 0x80000000: code 0.
+// c with the sign of x, rounded to nearest even, as a byte. Infinity and NaN convert to 0x80000000: code 0.
 MEMKERN_FN __m128i signed_code(F c, F x) {
   return _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(copysign(c, x).v));
 }

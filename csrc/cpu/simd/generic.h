@@ -1,4 +1,4 @@
-// A "vector" of one float, for any processor: what avx2.h and avx512.h have with 8 and 16.
+// A "vector" of one float, for any processor, with the types and functions of avx2.h, avx512.h and neon.h.
 #pragma once
 #include "core/scalar.h"
 #include "core/tables.h"
@@ -32,7 +32,7 @@ MEMKERN_FN float max_of(F x) { return x; }
 MEMKERN_FN uint32_t bits_of(bool mask) { return mask; }
 MEMKERN_FN bool mask_of(uint32_t bits) { return bits != 0; }
 
-// 2^Bits levels; at() takes bit p of a code from bits[p].
+// A table of 2^Bits levels. at(): the level of each lane's code; bits[p] has bit p of all lanes' codes.
 template <int Bits> struct LevelTable {
   const float* levels;
   MEMKERN_FN explicit LevelTable(const float* table) : levels(table) {}

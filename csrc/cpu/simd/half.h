@@ -1,5 +1,5 @@
-// What is stored in less than fp32. bf16 and fp16: conversions to float and back, rounded to nearest even, in
-// plain C++.
+// Types of fewer bits than fp32: bf16 and fp16, with conversions to float and back, rounded to nearest even,
+// in plain C++; and the rounding errors of bf16 weights.
 #pragma once
 #include "core/scalar.h"
 
@@ -12,7 +12,8 @@ struct fp16 {
   uint16_t bits;
 };
 
-// The rounding error of a bf16 weight, in units of 2^-16 of its own: all 16 bits of it, or the upper 8.
+// The rounding error of a bf16 weight, which has 16 bits (in units of 2^-16 of the weight's last place): all
+// of them, or the upper 8.
 struct error16 {
   int16_t units;
 };
@@ -28,6 +29,7 @@ MEMKERN_FN bf16 to_bf16(float x) {
   return {static_cast<uint16_t>((u + 0x7FFF + ((u >> 16) & 1)) >> 16)};
 }
 
+// rest, in both directions: the bits without the sign.
 MEMKERN_FN float to_float(fp16 h) {
   const uint32_t sign = static_cast<uint32_t>(h.bits & 0x8000) << 16, rest = h.bits & 0x7FFF;
   if (rest >= 0x7C00) return float_of(sign | 0x7F800000 | (rest & 0x3FF) << 13);

@@ -1,4 +1,4 @@
-// Which instruction set the CPU kernels use.
+// The instruction set whose kernels run: this processor's best, or the one that MEMKERN_CPU_ISA names.
 #pragma once
 #include <cstdlib>
 #include <cstring>
@@ -36,10 +36,10 @@ inline Isa best_isa() {
 // that one process can compare them; this costs nothing beside a step.
 inline Isa cpu_isa() {
   static const Isa best = best_isa();
-  const char* wish = std::getenv("MEMKERN_CPU_ISA");
-  if (!wish) return best;
-  if (!std::strcmp(wish, "generic")) return Isa::kGeneric;
-  if (!std::strcmp(wish, "avx2") && best == Isa::kAvx512) return Isa::kAvx2;
+  const char* named = std::getenv("MEMKERN_CPU_ISA");
+  if (!named) return best;
+  if (!std::strcmp(named, "generic")) return Isa::kGeneric;
+  if (!std::strcmp(named, "avx2") && best == Isa::kAvx512) return Isa::kAvx2;
   return best;
 }
 

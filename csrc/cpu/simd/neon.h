@@ -1,4 +1,4 @@
-// 8 floats in two registers: NEON as every 64-bit ARM processor has it.
+// A vector of 8 floats in two registers, by NEON as every 64-bit ARM processor has it.
 #pragma once
 #include <arm_neon.h>
 
@@ -14,11 +14,11 @@ struct F {
   MEMKERN_FN explicit F(float x) : F(vdupq_n_f32(x), vdupq_n_f32(x)) {}
   MEMKERN_FN explicit F(int x) : F(static_cast<float>(x)) {}
 };
-// Of a lane that is chosen all bits are 1.
+// All bits of a lane that is chosen are 1, of another 0.
 struct Mask {
   uint32x4_t low, high;
 };
-// Bits of F.
+// The bits of F, in 32-bit lanes.
 struct I {
   uint32x4_t low, high;
   I() = default;
@@ -145,7 +145,7 @@ MEMKERN_FN int16x8_t to_int16(F x) {
 MEMKERN_FN void store(int8_t* p, F x) { vst1_s8(p, vqmovn_s16(to_int16(x))); }
 MEMKERN_FN void store(uint8_t* p, F x) { vst1_u8(p, vqmovun_s16(to_int16(x))); }
 
-// 2^Bits levels; at() takes bit p of a code from bits[p].
+// A table of 2^Bits levels. at(): the level of each lane's code; bits[p] has bit p of all lanes' codes.
 template <int Bits> struct LevelTable {
   uint8x16x4_t table;  // the bytes of 16 levels
   MEMKERN_FN explicit LevelTable(const float* levels) {

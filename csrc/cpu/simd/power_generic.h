@@ -14,6 +14,7 @@ struct SignedEncoder {
   MEMKERN_FN F encode(F x, F one_minus_u) { return power_encode_signed(x, factor, one_minus_u); }
 };
 
+// The encoder for use beside an UnsignedEncoder: AVX-512 has one of its own.
 using SignedEstimator = SignedEncoder;
 
 template <int Levels> struct UnsignedEncoder {
