@@ -12,7 +12,7 @@
 
 namespace memkern {
 
-// Fn < 0: codes only.
+// Writes codes and, unless Fn < 0, the activation's results.
 template <int Fn> __global__ void __launch_bounds__(kThreads)
     encode_vectors(Elementwise t, float a, float b, const __grid_constant__ EncodeTable table) {
   const int64_t vector = vector_of_thread();
@@ -30,7 +30,7 @@ template <int Fn> __global__ void __launch_bounds__(kThreads)
 
 // ---- fp32 and fp16 forward by comparisons in a fixed order
 
-// How often a plane of a Gray code of so many bits flips while |x| grows from 0; the highest bit is the
+// How often a plane of a Gray code of `bits` bits flips while |x| grows from 0; the highest bit is the
 // sign's. Once more than for a monotone derivative, because GELU's rises above 1 and comes back.
 MEMKERN_FN constexpr int flips_of_plane(int bits, int plane) {
   return plane < bits - 1 ? (1 << (bits - 2 - plane)) + (plane < bits - 2) : 0;
@@ -80,7 +80,7 @@ struct LevelTable {
   float level[1 << kMaxBits];
 };
 
-// The codes of two elements choose a pair of levels.
+// Multiplies gradients by their codes' levels. The codes of two elements choose a pair of levels.
 template <FloatType Type, int Bits> __global__ void __launch_bounds__(kThreads)
     multiply_by_levels(Elementwise t, const __grid_constant__ LevelTable table) {
   constexpr ConstantType<Type> type;
@@ -140,7 +140,7 @@ EncodeTable encode_table(const Thresholds& from) {
   return table;
 }
 
-// Whether a table is one of those that PlaneThresholds has room for.
+// Sorts a table's thresholds by plane. Returns false where PlaneThresholds has no room for them.
 bool thresholds_by_plane(const Thresholds& from, PlaneThresholds& thresholds) {
   if (from.symmetry != kOdd) return false;
   for (auto& plane : thresholds.of_plane) std::ranges::fill(plane, std::numeric_limits<float>::infinity());
@@ -167,7 +167,7 @@ Elementwise elementwise(const Tensor& input, const Tensor* result, const Tensor&
 
 int64_t blocks_for(const Elementwise& t, int threads = kThreads) { return ceil_div(t.plane, threads); }
 
-// Calls use(k) with k as a constant, first <= k < first + Count; false: it is none of these.
+// Calls use(k) with k as a constant, where First <= k < First + Count; else returns false.
 template <int First, int Count, class Use> bool with_constant(int64_t k, Use&& use) {
   return [&]<int... I>(std::integer_sequence<int, I...>) {
     return ((k == First + I && (use(std::integral_constant<int, First + I>{}), true)) || ...);

@@ -57,6 +57,8 @@ struct EncodeTable {
   Planes flip[kMaxThresholds];
 };
 
+// A kernel's arrays of numel elements, and their codes. plane: bytes of a bit plane. aligned: input and
+// result start on 16 bytes.
 struct Elementwise {
   const void* input;  // x, or the gradient
   void* result;
@@ -133,7 +135,7 @@ MEMKERN_DEVICE Planes load_planes(const Elementwise& t, int bits, int64_t vector
   return planes;
 }
 
-// The planes of the vector at `at`, of which this thread has all elements.
+// The planes of a vector in one span: this thread has all of its elements.
 MEMKERN_DEVICE void store_planes(const Elementwise& t, int bits, const Span& at, int64_t vector,
                                  Planes planes) {
   store_planes(t, bits, vector, planes & first_elements(at.n));
@@ -142,8 +144,8 @@ MEMKERN_DEVICE Planes load_planes(const Elementwise& t, int bits, const Span&, i
   return load_planes(t, bits, vector);
 }
 
-// Of a vector in parts: an even lane stores the planes of vector lane / 2 of the warp, an odd one those of 16
-// + lane / 2, with the half that its neighbour has.
+// The planes of a vector in parts: an even lane stores those of vector lane / 2 of the warp, an odd one those
+// of vector lane / 2 + 16, with the half that its neighbour has.
 constexpr Planes kFirstHalf = 0x0F0F0F0Fu;
 MEMKERN_DEVICE void store_planes(const Elementwise& t, int bits, const Parts&, int64_t vector,
                                  Planes planes) {

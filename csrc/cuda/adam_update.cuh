@@ -98,8 +98,8 @@ MEMKERN_DEVICE bool in_fast_range(const AdamVector& x, float m_absmax, float v_a
   return fast;
 }
 
-// The same for FastOrZero: elements with m and v zero are common in rows of an embedding whose tokens have
-// not occurred yet, and fill up the last vector of a tensor.
+// Whether roots and divisions are within the range of FastOrZero: elements with m and v zero are common in
+// rows of an embedding whose tokens have not occurred yet, and fill up the last vector of a tensor.
 MEMKERN_DEVICE bool in_fast_range_or_zero(const AdamVector& x, float m_absmax, float v_absmax,
                                           const AdamScalars& s) {
   bool fast = m_absmax <= kMaxNumerator && v_absmax <= kMaxRadicand && s.eps <= kMaxDenominator / 2 &&

@@ -27,8 +27,10 @@ constexpr int kTableThreads = 1024, kTableBlocks = kResidentThreads / kTableThre
 // Smaller tensors do not repay filling the table.
 constexpr int64_t kTableNumel = 1 << 19;
 
+// The 16 bits in both halves of a word.
 MEMKERN_DEVICE constexpr uint32_t both(uint32_t half) { return half | half << 16; }
 
+// The bf16 value of table entry i: each magnitude has an entry and, after it, one of the negative value.
 MEMKERN_DEVICE uint32_t table_value(int i) { return Bf16Range::kFirst + i / 2 + (i % 2 << 15); }
 
 // torch's results for the table's values: GELU, then its tanh form.
@@ -55,7 +57,7 @@ template <int Fn> MEMKERN_DEVICE uint32_t table_entry(int i, bool from_torch, co
   return to_bf16x2(0.0f, activate<Fn>(x[0], 0.0f, 0.0f)) | code;
 }
 
-// Replaces a vector by its results; returns the planes of its codes.
+// Replaces a vector of x by GELU's results; returns the planes of its codes.
 MEMKERN_DEVICE Planes look_up(Raw& raw, const uint32_t* table) {
   uint32_t nibbles[2] = {0, 0};
 #pragma unroll

@@ -65,7 +65,8 @@ template <bool Signed> MEMKERN_DEVICE DynamicTables<Signed> dynamic_tables() {
   return {dynamic_shared().map[Signed], dynamic_shared().midpoints[Signed]};
 }
 
-// A kernel for dynamic codes calls it with all threads, before a __syncthreads() and its first code.
+// Fills the tables of a kernel for dynamic codes. All threads call it, before a __syncthreads() and the first
+// code.
 template <StateKind Kind> MEMKERN_DEVICE void fill_dynamic_shared() {
   if constexpr (Kind == StateKind::kDynamic) {
     DynamicShared& shared = dynamic_shared();
@@ -239,7 +240,7 @@ template <StateKind Kind, bool Signed> MEMKERN_DEVICE Codes encode(const float (
   return encode_exactly<Kind, Signed>(x, factor, j, rounding);
 }
 
-// The same for both moments, with one vote of the warp if all codes are certain; else a vote for each moment.
+// encode() of both moments, with one vote of the warp if all codes are certain; else a vote for each moment.
 template <StateKind Kind> MEMKERN_DEVICE void encode_both(const float (&m)[kVector], float m_factor,
                                                           const float (&v)[kVector], float v_factor,
                                                           bool finite, int j, const Rounding& rounding,

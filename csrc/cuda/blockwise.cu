@@ -17,8 +17,8 @@ struct CodecTensor {
   bool aligned;  // values and codes start on 16 bytes
   bool mark_nonfinite = false;
 
-  // A lane's largest magnitude, where some value is not finite: infinite, and so the block's, where blocks
-  // are marked.
+  // A lane's absmax where some value is not finite: of the finite ones; where such blocks are marked,
+  // infinity, so that the block's is too.
   template <bool Signed> MEMKERN_DEVICE float absmax_of_rest(const float (&x)[kVector]) const {
     return mark_nonfinite ? INFINITY : finite_absmax<Signed>(x);
   }
@@ -76,6 +76,7 @@ template <StateKind Kind, bool Signed> __global__ void __launch_bounds__(kThread
 // Vectors of a thread block's tile. They follow one another; the last tile has fewer.
 constexpr int kVectorsPerThread = 8, kCodecTile = kVectorsPerThread * kThreads;
 
+// The vectors of a thread block: `end` of them from `start` on; lane: the thread's place in its block.
 struct CodecTile {
   int64_t start;
   int end, lane;

@@ -16,7 +16,7 @@ MEMKERN_DEVICE float approximate_sqrt(float x) {
   return root;
 }
 
-// First approximations of a division and of a root, which Newton steps refine.
+// First approximations for a division and a root, which Newton steps refine.
 MEMKERN_DEVICE float approximate_reciprocal(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -69,8 +69,8 @@ MEMKERN_DEVICE uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
   return sum;
 }
 
-// A place in shared memory, in a register. Of a pointer in a loop the compiler computes it anew in every
-// iteration.
+// An address in shared memory, in a register. From a pointer, the compiler would compute it anew in every
+// iteration of a loop.
 using SharedAddress = uint32_t;
 MEMKERN_DEVICE SharedAddress shared_address(void* shared) {
   return static_cast<SharedAddress>(__cvta_generic_to_shared(shared));
@@ -93,7 +93,7 @@ MEMKERN_DEVICE void store_shared(SharedAddress at, uint32_t x) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(x) : "memory");
 }
 
-// The address of an element of so many bytes, in one instruction. The compiler takes four.
+// The address of element i, of `Bytes` bytes, in one instruction. The compiler takes four.
 template <int Bytes> MEMKERN_DEVICE const void* element(const void* array, uint32_t i) {
   uint64_t address;
   asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(address) : "r"(i), "n"(Bytes), "l"(array));
@@ -110,7 +110,7 @@ template <int Bytes> MEMKERN_DEVICE void copy_async(SharedAddress to, const void
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(global), "n"(Bytes) : "memory");
 }
 MEMKERN_DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Until all groups have arrived but the last so many.
+// Waits until all groups but the last `Groups` have arrived.
 template <int Groups> MEMKERN_DEVICE void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(Groups) : "memory");
 }

@@ -6,6 +6,7 @@
 
 namespace memkern {
 
+// The arrays whose squares are summed, cut into tiles, as the kernels get them.
 struct NormTable {
   const StepHeader* header;
   const uint32_t* first_tiles;
@@ -38,7 +39,7 @@ static __global__ void __launch_bounds__(kThreads) norm_tiles(NormTable table) {
   if (threadIdx.x == 0) table.partial[blockIdx.x] = sum;
 }
 
-// One thread block: a gradient of 10^9 elements has 61,000 partial sums.
+// Adds all partial sums, in one thread block: a gradient of 10^9 elements has 61,000.
 constexpr int kTotalThreads = 1024;
 static __global__ void __launch_bounds__(kTotalThreads) norm_total(NormTable table, double* norm) {
   double sum = 0.0;
@@ -48,7 +49,7 @@ static __global__ void __launch_bounds__(kTotalThreads) norm_total(NormTable tab
   if (threadIdx.x == 0) *norm = ::sqrt(sum) * gradient_factor(*table.header);
 }
 
-// The sum of one array. One thread block for each.
+// Adds the partial sums of each array, one thread block for each.
 static __global__ void __launch_bounds__(kThreads) norm_of_each(NormTable table) {
   const int i = blockIdx.x;
   const NormTensor t = table.tensors[i];

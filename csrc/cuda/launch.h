@@ -34,8 +34,8 @@ inline bool is_capturing(cudaStream_t stream) {
   return status != cudaStreamCaptureStatusNone;
 }
 
-// The stream among all streams that the process ever has: another stream may get the handle of one that was
-// destroyed, whose kernels may still run. Of the default stream, which stays, there is none.
+// A stream's number among all that the process ever has: another stream may get the handle of one that was
+// destroyed, whose kernels may still run. The default stream, which stays, has none.
 using StreamId = std::optional<unsigned long long>;
 inline StreamId id_of(cudaStream_t stream) {
   if (stream == nullptr) return std::nullopt;
@@ -69,7 +69,7 @@ inline void check_blocks(const BlockLayout& layout) {
                 " blocks is too long; a larger block_size makes fewer");
 }
 
-// Of the current device.
+// An attribute of the current device.
 inline int64_t device_attribute(cudaDeviceAttr attribute) {
   int device = 0, value = 0;
   check_cuda(cudaGetDevice(&device), "cudaGetDevice");
@@ -78,7 +78,7 @@ inline int64_t device_attribute(cudaDeviceAttr attribute) {
 }
 inline int64_t multiprocessors() { return device_attribute(cudaDevAttrMultiProcessorCount); }
 
-// Thread blocks of so many threads, with few registers, that the current device runs at once.
+// Thread blocks of `threads` threads, with few registers, that the current device runs at once.
 inline int64_t resident_blocks(int threads) {
   const int64_t room = device_attribute(cudaDevAttrMaxThreadsPerMultiProcessor);
   return std::min<int64_t>(room, kResidentThreads) / threads * multiprocessors();

@@ -9,7 +9,8 @@
 
 namespace memkern {
 
-// A tensor of one element. The kernels read it if it is on the device; a value on the CPU is read now.
+// A tensor of one element as an argument of the kernels. They read it if it is on the device; a value on the
+// CPU is read now.
 inline ScalarArg scalar_arg(const Tensor& t, const Tensor& like, const char* name) {
   MEMKERN_CHECK(t.numel() == 1, name, " must be a tensor of one element, got ", t.numel());
   const ScalarType type = t.scalar_type();
@@ -151,7 +152,7 @@ template <class Group, class Scalars, class... Args> struct KernelsOfCodecs {
   void (*power)(StepTable<Group, Scalars>, bool, Args...);
   void (*dynamic)(StepTable<Group, Scalars>, bool, Args...);
 };
-// Those for tensors with master weights are kernels of their own, as they take more registers.
+// Tensors with master weights have kernels of their own, as these take more registers.
 template <class Group, class Scalars, class... Args> struct TileKernels {
   KernelsOfCodecs<Group, Scalars, Args...> plain, master;
 };
@@ -163,7 +164,8 @@ void launch_prologue(const char* op, const UploadedStep<Group, Scalars>& step,
   launch_checked(op, prologue, ceil_div(step.table.count, kThreads), stream, step.table);
 }
 
-// At most a launch for each codec in use; as many more for tensors with master weights.
+// A launch over all tiles for each codec in use (power's where all states are fp32), and again for tensors
+// with master weights.
 template <class Group, class Scalars, class... Args>
 void launch_tiles(const char* op, const UploadedStep<Group, Scalars>& step,
                   const TileKernels<Group, Scalars, Args...>& kernels, cudaStream_t stream,
@@ -180,7 +182,7 @@ void launch_tiles(const char* op, const UploadedStep<Group, Scalars>& step,
   launch_codecs(step.master, kernels.master);
 }
 
-// A step in one pass: beside the table's, a launch of the prologue and those of launch_tiles. Blocks: the
+// A step in one pass: launches that write its table, the prologue, and those of launch_tiles. Blocks: the
 // thread blocks of its kernels that a multiprocessor has room for.
 template <int Blocks, class Hyperparameters, class Scalars>
 void step_in_one_pass(const StepOp& op, const StepArgs& args,

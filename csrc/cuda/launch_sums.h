@@ -1,4 +1,4 @@
-// Sums of squares of arrays (grad_norm.cu).
+// The sum of squares of each of many arrays, for Muon's updates. Defined in grad_norm.cu.
 #pragma once
 #include "launch_step.h"
 

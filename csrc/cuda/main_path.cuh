@@ -62,9 +62,9 @@ struct CopiedVector {
 template <class P, class G> constexpr bool kCanCopy =
     (kIsBf16<P> || std::is_same_v<P, Written>) && kIsBf16<G>;
 
-// How vectors come: one ahead in registers, or by copies to shared memory. Where all blocks have 128 elements
-// no lane keeps how many of its own are within: AdamW's iteration in bf16 takes 457 instructions then, not
-// 480 (sm_90).
+// How vectors are loaded: one ahead in registers, or by copies to shared memory. Where all blocks have 128
+// elements no lane keeps how many of its own are within: AdamW's iteration in bf16 takes 457 instructions
+// then, not 480 (sm_90).
 enum class Loads { kAhead, kCopied, kCopiedFull };
 // Whether registers are too few for the next batch's scales and the stride: before sm_90 where blocks are not
 // full or vectors not copied, and for gradients of 16 bits that start anywhere.
@@ -80,7 +80,7 @@ template <StateKind Kind, class P, class G, Loads How, int Moments = 2> struct L
   static constexpr bool kCopied = How != Loads::kAhead, kFull = How == Loads::kCopiedFull;
   static constexpr bool kParts = kIsFp32<P> && kIsFp32<G>;
   static constexpr int kPart = kParts ? kVector / 2 : kVector, kDistance = kFullBlock / 2;
-  // Turns whose scales are loaded together, a lane for each, and stored together.
+  // Iterations whose scales are loaded together, a lane for each, and stored together.
   static constexpr int kBatch = kBlockLanes / Moments;
   TensorRecord tensor;  // with its pointers moved to the start of the tile
   const void* grad;
@@ -120,7 +120,7 @@ template <StateKind Kind, class P, class G, Loads How, int Moments = 2> struct L
     here = ahead;
   }
 
-  // Turns of the tile: a group without a block takes part, as lanes shuffle.
+  // Iterations over the tile's blocks. A group without a block takes part in all, as lanes shuffle.
   MEMKERN_DEVICE int iterations() const { return same_in_all_lanes((tile.blocks + stride() - 1) / stride()); }
   // The position of the lane's element i in its block.
   MEMKERN_DEVICE int position(int i) const { return lane * kPart + (i < kPart ? i : kDistance + i - kPart); }
@@ -131,7 +131,7 @@ template <StateKind Kind, class P, class G, Loads How, int Moments = 2> struct L
   // Whether any lane's vector has elements past the end of its block. Where a lane has no vector at all, its
   // elements are another's.
   MEMKERN_DEVICE bool any_half() const { return kParts && any_lane(here.n() == kPart); }
-  // Of the block of this iteration, for moment 0 or 1.
+  // What codes of moment 0 or 1 are multiplied by, in this iteration's block (decode_unit).
   MEMKERN_DEVICE float unit(int moment) const {
     return __shfl_sync(kAllLanes, units, moment * kBatch + iteration, kBlockLanes);
   }
@@ -143,7 +143,7 @@ template <StateKind Kind, class P, class G, Loads How, int Moments = 2> struct L
       return Span{offset(vector), kVector, true};
   }
   MEMKERN_DEVICE auto place() const { return place(here); }
-  // From a group's block to its next.
+  // The number of blocks from a group's block to its next.
   MEMKERN_DEVICE int stride() const { return kScarce<P, G, How> ? tile.block_stride : held_stride; }
   MEMKERN_DEVICE Alignment grad_alignment() const {
     return kCopied ? Alignment::kVector : alignment_of(grad);
@@ -217,8 +217,8 @@ template <StateKind Kind, class P, class G, Loads How, int Moments = 2> struct L
     }
   }
 
-  // Moves `ahead` to the block of an iteration that much later. Where the group has
-  // none it keeps its vector: a load that hits the cache takes fewer instructions than a branch around it.
+  // Moves `ahead` to the block of an iteration that much later. Where the group has none it keeps its vector:
+  // a load that hits the cache takes fewer instructions than a branch around it.
   MEMKERN_DEVICE void find_next(int iterations) {
     const bool more = left > iterations * stride();
     if (kFull || !ragged) {

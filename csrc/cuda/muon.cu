@@ -30,7 +30,7 @@ static __global__ void muon_prologue(MuonTable table) {
                       static_cast<uint32_t>(*t.step += 1.0f)};
 }
 
-// The update is in the parameter's place.
+// The momentum as a rule of lion_update.cuh; the update takes the parameter's place.
 struct MuonRule {
   using Stepped = MuonStepped;
   using Scalars = MuonScalars;
@@ -104,7 +104,7 @@ static void muon_momentum(const Tensors& updates, const Tensors& sums, const Ste
 
 // ---- parameters
 
-// A record for each tensor in place of each group, as ratios are the tensors' own.
+// The hyperparameters of muon_apply_'s groups: one for each tensor, as each has a ratio of its own.
 struct MuonRatio {
   MuonHyperparameters h;
   double ratio;

@@ -10,8 +10,8 @@
 
 namespace memkern {
 
-// Per thread block. With 64 in place of 128, at as many resident threads, steps take 0.93 to 0.97 of the time
-// on an H200, and GELU and codecs 1.00 to 1.03.
+// The threads of a thread block. With 64 in place of 128, at as many resident threads, steps take 0.93 to
+// 0.97 of the time on an H200, and GELU and codecs 1.00 to 1.03.
 constexpr int kThreads = 64;
 // Thread blocks that a multiprocessor has room for: of kernels with few registers, where it runs 2,048
 // threads at once (resident_blocks() in launch.h); of a step, with up to 96 registers a thread; of one with
@@ -19,14 +19,14 @@ constexpr int kThreads = 64;
 constexpr int kResidentThreads = 2048, kResidentBlocks = kResidentThreads / kThreads;
 constexpr int kStepBlocks = 640 / kThreads;
 constexpr int kAheadBlocks = 512 / kThreads;
-// Of the latter with master weights: with room for as many, ptxas spills registers of the loop for sm_80 to
-// sm_89.
+// As kAheadBlocks, with master weights: with room for as many, ptxas spills registers of the loop for sm_80
+// to sm_89.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 constexpr int kWideBlocks = kAheadBlocks * 3 / 4;
 #else
 constexpr int kWideBlocks = kAheadBlocks;
 #endif
-// Of LAMB's norms, which make no codes. For sm_100 ptxas spills registers with room for more.
+// For the kernels of LAMB's norms, which make no codes. For sm_100 ptxas spills registers with room for more.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000 && __CUDA_ARCH__ < 1200
 constexpr int kNormBlocks = kAheadBlocks;
 #else
@@ -44,8 +44,8 @@ MEMKERN_DEVICE bool any_lane(bool yes) { return __any_sync(kAllLanes, yes); }
 MEMKERN_DEVICE int same_in_all_lanes(int x) { return __reduce_max_sync(kAllLanes, x); }
 
 constexpr int kTileElements = 16384;  // at most
-// Iterations of a step's loop that copies to shared memory are ahead (CopiedVectors): of 100 KB, eight thread
-// blocks have room for one.
+// How many iterations ahead a step's loop copies vectors to shared memory (CopiedVectors): where that has 100
+// KB, eight thread blocks have room for one.
 #if __CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ == 1200
 constexpr int kCopiesAhead = 1;
 #else
@@ -65,14 +65,14 @@ struct Blocks {
 // their own for these have 16 lanes for each.
 constexpr int kFullBlock = 128, kBlockLanes = kFullBlock / kVector;
 MEMKERN_FN bool are_full(const Blocks& b) { return b.block == kFullBlock && b.segment % kFullBlock == 0; }
-// Blocks of as many lanes that are cut into full vectors, as in rows of a multiple of 8 elements.
+// Blocks of 65 to 128 elements, for as many lanes, cut into full vectors, as in rows of a multiple of 8.
 MEMKERN_FN bool have_full_vectors(const Blocks& b) {
   return b.block % kVector == 0 && b.segment % kVector == 0 && b.block <= kFullBlock &&
          b.block > kFullBlock / 2;
 }
 
-// What was loaded before a loop that loads a vector ahead, after a wait for it: combined with a zero that the
-// compiler cannot know to be one.
+// Waits for what was loaded before a loop that loads a vector ahead, and returns it: combined with a zero
+// that the compiler cannot know to be one.
 //
 // ptxas waits for a loaded register at its first use, on one of six barriers that loads count on. For the
 // first vector that use would be inside of the loop: every iteration would wait there, on a barrier that the

@@ -1,5 +1,6 @@
-// Trust ratios (LAMB, LARS) of steps in two passes: sums of squares per tile, a ratio per layer, then the
-// update. In the step's table each layer of a tensor is a tensor of its own.
+// Trust ratios (LAMB, LARS) on the device: the first pass stores sums of squares per tile, layer_ratios makes
+// a ratio per layer of them, for the second pass, the update. In the step's table each layer of a tensor is a
+// tensor of its own.
 #pragma once
 #include "core/trust_ratio.h"
 #include "squares.cuh"

@@ -161,8 +161,9 @@ MEMKERN_DEVICE void store_floats(void* array, Type type, const At& at, const flo
   store_raw(array, type, at, to_raw(x, type));
 }
 
-// Where a gradient starts. All other arrays are aligned to 16 bytes, or are read one element at a time.
-// Gradients may be views of DDP's buckets (gradient_as_bucket_view=True), which start at any element.
+// To how many bytes a gradient is aligned: 16, 4, or 2. All other arrays are aligned to 16 bytes, or are read
+// one element at a time. Gradients may be views of DDP's buckets (gradient_as_bucket_view=True), which start
+// at any element.
 enum class Alignment { kVector, kWord, kHalfWord };
 
 MEMKERN_DEVICE Alignment alignment_of(const void* gradient) {
@@ -174,7 +175,7 @@ MEMKERN_DEVICE Alignment alignment_of(const void* gradient, const Span& at) {
   return at.full ? alignment_of(gradient) : Alignment::kVector;
 }
 
-// A vector of a gradient; in words that are aligned, fp32 in 8 and 16-bit types in 4, or in 3 between two
+// Loads a vector of a gradient in words that are aligned: fp32 in 8, 16-bit types in 4, or in 3 between two
 // halves, which gradient_to_floats() joins.
 template <class Type>
 MEMKERN_DEVICE Raw load_gradient(const void* array, Type type, const Span& at, Alignment alignment) {

@@ -1,5 +1,6 @@
-// Power codes of full vectors, from approximate square roots: how sums in shared memory round them, which of
-// them are in doubt, and scales for 16 lanes of a block. For the main path of steps, and for saved tensors.
+// Power codes of full vectors, for the main path of steps and for tensors saved for a backward pass: from
+// approximate square roots, rounded by sums with a table in shared memory; codes that are in doubt are
+// computed anew. And the scales of blocks of 16 lanes.
 #pragma once
 #include "block_state.cuh"
 #include "fast_path.cuh"
@@ -64,14 +65,14 @@ MEMKERN_DEVICE void decode_root(const Codes& codes, float unit, float (&w)[kVect
 template <int Levels, bool Approximate> constexpr uint32_t kBias = Levels < 16 ? 1 : Approximate ? 3 : 2;
 constexpr uint32_t kSignedBias = 2;
 
-// What the sums take of all positions of a block, in shared memory; all blocks of a tensor share it. A load
+// What is added for each position of a block, in shared memory; all blocks of a tensor share it. A load
 // takes a quarter of an instruction for each, computing one three to six.
 struct DitherTable {
   // Elements 0 to 3 of all lanes, then elements 4 to 7, so that loads of 16 bytes have no bank conflicts.
   using Row = uint4[2][kBlockLanes];
   Row addends, signed_addends, subtrahends;
 
-  // Of position j, where lanes have vectors in parts or not.
+  // The word of position j. InParts: lanes have vectors in parts.
   template <bool InParts> static MEMKERN_DEVICE auto& word(Row& row, int j) {
     constexpr int kHalf = kFullBlock / 2;
     return InParts ? (&row[j / kHalf][j % kHalf / 4].x)[j % 4] : (&row[j / 4 % 2][j / kVector].x)[j % 4];
@@ -130,7 +131,7 @@ MEMKERN_DEVICE Codes codes_of(const PositiveSums& sums) {
   return {four(sums.bits), four(sums.bits + 4)};
 }
 
-// With the signs of x.
+// The codes with the signs of x.
 MEMKERN_DEVICE Codes codes_of(const SignedSums& sums, const float (&x)[kVector]) {
   const auto four = [&](int i) {
     const uint32_t* t = sums.bits + i;
@@ -168,8 +169,8 @@ MEMKERN_DEVICE Codes encode_signed(const float (&m)[kVector], float factor, cons
   return codes_of(sums, m);
 }
 
-// Rounded to the nearest: a dither of 1/2. Of unsigned codes, x is not negative, and factor not 0 where x is
-// not.
+// The codes rounded to the nearest: with a dither of 1/2. Of unsigned codes, x is not negative, and factor
+// not 0 where x is not.
 MEMKERN_DEVICE Codes encode_to_nearest(const float (&x)[kVector], float factor, SignedSums& sums) {
 #pragma unroll
   for (int i = 0; i < kVector; ++i)

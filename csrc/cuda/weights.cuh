@@ -1,5 +1,5 @@
-// Loads and stores vectors of weights. bf16 weights may have rounding errors beside them or be
-// rounded stochastically.
+// Loads and stores vectors of weights. bf16 weights may have rounding errors beside them or be rounded
+// stochastically.
 #pragma once
 #include "core/weights.h"
 #include "step_table.cuh"
@@ -32,7 +32,7 @@ MEMKERN_DEVICE RawWeights<Type> load_weights(const TensorRecord& t, Type type, c
   return raw;
 }
 
-// The weights in fp32.
+// The loaded weights in fp32, with their errors.
 template <class Type> MEMKERN_DEVICE void join_weights(const TensorRecord& t, Type type,
                                                        const RawWeights<Type>& raw, float (&p)[kVector]) {
   if constexpr (std::is_same_v<Type, Written>) return;
