@@ -77,7 +77,7 @@ Array floats(FloatType type, const std::vector<float>& values) {
   return array;
 }
 
-// special: with zeros, infinities, NaN, subnormal and the largest numbers among them.
+// Random values; special: with zeros, infinities, NaN, subnormal and the largest numbers among them.
 std::vector<float> values(int64_t count, uint64_t seed, bool special) {
   Random random{seed};
   std::vector<float> found(count);
@@ -124,6 +124,7 @@ std::string label(const char* kernel, std::initializer_list<int64_t> numbers) {
   return text;
 }
 
+// Rows and columns; 0 columns: one dimension.
 constexpr int64_t kShapes[][2] = {{7, 0}, {3, 130}, {5, 300}, {1000, 0}, {2, 4097}, {40, 24}};
 constexpr FloatType kTypes[] = {FloatType::kFp32, FloatType::kBf16, FloatType::kFp16};
 
@@ -185,7 +186,8 @@ template <class Scalars> struct StepCase {
   PickNorms<Scalars> norms = nullptr;
 };
 
-// scalars_of(step). Three steps of one tensor; what they write, and with norms what these sum up.
+// Three steps of a tensor of each shape: hashes of what they write and, of kernels with norms, of the norms.
+// scalars_of(step): the scalars of a step.
 template <class J, class Scalars, class ScalarsOf> void steps(const StepCase<Scalars>& c, StateKind kind,
                                                               FloatType p, FloatType g, WeightStorage storage,
                                                               bool special, ScalarsOf scalars_of) {
@@ -356,7 +358,7 @@ void run(const char* name, const Kernels& kernels) {
   optimizers(kernels);
 }
 
-// One kernel, once, over whole blocks of 128: for counting its instructions
+// Runs one kernel once, over whole blocks of 128, for counting its instructions
 // (lab/studies/cpu_instructions.py).
 void run_one(const Kernels& kernels, const std::string& what, int64_t count) {
   const FloatType type = what.find("bf16") != std::string::npos ? FloatType::kBf16 : FloatType::kFp32;

@@ -4,8 +4,8 @@
 //
 // As on a GPU: a launch in a stream of another device than the current one fails; while a stream is captured
 // its launches are recorded; the default stream cannot be captured, and while a stream that waits for it is,
-// asking about it is an error and launching in it is another, which ends the capture. So does waiting for any
-// stream, and taking memory, but in the relaxed mode.
+// asking about it is an error and launching in it is another, which ends the capture. Waiting for any stream
+// and taking memory end captures too, except in the relaxed mode.
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
@@ -19,7 +19,7 @@
 namespace {
 
 constexpr int kDevices = 2;
-constexpr size_t kMostShared = 227 << 10;
+constexpr size_t kMostShared = 227 << 10;  // bytes of a thread block, as on sm_90
 
 struct Stream {
   int device;
@@ -75,7 +75,7 @@ Stream* in_the_way() {
   return nullptr;
 }
 
-// Whether there was a capture that a call as of waiting has ended.
+// Ends all captures, as a call that waits does outside of the relaxed mode. Returns whether there was one.
 bool end_captures_unless_relaxed() {
   bool ended = false;
   for (Stream* each : streams)
@@ -140,8 +140,8 @@ void fakegpu_written(void* memory) { memories.at(static_cast<char*>(memory)).wri
 // As while torch.compile warms up for a CUDA graph: torch's allocator takes all from the graph's pool.
 void fakegpu_allocate_to_pool(int on) { allocating_to_pool = on != 0; }
 void fakegpu_out_of_memory(int on) { out_of_memory = on != 0; }
-// Five numbers for each piece of memory: address, bytes, serial number, whether the host wrote it, whether it is
-// torch's (1) or in a pool (2). Returns how many there are.
+// Five numbers for each piece of memory: address, bytes, serial number, whether the host wrote it, whether it
+// is torch's (1) or in a pool (2). Returns how many there are.
 size_t fakegpu_memory(uint64_t* rows, size_t room) {
   size_t i = 0;
   for (const auto& [address, m] : memories) {
