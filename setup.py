@@ -1,7 +1,7 @@
-"""The two optional extensions; everything else is in pyproject.toml.
+"""Builds the two optional extensions; everything else is in pyproject.toml.
 
 ``memkern/libmemkern.so``  every op, against LibTorch's stable ABI: no Python.h, one binary for torch >= 2.10.
-``memkern/_host``          pybind11: build facts, CPU features, tables.
+``memkern/_host``          pybind11: build facts and CPU features.
 
 A build needs torch, setuptools and a C++ compiler; pybind11's headers come with torch. With ninja installed, a build in
 place compiles again only what has changed.
@@ -46,9 +46,10 @@ from setuptools.command.bdist_wheel import bdist_wheel
 
 ROOT = Path(__file__).parent
 CSRC = Path("csrc")
-# 10.3 beside 10.0, which it could run: a B300 has a 64th of fp32's rate in fp64, a B200 half of it (device.cuh).
+# Every architecture that is tested. 10.3 beside 10.0, whose code it could run: a B300 has a 64th of fp32's rate in
+# fp64, a B200 half of it (device.cuh).
 CUDA_ARCHS = "8.0;8.6;8.9;9.0;10.0;10.3;12.0+PTX"
-LONG_UNITS = ("lamb.cu", "adam.cu", "lars.cu", "activation.cu")
+LONG_UNITS = ("lamb.cu", "adam.cu", "lars.cu", "activation.cu")  # take longest to compile
 LEAST_ARCH = (8, 0)  # of the kernels: bf16 arithmetic, __reduce_max_sync
 GIB_PER_JOB = 2  # what one compilation may take
 TARGET_TORCH = ("TORCH_TARGET_VERSION", "0x020a000000000000")  # 2.10
@@ -62,7 +63,7 @@ NVCC_FLAGS = ["-O3", "-std=c++20", "-fmad=false", "-Xcompiler=-fPIC,-fvisibility
 
 
 def what_to_build() -> str:
-    """'none', 'cpu' or 'cuda'."""
+    """The kernels to build, by MEMKERN_BUILD and what is found here: 'none', 'cpu' or 'cuda'."""
     mode = os.environ.get("MEMKERN_BUILD", "auto")
     if mode not in ("auto", "cpu", "cuda", "none"):
         raise SystemExit(f"MEMKERN_BUILD must be auto, cpu, cuda or none, got {mode!r}")
@@ -146,7 +147,7 @@ def cuda_archs() -> list[str]:
 
 
 def possible_archs(listed: list[str]) -> list[str]:
-    """Leaves out, with a message, what is older than LEAST_ARCH or unknown to nvcc.
+    """The listed architectures without those older than LEAST_ARCH or unknown to nvcc, which a message names.
 
     Where +PTX is left out so, the newest of the others gets it: GPUs that are newer still compile it for themselves.
     """
@@ -175,13 +176,13 @@ def possible_archs(listed: list[str]) -> list[str]:
 
 
 def nvcc_archs() -> set[tuple[int, int]]:
-    """Those that nvcc knows; none where it cannot say."""
+    """The (major, minor) of architectures that nvcc knows; none where it cannot say."""
     done = subprocess.run([str(nvcc()), "--list-gpu-arch"], capture_output=True, text=True)
     return {(int(x) // 10, int(x) % 10) for x in re.findall(r"compute_(\d+)", done.stdout)}
 
 
 def archs_here() -> list[str]:
-    """Of the GPUs that torch sees, without those that are older than what the kernels need."""
+    """The architectures of the GPUs that torch sees, but for those that are too old for the kernels."""
     import torch
 
     found = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
@@ -221,7 +222,7 @@ def cuda_units(folder: Path, archs: int, jobs: int) -> list[Path]:
 
 
 def compile_cuda(includes: list[str], folder: Path) -> tuple[list[str], Callable[[], None]]:
-    """Starts nvcc itself: beside a CPU-only torch, torch's CUDAExtension would ask for its CUDA.
+    """Starts nvcc without torch's CUDAExtension, which beside a CPU-only torch would ask for torch's CUDA.
 
     Returns the object files, and what waits for them: C++ is compiled in the meantime.
     """
