@@ -1,4 +1,4 @@
-"""Fixtures that build every optimizer in turn."""
+"""Fixtures for tests of all optimizers: ``new`` builds each class with each case's options, ``plain`` each class."""
 
 import contextlib
 import copy
@@ -17,7 +17,7 @@ from tests.support.helpers import OPTIMIZERS, name_of
 
 @pytest.fixture(params=CASES, ids=lambda case: f"{case[0].__name__}-{case[1]}")
 def new(request: pytest.FixtureRequest) -> Callable[..., torch.optim.Optimizer]:
-    """Builds the optimizer, with options in place of the case's; tensors among them are its own."""
+    """Builds a case's optimizer from copies of its options; ``changes`` replace some of them."""
     build, _, options = request.param
 
     def make(params: Any, **changes: Any) -> torch.optim.Optimizer:
@@ -29,7 +29,7 @@ def new(request: pytest.FixtureRequest) -> Callable[..., torch.optim.Optimizer]:
 
 @pytest.fixture(params=OPTIMIZERS, ids=name_of)
 def plain(request: pytest.FixtureRequest) -> Callable[..., torch.optim.Optimizer]:
-    """Builds an optimizer of each class, of which those with 8 bits use them for every tensor."""
+    """Builds an optimizer of each class; those with 8-bit states use them for every tensor."""
 
     def make(params: Any, **options: Any) -> torch.optim.Optimizer:
         return request.param(params, **{"min_8bit_size": 0, **options})
@@ -48,13 +48,14 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-OF_A_STEP = ("_init_group", "_plan", "_follow_groups", "_convert_storage")
-OF_A_STATE = ("state_dict", "load_state_dict", "__setstate__")
+# Methods of BlockwiseOptimizer that make tensors: in a step, and where states are saved or loaded.
+STEP_METHODS = ("_init_group", "_plan", "_follow_groups", "_convert_storage")
+STATE_METHODS = ("state_dict", "load_state_dict", "__setstate__")
 
 
 @pytest.fixture(autouse=True)
 def _other_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
-    """MEMKERN_TEST_DEFAULT=meta or float64: the optimizers' own code meets another default device or dtype.
+    """With MEMKERN_TEST_DEFAULT=meta or float64 these methods run under that default device or dtype.
 
     Set by hand. A tensor that is made without a device or a dtype then fails tests.
     """
@@ -71,5 +72,5 @@ def _other_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return call
 
-    for name in (*OF_A_STEP, *OF_A_STATE):
+    for name in (*STEP_METHODS, *STATE_METHODS):
         monkeypatch.setattr(BlockwiseOptimizer, name, under(getattr(BlockwiseOptimizer, name)))

@@ -1,4 +1,4 @@
-"""max_grad_norm: all gradients clipped together inside the step; and the op behind it."""
+"""max_grad_norm: gradients clipped by their common norm inside the step; and grad_norm_, the op that computes it."""
 
 from typing import Any
 
@@ -68,6 +68,7 @@ def test_norm_of_what_is_not_finite(backend: str, bad: float) -> None:
 
 
 def clipped(build: type, backend: str, max_norm: float | None, factor: float = 1.0, **scaler: Any) -> Any:
+    """A snapshot after two steps, which leave gradients as they are. scaler: what a GradScaler sets on an optimizer."""
     params = make_params()
     optimizer = build(params, lr=1e-2, weight_decay=0.1, max_grad_norm=max_norm)
     for name, value in scaler.items():
@@ -84,7 +85,7 @@ def clipped(build: type, backend: str, max_norm: float | None, factor: float = 1
 
 
 def factors(max_norm: float) -> list[float]:
-    """What the gradients of the two steps are multiplied by."""
+    """max_norm over the norm (+ 1e-6) of all gradients of each of the two steps: a factor below 1 clips."""
     params = make_params()
     found = []
     for step in range(2):

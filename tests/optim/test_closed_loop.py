@@ -1,4 +1,4 @@
-"""What 8-bit states do to Adam's updates over synthetic gradient streams, short and long."""
+"""The error that 8-bit states add to Adam's updates, over synthetic gradient streams of 1,000 to 6,000 steps."""
 
 import functools
 
@@ -36,20 +36,21 @@ SHORT = [
     [SHORT[0], *(pytest.param(*case, marks=pytest.mark.full) for case in SHORT[1:])],
 )
 def test_short_runs_are_within_17_percent_of_nearest_rounding(stream: str, beta2: float, nearest: float) -> None:
-    # The dither's price: where nothing freezes yet, rounding to the nearest is the best that a code can do. v's is up
-    # to 15 %, m's 2 % on top of it (measured).
+    # The dither costs accuracy where nothing freezes yet, as rounding to the nearest is then the best that a code can
+    # do: up to 15 % by the dither of v, 2 % more by that of m (measured).
     errors = [run(stream, beta2, 1000, seed).mean_error for seed in SEEDS]
     assert sum(errors) / len(errors) <= 1.17 * MEAN_MARGIN * nearest
 
 
-def test_scales_that_differ_in_a_block_gain_by_m_without_bias() -> None:
-    # To the nearest code the prototype had 0.603, and 0.658 in the sum of all updates; without bias 0.413 and 0.236.
+def test_an_unbiased_m_helps_where_scales_differ_in_a_block() -> None:
+    # The prototype's mean_error and total_error: 0.603 and 0.658 with m rounded to the nearest code, 0.413 and 0.236
+    # with m rounded without bias.
     runs = [run("heterogeneous", 0.999, 1000, seed) for seed in SEEDS]
     assert sum(r.mean_error for r in runs) / len(runs) <= 1.05 * 0.413
     assert sum(r.total_error for r in runs) / len(runs) <= 1.1 * 0.236
 
 
-# stream, error of the column "golden-ratio dither" after 6,000 steps
+# stream, the prototype's error with the golden-ratio dither after 6,000 steps
 LONG = [("equal", 0.042), ("log-sd 0.5", 0.061), ("one stays large", 0.083)]
 
 
@@ -75,7 +76,7 @@ def test_a_slow_second_moment_keeps_its_size(stream: str) -> None:
 
 @pytest.mark.full
 def test_nearest_rounding_would_freeze(monkeypatch: pytest.MonkeyPatch) -> None:
-    # That the test above can fail: without the dither sqrt(v) stays where it was when the gradients were large.
+    # Shows that the test above can fail: without the dither sqrt(v) stays where it was when the gradients were large.
     from memkern.reference import state
 
     monkeypatch.setattr(state, "dither", lambda block, step, device: torch.full((block,), 0.5))
@@ -89,7 +90,7 @@ def test_nearest_rounding_would_freeze(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.full
 def test_the_dynamic_map_has_the_prototypes_error() -> None:
-    # That streams and measure are those of the prototype, whose .083 is for blocks of 256.
+    # Shows that streams and errors are computed as the prototype's were, which had .083 for blocks of 256.
     factory = functools.partial(optim.Adam8bit, codec="dynamic", block_size=256)
     errors = [streams.closed_loop(factory, streams.make("base", 1000, seed)).mean_error for seed in SEEDS]
     assert sum(errors) / len(errors) == pytest.approx(0.083, rel=0.03)

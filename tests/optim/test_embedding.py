@@ -1,4 +1,4 @@
-"""StableEmbedding, and the groups in which its states stay at 32 bits."""
+"""StableEmbedding: the module, and optim.param_groups, which puts it into a group with 32-bit states."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.helpers import EIGHT_BIT, assert_same, first_moment, name_of
 
 
 def language_model(tied: bool = False) -> nn.Sequential:
-    """Matrices that take 8-bit states, an embedding that would, and small tensors."""
+    """A StableEmbedding that is large enough for 8-bit states, linear layers with matrices that are, and biases."""
     model = nn.Sequential(StableEmbedding(200, 64), nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
     model.append(nn.Linear(64, 200, bias=False))
     if tied:
@@ -63,10 +63,11 @@ def test_torch_s_arguments() -> None:
     assert not pretrained.weight.requires_grad
 
 
-# Groups
+# param_groups: the module's mark asks for 32-bit states
 
 
 def groups_by_bits(model: nn.Module, **options: Any) -> dict[int | None, set[str]]:
+    """The parameters' names by the state_bits of their group, None where it has none; each is in one group."""
     names = {p: name for name, p in model.named_parameters()}
     groups = optim.param_groups(model, **options)
     assert sorted(names[p] for g in groups for p in g["params"]) == sorted(names.values())
@@ -75,7 +76,7 @@ def groups_by_bits(model: nn.Module, **options: Any) -> dict[int | None, set[str
 
 def wrapped_in_a_renaming_one(model: nn.Module) -> nn.Module:
     class Wrapper(nn.Module):
-        """As FSDP does: another name, and attributes of the module inside."""
+        """Like FSDP's wrapper: parameters get another name, and other attributes are those of the module inside."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -103,8 +104,9 @@ def pickled(model: nn.Module) -> nn.Module:
     return torch.load(file, weights_only=False)
 
 
+# What may be done to a model before optim.param_groups reads it.
 WAYS = {
-    "itself": lambda model: model,
+    "unchanged": lambda model: model,
     "deepcopy": copy.deepcopy,
     "state_dict": saved_and_loaded,
     "pickle": pickled,

@@ -31,6 +31,7 @@ from tests.support.optimizers.spec import BAD_EPS
 
 ROOT = Path(__file__).parents[2]
 
+# options out of range, the error's message
 OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"lr": -1e-3}, "lr must be 0 or more and finite, got -0.001"),
     ({"lr": math.nan}, "lr must be 0 or more"),
@@ -86,7 +87,7 @@ BETAS: list[tuple[dict[str, Any], str]] = [
     ),
     ({"betas": (torch.tensor(0.9), torch.tensor(0.9, device="meta"))}, "on the CPU.*on meta"),
 ]
-# Without those of torch.optim's that a group cannot ask for.
+# Without differentiable, an option of torch.optim that is no group's.
 GROUP_OPTIONS = [o for o in OPTIONS + BETAS + BAD_EPS if "differentiable" not in o[0]]
 
 
@@ -190,6 +191,7 @@ def test_a_type_checker_finds_a_misspelt_option(tmp_path: Path) -> None:
 
 
 DENSE = torch.ones(8, 16)
+# name: what makes the parameter, the error and its message
 PARAMS: dict[str, tuple[Callable[[], Any], type, str]] = {
     "overlap": (
         lambda: torch.ones(100).as_strided((8, 16), (4, 1)).requires_grad_(),
@@ -254,6 +256,7 @@ def sparse(p: torch.nn.Parameter) -> None:
     p.grad = torch.ones_like(p).to_sparse()
 
 
+# name: what gives the parameter a bad gradient, the error and its message
 GRADIENTS: dict[str, tuple[Callable[[torch.nn.Parameter], None], Any, str]] = {
     "sparse": (sparse, RuntimeError, "dense gradients.*SparseAdam"),
     "fp64": (of_dtype(torch.float64), TypeError, "gradients must be float32, bfloat16 or float16"),
@@ -262,7 +265,7 @@ GRADIENTS: dict[str, tuple[Callable[[torch.nn.Parameter], None], Any, str]] = {
         TypeError,
         "gradients must be float32, bfloat16 or float16",
     ),
-    # Of a parameter that has a state, this does not fit either.
+    # Where the parameter has a state, the state of the old shape may be what is refused.
     "another shape": (resized, (RuntimeError, ValueError), "parameter's shape and device|must be of shape"),
 }
 
@@ -293,7 +296,7 @@ def test_bad_gradients_raise_before_anything_changes(build: type, name: str, ste
         optimizer.step()
 
 
-def of_another_shape(optimizer: Any, p: torch.nn.Parameter) -> None:
+def reshaped(optimizer: Any, p: torch.nn.Parameter) -> None:
     p.data = torch.ones(3, 5)
 
 
@@ -301,9 +304,10 @@ def spoilt(key: str, x: Any) -> Callable[[Any, Any], None]:
     return lambda optimizer, p: optimizer.state[p].update({key: x})
 
 
+# name: what spoils the optimizer's state of a parameter, the error's message
 MISFITS: dict[str, tuple[Callable[[Any, torch.nn.Parameter], None], str]] = {
     "shape": (
-        of_another_shape,
+        reshaped,
         r"\w+ of parameter 1 \('b', shape \(3, 5\)\) must be of shape \(3, 5\), got",
     ),
     "infinite step": (
@@ -330,7 +334,7 @@ MISFITS: dict[str, tuple[Callable[[Any, torch.nn.Parameter], None], str]] = {
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("name", MISFITS)
 def test_states_that_do_not_fit_are_told_by_parameter(build: type, backend: str, name: str) -> None:
-    """Not by a place in an op's list, nor by a line of C++."""
+    """The message has the parameter's number and name: no place in an op's list, no file of C++ or Python."""
     spoil, message = MISFITS[name]
     params = make_params([(64, 128), (10, 10)])
     optimizer = build([{"params": [("a", params[0])]}, {"params": [("b", params[1])]}])

@@ -1,4 +1,4 @@
-"""Frozen parameters may be of any kind, as 4-bit weights under adapters; what is thawed is checked then, by name."""
+"""Frozen parameters may have any dtype or layout, as 4-bit weights under adapters; a thawed one is checked first."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_beside_wrappers(build: type, mode: str, kind: str) -> None:
 
 
 def test_bf16_weights_of_a_group_with_frozen_ones() -> None:
-    """QLoRA: the adapters' group keeps rounding errors, which 4-bit weights have none of."""
+    """QLoRA: master_weights in a group with bf16 adapters and 4-bit weights, which need no rounding errors kept."""
     params = [frozen_of("uint8"), nn.Parameter(torch.ones(64, 128, dtype=torch.bfloat16))]
     optimizer = optim.AdamW8bit(params, master_weights="bf16+8")
     params[1].grad = torch.ones_like(params[1])
@@ -105,7 +105,7 @@ def test_a_thawed_parameter_that_no_step_can_take_is_named(build: type) -> None:
 @over_optimizers
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_thawed_parameter_trains(build: type, dtype: torch.dtype) -> None:
-    """Also where its step needs another call of the op, as fp64 does."""
+    """Also in fp64, whose step is another call of the op."""
 
     def run(requires_grad: bool) -> list[Tensor]:
         params = [
@@ -145,7 +145,7 @@ def test_a_thawed_parameter_trains_on_the_host(build: type, mode: str, dtype: to
 
 
 def test_frozen_parameters_on_another_device() -> None:
-    """StepInBackward asks for one device, of what it steps; HostOffload makes no copies of what it does not."""
+    """StepInBackward needs one device for the trainable parameters, and not for the frozen ones."""
     base = nn.Parameter(torch.ones(8, 16, device="meta"), requires_grad=False)
     p = adapter()
     optimizer = StepInBackward(optim.AdamW8bit, [base, p])

@@ -12,7 +12,7 @@ from tests.support.helpers import FLOATS, assert_same, fast_here, on, set_grad, 
 
 
 def any_values(shape: tuple[int, ...], seed: int, exponents: tuple[int, int]) -> Tensor:
-    """fp32 of any bits whose exponent is in a range, 255 (infinities and NaNs) among others; some exact zeros."""
+    """fp32 values of random bits with exponent bits in a range (255: infinities and NaNs); one in eight is 0."""
     random = np.random.default_rng(seed)
     exponent = random.integers(exponents[0], exponents[1] + 1, shape, dtype=np.uint32)
     bits = exponent << 23 | random.integers(0, 2**23, shape, dtype=np.uint32)

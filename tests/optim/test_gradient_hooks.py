@@ -1,4 +1,4 @@
-"""Gradients taken in the backward pass, of a parameter that has two optimizers or has left its group."""
+"""Optimizers that take gradients in the backward pass: parameters with two of them, or that have left their group."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import ConstantLR
 from memkern import optim
 from memkern.optim import HostOffload, StepInBackward
 
+# The optimizers whose hooks on parameters take gradients in the backward pass.
 KINDS: dict[str, Callable[..., Any]] = {
     "StepInBackward": lambda params, **options: StepInBackward(optim.SGD, params, **options),
     "offload_gradients": lambda params, **options: HostOffload(optim.SGD, params, offload_gradients=True, **options),

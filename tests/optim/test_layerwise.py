@@ -1,4 +1,4 @@
-"""LAMB and LARS: trust ratios and their bounds, layers of a tensor, options."""
+"""LAMB and LARS: trust ratios and their bounds, tensors that hold several layers, options."""
 
 import math
 from typing import Any
@@ -23,7 +23,7 @@ from tests.support.helpers import (
     train,
 )
 
-# ---- layers of a tensor
+# ---- tensors that hold several layers
 
 
 FORMS: dict[str, tuple[type, dict[str, Any]]] = {
@@ -78,6 +78,7 @@ def test_layers_step_as_tensors_of_their_own(
     assert len(ratios.unique()) == count
 
 
+# name: shape, options, the error's message
 LAYERS_THAT_DO_NOT_FIT: dict[str, tuple[tuple[int, ...], dict[str, Any], str]] = {
     "rows do not divide": ((64, 128), {"layers": 3}, "layers must divide the rows of a tensor, 64"),
     "a layer ends inside a block": ((6, 60), {"layers": "rows"}, "block_size of at most 60, a row's length"),

@@ -1,4 +1,4 @@
-"""memkern.optim.Muon: against torch.optim.Muon bit for bit, with AdamW's groups, saved, scaled, clipped, counted."""
+"""memkern.optim.Muon: torch.optim.Muon's bits, groups of AdamW, state dicts, GradScaler, clipping, errors, bytes."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def buckets(numbers: Any, params: Any) -> list[list[int]]:
     ids=["rows of a Linear", "columns of transformers' Conv1D"],
 )
 def test_parts_of_a_matrix_are_matrices(sizes: tuple[int, ...], dim: int, adjust_lr_fn: Any) -> None:
-    """As query, key and value in one."""
+    """A matrix that joins several, as query, key and value, is orthogonalized part by part (``split``)."""
     single = parameters([(n, 40) if dim == 0 else (40, n) for n in sizes])
     whole = nn.Parameter(torch.cat([p.detach() for p in single], dim))
     ours = Muon([whole], lr=0.02, adjust_lr_fn=adjust_lr_fn, split=sizes)
@@ -354,7 +354,7 @@ def test_zeros_and_nan(backend: str) -> None:
 def test_a_step_that_would_spoil_a_matrix_is_skipped(
     number: int, max_grad_norm: float | None, skips: bool, scaled: bool, value: float
 ) -> None:
-    """The whole step, as a GradScaler would; the next one is as if it had not been."""
+    """The whole step is skipped, as by a GradScaler; later steps are those of a run without it."""
     optimizer, matrices, others = mixed(Muon8bit, max_grad_norm=max_grad_norm)
     plain, *lists = mixed(Muon8bit, max_grad_norm=max_grad_norm)
     params, expected = [*matrices, *others], [p for part in lists for p in part]

@@ -1,4 +1,4 @@
-"""memkern.reference.muon against torch and fp64. Its steps: test_muon.py, bit for bit torch.optim.Muon's."""
+"""memkern.reference.muon: fma, lerp and Newton-Schulz against torch and fp64 (whole steps: test_muon.py)."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Options as NumPy's numbers and 0-dim tensors, as files, RLlib's set_state and schedules make them."""
+"""Options may be NumPy's numbers or 0-dim tensors, as files, RLlib's set_state and schedules make them."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from memkern import optim
 from memkern.optim.checks import READ_AT_EACH_STEP
 from tests.support.helpers import OPTIMIZERS, assert_same, name_of, snapshot
 
+# Options by class, beside its defaults.
 LARS = {"trust_coeff": 0.25, "dampening": 0.25, "layers": 2, "trust_bounds": (0.5, 8.0)}
 OPTIONS: dict[str, dict[str, Any]] = {
     "SGD": {"momentum": 0.5, "dampening": 0.25},
@@ -22,6 +23,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "LARS": LARS,
     "Muon": {"split": (32, 32)},
 }
+# What makes an option of a Python number.
 KINDS: dict[str, Callable[[Any], Any]] = {
     "numpy": lambda x: {bool: np.bool_, int: np.int64, float: np.float64, str: np.str_}[type(x)](x),
     "float32": lambda x: np.float32(x) if type(x) is float else x,
@@ -50,7 +52,7 @@ def step(optimizer: Any, number: int) -> None:
 
 
 def numbers_of(build: Any) -> dict[str, Any]:
-    """All of a class's options that have a value, and numbers that float32 has."""
+    """All options of a class: its defaults, but numbers that float32 holds exactly for lr, betas and the like."""
     given = OPTIONS.get(build.__name__.removesuffix("8bit"), {})
     group = build(parameters(), **given).param_groups[0]
     options = {key: x for key, x in group.items() if key not in ("params", "decoupled_weight_decay")}

@@ -1,4 +1,4 @@
-"""The optimizers in use: which states are 8-bit, groups, defaults, and parameters over one memory."""
+"""The optimizers in use: which states are 8-bit, groups, defaults, and parameters that share memory."""
 
 import pytest
 import torch
@@ -160,7 +160,7 @@ def test_lazy_modules(build: type) -> None:
     assert all(optimizer.state[p]["step"] == 2 for p in model.parameters())
 
 
-# ---- one memory
+# ---- parameters that share memory
 
 
 @pytest.mark.pairwise

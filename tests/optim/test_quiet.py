@@ -1,4 +1,4 @@
-"""Elements that fall quiet beside live ones of their block: 8-bit states treat them as fp32 states do.
+"""Elements whose gradients cease beside live ones of their block: 8-bit states treat them as fp32 states do.
 
 A moment that is rounded to the nearest code stops decaying at a code that depends on its block's largest value. So
 these streams put quiet and live elements into the same blocks: one gradient and then none, features that occur in one

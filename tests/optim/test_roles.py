@@ -1,4 +1,4 @@
-"""muon_groups: what a parameter is for, through wrappers and parametrizations; names, doubts and flat shards."""
+"""muon_groups: which parameters Muon steps and which AdamW, through wrappers, by names, in doubt, as flat shards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from memkern.optim import Muon, muon_groups
 
 
 class Own(nn.Module):
-    """A module that nobody knows, with one parameter."""
+    """A module of a class that muon_groups does not know, with one parameter."""
 
     def __init__(self, name: str, *shape: int) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 
 def algorithms(model: nn.Module) -> dict[str, set[str]]:
-    """By the first part of the name, the algorithms of matrices and more; of 1 row, too."""
+    """The algorithms of parameters with two dimensions above 1, by the first part of their names; others: AdamW."""
     found: dict[str, set[str]] = {}
     for name, (algorithm, _) in muon_groups(model).reasons.items():
         if sum(size > 1 for size in model.get_parameter(name).shape) > 1:

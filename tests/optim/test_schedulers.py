@@ -1,4 +1,4 @@
-"""Every scheduler of torch over every optimizer: options and weights as with torch's; resumed, compiled, converted."""
+"""Every scheduler of torch on every optimizer: options and weights as on torch's; resumed, compiled, converted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.schedulers import SCHEDULERS
 
 over_schedulers = pytest.mark.parametrize("name", SCHEDULERS)
 ALL = [*OPTIMIZERS, optim.Muon, optim.Muon8bit]
-WRITTEN = ("lr", "betas", "momentum")
+WRITTEN = ("lr", "betas", "momentum")  # the options that schedulers write
 
 
 def twin(build: type) -> tuple[type, dict[str, Any], bool]:

@@ -1,4 +1,4 @@
-"""A step of the optimizers: closures, hooks, and what it may touch."""
+"""A step of the optimizers: layouts of gradients, many tensors, autograd's versions, one op, no temporaries."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from tests.support.helpers import (
     train,
 )
 
-# ---- closures, hooks, gradients
+# ---- gradients and tensors
 
 
 GRADIENT_LAYOUTS = {

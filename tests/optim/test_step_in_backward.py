@@ -26,7 +26,7 @@ TORCH = [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop]
 
 
 class Tied(nn.Module):
-    """An embedding that is the last layer, too, and blocks between, which may be checkpointed."""
+    """A language model whose embedding is the last layer too, with blocks that may be checkpointed; returns a loss."""
 
     def __init__(self, checkpoints: bool = False, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -68,6 +68,7 @@ def trained(
 # ---- the same result
 
 
+# class, its options, the model's options
 CASES: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
     *((build, {"min_8bit_size": 0}, {}) for build in OPTIMIZERS),
     *((build, {}, {}) for build in TORCH),

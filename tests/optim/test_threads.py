@@ -1,4 +1,4 @@
-"""Threads of a CPU step under torchrun, which gives each of several processes one."""
+"""Threads of a CPU step, also under torchrun, which sets OMP_NUM_THREADS=1 for each of several processes."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 UNDER_TORCHRUN = {"LOCAL_WORLD_SIZE": "4", "OMP_NUM_THREADS": "1"}
 
 
+# own, launchers: cores in the affinity of the process and of torchrun; current: torch's number of threads
 @pytest.mark.parametrize(
     ("variables", "own", "launchers", "current", "expected"),
     [

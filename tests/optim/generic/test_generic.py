@@ -1,4 +1,4 @@
-"""torch's generic tests (tests/support/generic_tests.py) of every class, and those that wrapped classes leave out."""
+"""torch's generic tests of optimizers (tests/support/generic_tests.py) on every class, and some for these alone."""
 
 import copy
 from typing import Any
@@ -65,6 +65,7 @@ def test_default_dtype_does_not_matter(build: type) -> None:
 # ---- equality with a loop over parameters in fp64
 
 
+# dtype: absolute, relative
 TOLERANCES = {torch.float64: (1e-13, 1e-11), torch.float32: (1e-6, 1e-5)}
 
 
@@ -81,7 +82,7 @@ TOLERANCES = {torch.float64: (1e-13, 1e-11), torch.float32: (1e-6, 1e-5)}
     [pytest.param(b, o, id=f"{b.__name__}-{n}") for b, n, o in CASES if not b.__name__.endswith("8bit")],
 )
 def test_equals_a_loop_over_the_parameters(build: type, options: Options, dtype: torch.dtype, strided: bool) -> None:
-    """What torch's foreach and fused implementations are asked."""
+    """The test that torch runs on its foreach and fused implementations."""
     options = copy.deepcopy({**options, "state_bits": 32})
     weight, bias, _ = linear(dtype, strided)
     optimizer = build([weight, bias], **options)
@@ -120,6 +121,7 @@ def test_devices_step_apart(new: Any) -> None:
 # ---- errors of torch's own
 
 a, b = (Parameter(torch.randn(1, 1)) for _ in range(2))
+# name: params, options, the error and its message
 ERRORS: dict[str, tuple[Any, Options, type[Exception], str]] = {
     "one tensor": (a, {}, TypeError, "should be an iterable of Tensors or dicts"),
     "none": ([], {}, ValueError, "empty parameter list"),

@@ -1,7 +1,7 @@
-"""What PyTorch asks of its own optimizers, of those that step in the backward pass or on the host.
+"""torch's generic tests of optimizers (tests/support/generic_tests.py) on StepInBackward and HostOffload.
 
-Left out are the tests of test_generic.py: what the classes refuse or do not promise, as parameters on several devices,
-and gradients that a step only reads where they are freed or copied.
+The tests written in test_generic.py are left out: they ask for what these classes refuse or do not promise, as
+parameters on several devices, and gradients that are only read, where these free or copy them.
 """
 
 import copy
@@ -17,7 +17,7 @@ from tests.support.generic_optimizers import CASES
 from tests.support.generic_tests import *  # noqa: F403
 from tests.support.late_transfers import LateHostOffload
 
-# HostOffload gives bf16 parameters errors, which a checkpoint of fp32 parameters has not.
+# HostOffload keeps rounding errors of bf16 parameters, which a checkpoint of fp32 parameters does not have.
 pytestmark = pytest.mark.filterwarnings("ignore:the state_dict is of an optimizer with other options")
 CLASSES: dict[str, tuple[type, dict[str, Any]]] = {
     "StepInBackward": (StepInBackward, {}),
@@ -48,6 +48,7 @@ def fixture_of(build: Callable[..., torch.optim.Optimizer], given: dict[str, Any
     return make
 
 
+# Wrappers that `make test` leaves to `make test-all`, and the cases of generic_optimizers.py that run on wrappers.
 FULL = ("HostOffload on the CPU", "HostOffload, gradients too", "HostOffload, by the device")
 OWN_OPTIONS = {
     optim.AdamW: ("maximize", "tensor lr", "capturable", "max_grad_norm", "amsgrad"),

@@ -1,4 +1,4 @@
-"""The optimizers under a GradScaler, and what a gradient that is not finite does without one."""
+"""The optimizers under a GradScaler, and what an infinite or NaN gradient changes without one."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What changes between two steps: memory formats, dtypes, options, modes, and which gradients there are."""
+"""Changes between two steps: of memory formats, dtypes, options, inference mode, and of which gradients there are."""
 
 import copy
 from typing import Any
@@ -36,7 +36,7 @@ def moments_of(optimizer: torch.optim.Optimizer, group: dict[str, Any] | None = 
 
 
 def assert_close_as_codes(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    """As near as one more rounding to 8 bits leaves moments."""
+    """Moments that differ by no more than one more rounding to 8 bits."""
     for x, y in zip(found, expected, strict=True):
         assert (x - y).abs().amax() <= 0.02 * y.abs().amax()
 
@@ -277,7 +277,7 @@ def test_fp64_under_a_grad_scaler(build: type) -> None:
 
 
 def strided(p: torch.Tensor) -> torch.nn.Parameter:
-    """The same values with a gap after each element; the storage is what a test looks at for what lies between."""
+    """The values of p with a gap of one element after each, which holds -7; tests read the gaps from its storage."""
     room = torch.full((*p.shape, 2), -7.0, dtype=p.dtype)
     room[..., 0] = p.detach()
     return torch.nn.Parameter(room[..., 0])
@@ -385,7 +385,7 @@ def test_amsgrad_comes_and_goes() -> None:
 
 
 def test_parameters_that_were_made_on_meta() -> None:
-    """As where a model is built there, wrapped and then filled."""
+    """As where a model is built on the meta device, gets its optimizer and then its memory and values."""
     with torch.device("meta"):
         model = torch.nn.Linear(64, 128)
     optimizer = optim.AdamW8bit(model.parameters(), capturable=True)

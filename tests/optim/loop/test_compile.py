@@ -1,4 +1,4 @@
-"""torch.compile(fullgraph=True) around a step: eager's bits, and no recompile a step."""
+"""torch.compile(fullgraph=True) around a step: the bits of eager mode, and no recompilation at each step."""
 
 import itertools
 import shutil
@@ -35,6 +35,7 @@ def compiled(optimizer: torch.optim.Optimizer, backend: str = "aot_eager") -> Ca
     return torch.compile(optimizer.step, fullgraph=True, backend=backend)
 
 
+# name: the first lr, the lr of each step, the number of graphs compiled
 RATES = {
     "changing float": (lambda: 1e-2, [1e-2, 9e-3, 5e-3, 1e-4, 3e-2], 2),
     "changing fp32 tensor": (lambda: torch.tensor(1e-2), [1e-2, 9e-3, 5e-3, 0.0, 3e-2], 1),
@@ -101,7 +102,7 @@ def test_a_parameters_layout_changes(build: type, edit: str) -> None:
     ("build", "options"), first_quick([(optim.AdamW8bit, {}), (optim.LARS, {}), (optim.AdamW, {"amsgrad": True})])
 )
 def test_several_groups_begin_in_a_compiled_step(build: type, options: dict[str, Any], edit: str | None) -> None:
-    """What needs several calls of ops asks each parameter for its state, also for one that the step itself makes."""
+    """A step of several op calls looks at each parameter's state, also where that same step makes the state."""
 
     def train(compiles: bool) -> Any:
         params, own = make_params(), options

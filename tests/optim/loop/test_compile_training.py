@@ -11,6 +11,7 @@ import memkern
 from memkern import optim
 from tests.support.helpers import assert_same, first_full, name_of, snapshot
 
+# Options of memkern.compress.
 WAYS: dict[str, dict[str, Any]] = {
     "3 bits": {},
     "output": {"activations": "output"},
@@ -21,6 +22,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+# Projections that are drawn as dense matrices.
 DENSE = ("gaussian", "rademacher")
 
 

@@ -1,4 +1,4 @@
-"""Groups that change between steps: their lists of parameters, and their options."""
+"""Groups that change between steps: parameters that are replaced, come or go; max_grad_norm; wrappers' entries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training loops with whatever people do between steps, found by hypothesis."""
+"""Random training loops with edits, saves and exports between steps (hypothesis), beside a plain optimizer's."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ pytest.importorskip("hypothesis")
 from tests.support.run_loops import LOOPS, SECONDS, run, run_for
 from tests.support.training_exports import ExportedLoop
 
-resumed_so = pytest.mark.filterwarnings("ignore:the state_dict is of an optimizer with other options")
+ignore_other_options = pytest.mark.filterwarnings("ignore:the state_dict is of an optimizer with other options")
 
 
 @pytest.mark.full
-@resumed_so
+@ignore_other_options
 def test_loops_are_those_of_a_plain_optimizer() -> None:
     run(ExportedLoop, 0, LOOPS // 2)
 
 
 @pytest.mark.long
-@resumed_so
+@ignore_other_options
 def test_an_hour_of_loops() -> None:
     class Compiled(ExportedLoop):
         compilers = ("", "", "aot_eager", "inductor")

@@ -1,4 +1,4 @@
-"""What users do to states, groups and parameters between two steps that share a plan."""
+"""A step's plan, its op calls kept for later steps, ends where users change states, groups or parameters."""
 
 import contextlib
 import copy
@@ -17,7 +17,7 @@ from memkern.optim.state import State
 from tests.support.helpers import Calls, assert_same, give_gradients, make_params, needs_cpp, snapshot
 
 SHAPES = [(64, 128), (40, 128), (300,)]
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+BUILDERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW": lambda p: optim.AdamW8bit(p, min_8bit_size=0),
     "AdamW, fp32": optim.AdamW,
     "AdamW and errors": lambda p: optim.AdamW8bit(p, master_weights="bf16+8", min_8bit_size=0),
@@ -107,7 +107,7 @@ def half(o: optim.AdamW8bit) -> None:
 
 
 def stochastic(o: optim.AdamW8bit) -> None:
-    """bf16 weights, and at the second time another way to round them, of which no state tells."""
+    """Casts weights to bf16; at the second time turns on stochastic_rounding, which no state shows."""
     o.param_groups[0]["stochastic_rounding"] = params_of(o)[0].dtype == torch.bfloat16
     half(o)
 
@@ -201,7 +201,7 @@ def test_a_plan_holds_while_nothing_changes() -> None:
 
 
 def test_a_state_that_another_parameter_gets() -> None:
-    """Of two parameters of one shape each has had a gradient when the other has none."""
+    """Of two parameters of one shape, each has a gradient in a step in which the other has none."""
     one, other = (optim.AdamW8bit(make_params([(64, 128)] * 3), min_8bit_size=0) for _ in range(2))
     for i in range(4):
         for optimizer in (one, other):
@@ -215,7 +215,7 @@ def test_a_state_that_another_parameter_gets() -> None:
 
 
 def test_a_cut_parameter_is_refused_before_anything_is_changed() -> None:
-    """Of several calls, the one of the parameter that was cut comes last."""
+    """Though the op call with the cut parameter is the last of several."""
     dense, gaps = torch.randn(64, 128), torch.zeros(64, 256)[:, ::2].copy_(torch.randn(64, 128))
     params = [torch.nn.Parameter(dense), torch.nn.Parameter(gaps)]
     optimizer = optim.AdamW8bit(params, min_8bit_size=0)
@@ -299,7 +299,7 @@ def test_a_state_that_does_not_fit_any_more_raises(change: str) -> None:
 
 @needs_cpp
 def test_another_backend_a_mode_and_trust_bounds_between_steps() -> None:
-    one, other = (OPTIMIZERS["LAMB"](make_params(SHAPES)) for _ in range(2))
+    one, other = (BUILDERS["LAMB"](make_params(SHAPES)) for _ in range(2))
     for i in range(8):
         for optimizer in (one, other):
             optimizer.param_groups[0]["trust_bounds"] = (0.5, 0.6) if i in (4, 5) else None
@@ -316,7 +316,7 @@ def test_another_backend_a_mode_and_trust_bounds_between_steps() -> None:
 
 
 def test_optimizers_in_threads_of_their_own() -> None:
-    """One steps while another's plan ends."""
+    """One optimizer steps while another's plan ends."""
     expected = new()
     for i in range(20):
         step(expected, i)
@@ -342,12 +342,12 @@ def test_optimizers_in_threads_of_their_own() -> None:
 
 @needs_cpp
 @pytest.mark.parametrize("steps", [1, 3])
-@pytest.mark.parametrize("build", OPTIMIZERS)
+@pytest.mark.parametrize("build", BUILDERS)
 def test_freed_memory_is_an_error(build: str, steps: int) -> None:
     """Storages that are resized to nothing, as FSDP does with weights, are named before anything changes."""
     dtype = torch.bfloat16 if "errors" in build else torch.float32
     optimizer, other = (
-        OPTIMIZERS[build]([torch.nn.Parameter(p.detach().to(dtype)) for p in make_params(SHAPES)]) for _ in range(2)
+        BUILDERS[build]([torch.nn.Parameter(p.detach().to(dtype)) for p in make_params(SHAPES)]) for _ in range(2)
     )
     for i in range(steps):
         step(optimizer, i), step(other, i)

@@ -1,4 +1,4 @@
-"""bf16 weights that are changed or saved between two steps, with what is kept of them."""
+"""bf16 weights with master_weights that others edit, or that are saved, between two steps."""
 
 import copy
 import re
@@ -52,7 +52,7 @@ def test_no_state_makes_another_number_of_a_weight(kept: str) -> None:
 @pytest.mark.parametrize("build", [optim.AdamW, optim.Lion, optim.SGD], ids=name_of)
 @pytest.mark.parametrize("state_bits", [8, 32])
 def test_a_step_of_nothing_leaves_every_weight(backend: str, kept: str, build: type, state_bits: int) -> None:
-    """Whatever is kept beside it; and the backends mend what is kept alike."""
+    """Whatever error a state has; and all backends correct impossible errors alike."""
     runs = []
     for each in (backend, "reference"):
         p, state = hostile(kept)

@@ -1,4 +1,4 @@
-"""bf16 weights with their rounding errors, and stochastically rounded."""
+"""Steps of bf16 weights with kept rounding errors (master_weights), and with stochastic_rounding."""
 
 import copy
 

@@ -1,4 +1,7 @@
-"""States on the host on fake CUDA tensors, whose operators refuse tensors of two devices; run by fake_cuda.call."""
+"""Steps of HostOffload(step_on="device") on fake CUDA tensors, whose operators refuse tensors of two devices.
+
+Run by fake_cuda.call.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ class FakeHostOffload(HostOffload):
 
 
 def steps(name: str, options: dict[str, Any], in_backward: bool) -> dict[str, Any]:
-    """Bytes on the device: of weights, of both buffers, and allocated in a backward pass and its step at the most."""
+    """Bytes on the device: of weights, of both buffers, and the peak in a backward pass and its step; states' devices."""
     device.BUCKET_BYTES = 2**22
     with FakeTensorMode():
         params = [nn.Parameter(torch.empty(WIDTH, WIDTH, dtype=torch.bfloat16, device="cuda")) for _ in range(COUNT)]
@@ -51,7 +54,7 @@ def steps(name: str, options: dict[str, Any], in_backward: bool) -> dict[str, An
         (stage,) = optimizer._stages.values()
         peak = memory.peak_bytes(step)
         states = [x for state in optimizer.state.values() for x in state.values()]
-        # What reads states and weights together:
+        # Operations that read states and weights together:
         optimizer.load_state_dict(optimizer.state_dict())
         optimizer.param_groups[0]["block_size"] = 128
         step()
@@ -72,7 +75,7 @@ def steps(name: str, options: dict[str, Any], in_backward: bool) -> dict[str, An
 
 
 def all_steps() -> dict[tuple[str, bool, bool], dict[str, Any]]:
-    """:func:`steps` by the optimizer's name, whether it keeps more of its weights, and whether it steps in backward."""
+    """:func:`steps` by the optimizer's name, whether it has master_weights, and whether it steps in backward."""
     return {
         (name, kept, in_backward): steps(name, {"master_weights": "bf16+16"} if kept else {}, in_backward)
         for name in ("AdamW8bit", "LAMB8bit", "SGD8bit", "AdamW")
@@ -82,7 +85,7 @@ def all_steps() -> dict[tuple[str, bool, bool], dict[str, Any]]:
 
 
 def loaded_from_the_host() -> set[str]:
-    """A state_dict on the CPU in an optimizer of CUDA parameters that keeps more of its weights."""
+    """The states' devices after a state_dict on the CPU is loaded with other master_weights for CUDA parameters."""
     with FakeTensorMode():
         params = [nn.Parameter(torch.empty(64, 64, dtype=torch.bfloat16, device="cuda")) for _ in range(2)]
         optimizers = [optim.AdamW8bit(params, min_8bit_size=0, master_weights=w) for w in ("bf16+8", "bf16+16")]

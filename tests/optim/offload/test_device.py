@@ -1,4 +1,4 @@
-"""States on the host that the device steps: bits, order of copies, memory, and what others do between the steps."""
+"""HostOffload(step_on="device"): bits, order of copies, memory, and what others do between the steps."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def on_device(build: Any, way: str = "device", wrapper: Any = LateHostOffload, *
 
 
 def regions_of(optimizer: Any) -> list[Any]:
-    """In the order of the parameters."""
+    """The regions of the states, in the order of the parameters."""
     states = (optimizer.state[p] for group in optimizer.param_groups for p in group["params"])
     return [*dict.fromkeys(state.region for state in states)]
 
@@ -70,7 +70,7 @@ def test_bf16_weights(options: dict[str, Any], way: str) -> None:
 def test_parameters_of_which_some_rows_come_at_a_time(
     name: str, shape: tuple[int, ...], way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows that are longer than a block, of which several are one, and a parameter of one row; errors of weights."""
+    """Rows longer than a block, rows of which several are a block, a parameter of one row, and bf16 weights' errors."""
     monkeypatch.setattr(device, "BUCKET_BYTES", 2500)
     adamw = {"algorithm": "adamw", "lr": 1e-3} if name == "Muon8bit" else {}
     options = {"amsgrad": True} if name == "Adam" else {"min_8bit_size": 0, "block_size": 64}

@@ -1,4 +1,4 @@
-"""HostOffload: the bits of the step in memory, what stays on the device, an optimizer's methods."""
+"""HostOffload with steps on the CPU: the bits of steps without it, clipping, GradScaler, and its state dicts."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_grad_scaler_and_torch_s_clipping(build: type, mode: dict[str, Any], wra
 
 @pytest.mark.parametrize(("wrapper", "calls"), [(HostOffload, 1), (LateHostOffload, 6)], ids=["cpu", "late"])
 def test_where_nothing_is_transferred_a_step_is_one_call(wrapper: type[HostOffload], calls: int) -> None:
-    """In several it took up to twice as long on a machine whose cores are all taken."""
+    """Several calls took up to twice as long on a machine whose cores are all taken."""
 
     class Counted(torch.optim.SGD):
         steps = 0

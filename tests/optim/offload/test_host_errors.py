@@ -1,4 +1,4 @@
-"""What HostOffload refuses."""
+"""What HostOffload refuses: options, classes, GradScaler with offloaded gradients, bad gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order of copies, events and steps of HostOffload, and what stays in memory."""
+"""HostOffload with steps on the CPU: the order of copies, events and steps, and which tensors stay in memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.offloaded import MODES, events_of_a_step, model_of
 
 
 def logged(mode: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """With the steps of buckets, each of a matrix."""
+    """The events of a step (:func:`events_of_a_step`) with the CPU's steps of buckets, each of which is a matrix."""
     log: list[Any] = []
     step = HostOffload._step_inner
     monkeypatch.setattr(HostOffload, "_step_inner", lambda self, bucket: (log.append("CPU steps"), step(self, bucket)))

@@ -1,4 +1,4 @@
-"""HostOffload follows its groups and states as the optimizer in memory does, and what a step changes in them."""
+"""HostOffload with groups and states that users or a step change: the results of the optimizer without it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def parameters(count: int = COUNT, seed: int = 0) -> list[nn.Parameter]:
 
 
 def train(optimizer: torch.optim.Optimizer, first: int, last: int, between: Callable[[Any], Any] | None = None) -> None:
-    """Steps on gradients that come from backward(), each of them another one. ``between``: backward() and step()."""
+    """Steps with another gradient each from backward(). ``between``: called between backward() and step()."""
     for step in range(first, last):
         optimizer.zero_grad()
         generator = torch.Generator().manual_seed(100 + step)
@@ -82,7 +82,7 @@ class Nested(Counting):
 
 
 class Together(Counting):
-    """As Prodigy's d: one number of all parameters' gradients."""
+    """Like Prodigy's d: one number, computed from all parameters' gradients."""
 
     kept = {"d": 1.0}  # noqa: RUF012
 
@@ -192,7 +192,7 @@ def transpose(optimizer: Any) -> None:
 
 
 def set_options(**options: Any) -> Callable[[Any], None]:
-    """In all groups that have them."""
+    """Sets options in all groups that have them."""
 
     def changed(optimizer: Any) -> None:
         for group in optimizer.param_groups:
@@ -350,7 +350,7 @@ def test_a_group_that_is_refused_changes_nothing() -> None:
 
 
 def test_a_frozen_group_that_is_thawed() -> None:
-    """HostOffload asked for errors of bf16 weights there, as none of its parameters was something else."""
+    """HostOffload has turned on master_weights for the group, which had no trainable parameter that is not bf16."""
     frozen = parameters(2)
     for p in frozen:
         p.requires_grad_(False)

@@ -1,4 +1,4 @@
-"""HostOffload after others have changed weights."""
+"""HostOffload's steps go on from weights that others have changed since the last one."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ HOST_EDITS: dict[str, Callable[[nn.Module], Any]] = {
 @pytest.mark.parametrize("edit", HOST_EDITS)
 @pytest.mark.parametrize("case", ["fp32 weights", "bf16+8", "torch's, fp32", "torch's, bf16"])
 def test_a_step_goes_on_from_edited_weights(mode: str, wrapper: type[HostOffload], edit: str, case: str) -> None:
-    """As it does in memory: never back to weights of before."""
+    """As steps without HostOffload do, and never from the weights before the edit."""
     dtype = torch.float32 if case == "torch's, fp32" else torch.bfloat16
     build: Any = torch.optim.AdamW if "torch" in case else optim.AdamW8bit
     options = {"lr": 1e-2} | ({} if "torch" in case else {"min_8bit_size": 0})

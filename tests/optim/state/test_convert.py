@@ -238,7 +238,7 @@ def stepped(build: Any, **options: Any) -> tuple[nn.Linear, Any]:
 
 
 def replace(model: nn.Linear, optimizer: Any) -> None:
-    """As a wrapper does."""
+    """Puts a copy of the weight into the model and the group, as a wrapper does."""
     model.weight = nn.Parameter(model.weight.detach().clone())
     optimizer.param_groups[0]["params"][0] = model.weight
 
@@ -290,6 +290,7 @@ def test_the_inner_optimizer_has_the_groups_options(mode: dict[str, bool]) -> No
 # ---- errors
 
 G, S = "param_groups", "state"
+# name: the place in the state dict, the value put there (DROP: none), the error and its message
 MATRIX = torch.zeros(96, 64)
 ERRORS: dict[str, tuple[tuple[Any, ...], Any, type[Exception], str]] = {
     "amsgrad": ((G, 0, "amsgrad"), True, ValueError, r"\[0\] has amsgrad=True"),

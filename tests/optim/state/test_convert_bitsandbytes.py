@@ -1,4 +1,4 @@
-"""State dicts of bitsandbytes, converted to memkern's: its format by hand, and itself."""
+"""State dicts of bitsandbytes, converted to memkern's: written by hand, and by bitsandbytes itself if installed."""
 
 import copy
 from typing import Any
@@ -61,6 +61,7 @@ def bnb_value(state: State, k: str, block: int = 256) -> Tensor:
     return (quant[f"qmap{k}"][codes.long().reshape(-1)] * scale).reshape(codes.shape)
 
 
+# class: its moments, state1 and state2 of bitsandbytes
 KINDS = {
     "AdamW8bit": ("exp_avg", "exp_avg_sq"),
     "Adam8bit": ("exp_avg", "exp_avg_sq"),
@@ -190,6 +191,7 @@ def test_training_goes_on_from_bitsandbytes(bnb: Any, kind: str, exchanged: bool
 # ---- errors
 
 G, S = "param_groups", "state"
+# name: the place in the state dict, the value put there (DROP: none), the error and its message
 MATRIX = torch.zeros(96, 64)
 ERRORS: dict[str, tuple[tuple[Any, ...], Any, type[Exception], str]] = {
     "no state2": ((S, 0, "state2"), DROP, ValueError, r"\[0\] must have state2"),

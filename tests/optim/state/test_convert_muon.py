@@ -1,4 +1,4 @@
-"""States of torch.optim.Muon and AdamW, to memkern.optim.Muon's."""
+"""State dicts of torch.optim.Muon and torch.optim.AdamW, converted to one of memkern.optim.Muon."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What people bring from bitsandbytes and apex: errors that name what to write."""
+"""Arguments of bitsandbytes and apex, and GlobalOptimManager: errors that say what to write instead."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from tests.support.helpers import (
     train,
 )
 
+# an argument of another library, what the error says
 ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"optim_bits": 8}, r"optim_bits \(bitsandbytes's\): write state_bits=8"),
     ({"optim_bits": 32}, "write state_bits=32"),

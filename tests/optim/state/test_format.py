@@ -1,4 +1,4 @@
-"""A state knows its format: codes in files of any memory format, exports, copies, and what others put beside them."""
+"""A state keeps its storage format: in files that reorder codes, in copies, and beside entries of wrappers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ORDERS = {
 @pytest.mark.parametrize("target_order", ORDERS)
 @pytest.mark.parametrize("source_order", ORDERS)
 def test_a_file_that_makes_codes_contiguous(source_order: str, target_order: str) -> None:
-    """As safetensors does: codes belong to blocks of the memory format that they were saved in."""
+    """As safetensors makes them: codes still belong to blocks of the memory format that they were saved in."""
     x = hard((8, 16, 8, 8), 0)
     source = optim.AdamW8bit([torch.nn.Parameter(ORDERS[source_order](x))])
     train(source)
@@ -112,7 +112,7 @@ def test_removed_parameters_are_freed() -> None:
 
 @pytest.mark.parametrize("build", OPTIMIZERS, ids=name_of)
 def test_entries_of_a_wrapper_before_the_first_step(build: type) -> None:
-    """As wrappers for schedule-free training keep them."""
+    """As wrappers for schedule-free training make them."""
     p = torch.nn.Parameter(hard((64, 128), 0))
     optimizer = build([p], min_8bit_size=0)
     optimizer.state[p]["z"] = z = torch.ones(3)

@@ -1,4 +1,4 @@
-"""A state dict of another optimizer: its options, its bits, its age, and what is refused."""
+"""State dicts of optimizers of other classes, bits, dtypes or options: what is converted, what is refused."""
 
 import copy
 import math
@@ -21,7 +21,7 @@ from tests.support.helpers import (
     train,
 )
 
-FULL = {c: getattr(optim, c.__name__.removesuffix("8bit")) for c in EIGHT_BIT}  # 8-bit class -> 32-bit class
+UNQUANTIZED = {c: getattr(optim, c.__name__.removesuffix("8bit")) for c in EIGHT_BIT}  # 8-bit class -> 32-bit class
 OTHER_OPTIONS = "of an optimizer with other options than this"
 
 
@@ -56,7 +56,7 @@ def test_a_state_of_adamw_comes_to_adam_as_in_torch() -> None:
 @over_8bit
 @pytest.mark.parametrize("codec", ["power", "dynamic"])
 def test_a_32_bit_state_is_quantized_for_an_8_bit_optimizer(build: type, codec: str) -> None:
-    source = FULL[build](make_params(), codec=codec)
+    source = UNQUANTIZED[build](make_params(), codec=codec)
     train(source, 3)
     target = build(make_params())
     with pytest.warns(UserWarning, match=f"{OTHER_OPTIONS} {build.__name__}.*group 0: state_bits 32 -> 8$"):
@@ -75,7 +75,7 @@ def test_a_32_bit_state_is_quantized_for_an_8_bit_optimizer(build: type, codec: 
 
 @over_8bit
 def test_an_8_bit_state_is_dequantized_for_a_32_bit_optimizer(build: type) -> None:
-    source, target = build(make_params()), FULL[build](make_params())
+    source, target = build(make_params()), UNQUANTIZED[build](make_params())
     train(source, 3)
     with pytest.warns(UserWarning, match="state_bits 8 -> 32"):
         target.load_state_dict(source.state_dict())
@@ -110,7 +110,7 @@ def test_a_state_of_the_same_options_warns_of_nothing(build: type) -> None:
 
 
 def test_shards_keep_their_bits_whatever_their_size() -> None:
-    """A shard of an 8-bit state may be smaller than what is stored in 8 bits from the start."""
+    """A shard with an 8-bit state may be smaller than min_8bit_size."""
     source = optim.AdamW8bit([torch.nn.Parameter(torch.ones(64, 128))])
     train(source)
     state_dict = source.state_dict()
@@ -179,7 +179,7 @@ def test_infinite_moments_load() -> None:
     assert target.state[target.param_groups[0]["params"][0]]["exp_avg_sq"].isinf().sum() == 1
 
 
-# ---- what an optimizer has made itself
+# ---- states that look like another kind of state
 
 
 @pytest.mark.parametrize(

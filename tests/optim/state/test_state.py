@@ -1,4 +1,4 @@
-"""state_dict and load_state_dict: a run resumes bit for bit, and nothing else's state gets in."""
+"""state_dict and load_state_dict: a run resumes bit for bit; corrupt and foreign states are refused."""
 
 import copy
 import pickle
@@ -28,6 +28,7 @@ from tests.support.helpers import (
 CODECS = ({"codec": "power"}, {"codec": "dynamic", "block_size": 64})
 
 
+# How a state dict comes from one run to the next.
 WAYS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "as it is": lambda s: s,
     "torch.save": saved,

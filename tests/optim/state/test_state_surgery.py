@@ -1,4 +1,4 @@
-"""Rows of a parameter that are cut out or joined, with its state, as 3D Gaussian splatting prunes and clones."""
+"""Rows of a parameter and of its state are cut out or appended, as 3D Gaussian splatting prunes and clones points."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def cloned(x: Tensor) -> Tensor:
     return torch.cat([x, torch.zeros(50, *x.shape[1:])])  # floats, as the published code has them
 
 
-def operate(optimizer: Any, change: Callable[[Tensor], Tensor], keys: Any = None) -> nn.Parameter:
-    """As the published code does it: the first group's parameter is another one, with its edited state."""
+def replace_parameter(optimizer: Any, change: Callable[[Tensor], Tensor], keys: Any = None) -> nn.Parameter:
+    """Changes the first group's parameter and its state, or the ``keys`` of it, as the published code does."""
     group = optimizer.param_groups[0]
     p = group["params"][0]
     state = optimizer.state.pop(p)
@@ -48,7 +48,7 @@ def operate(optimizer: Any, change: Callable[[Tensor], Tensor], keys: Any = None
     return new
 
 
-def with_two(build: Any, width: int = WIDTH, **options: Any) -> Any:
+def of_two_groups(build: Any, width: int = WIDTH, **options: Any) -> Any:
     groups = [{"params": [("sh", parameter(width))]}, {"params": [("xyz", parameter(width))]}]
     return build(groups, lr=1e-2, **{"min_8bit_size": 0, **options})
 
@@ -56,9 +56,9 @@ def with_two(build: Any, width: int = WIDTH, **options: Any) -> Any:
 @pytest.mark.parametrize("change", [pruned, cloned], ids=name_of)
 @pytest.mark.parametrize("build", OPTIMIZERS, ids=name_of)
 def test_codes_cannot_be_cut_or_joined(build: Any, change: Callable[[Tensor], Tensor]) -> None:
-    optimizer = with_two(build)
+    optimizer = of_two_groups(build)
     step(optimizer, 0)
-    p = operate(optimizer, change)
+    p = replace_parameter(optimizer, change)
     if optimizer.param_groups[0]["state_bits"] == 32:
         step(optimizer, 1)
         assert all(x.shape == p.shape for key, x in optimizer.state[p].items() if key.startswith("exp_avg"))
@@ -77,11 +77,11 @@ def test_codes_cannot_be_cut_or_joined(build: Any, change: Callable[[Tensor], Te
 @pytest.mark.parametrize("build", [optim.AdamW8bit, optim.SGD8bit, optim.HostOffload], ids=name_of)
 def test_the_way_that_the_error_names(build: Any, change: Callable[[Tensor], Tensor]) -> None:
     make = build if build is not optim.HostOffload else lambda *a, **o: optim.HostOffload(optim.AdamW8bit, *a, **o)
-    optimizer = with_two(make)
+    optimizer = of_two_groups(make)
     step(optimizer, 0)
     optimizer.param_groups[0]["state_bits"] = 32
     optimizer.state_dict()
-    p = operate(optimizer, change)
+    p = replace_parameter(optimizer, change)
     floats = {key: x.clone() for key, x in optimizer.state[p].items() if x.shape == p.shape}
     optimizer.param_groups[0]["state_bits"] = 8
     optimizer.state_dict()
@@ -94,10 +94,10 @@ def test_the_way_that_the_error_names(build: Any, change: Callable[[Tensor], Ten
 
 
 def test_rows_of_whole_blocks_may_be_cut_with_their_scales() -> None:
-    cut, whole = (with_two(optim.AdamW8bit, width=256) for _ in range(2))
+    cut, whole = (of_two_groups(optim.AdamW8bit, width=256) for _ in range(2))
     for optimizer in (cut, whole):
         step(optimizer, 0)
-    operate(cut, pruned, ["exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale"])
+    replace_parameter(cut, pruned, ["exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale"])
     for optimizer in (cut, whole):
         for group in optimizer.param_groups:
             for p in group["params"]:
@@ -107,6 +107,7 @@ def test_rows_of_whole_blocks_may_be_cut_with_their_scales() -> None:
     assert_same(p, pruned(q))
 
 
+# name: options, an edit of the state's entries, the entry and the error that names it
 WRONG: dict[str, tuple[dict[str, Any], Callable[[Any], Any], str, str]] = {
     "scale": (
         {},
