@@ -148,7 +148,7 @@ def test_max_grad_norm_is_of_the_optimizer_not_of_a_checkpoint() -> None:
 def test_a_group_that_is_added_has_the_norm_that_was_set_in_all(hosted: bool) -> None:
     p, q = (torch.nn.Parameter(torch.ones(8)) for _ in range(2))
     optimizer: Any = optim.HostOffload(optim.AdamW, [p]) if hosted else optim.AdamW([p])
-    optimizer.param_groups[0]["max_grad_norm"] = 1.0  # and no step since
+    optimizer.param_groups[0]["max_grad_norm"] = 1.0  # set after construction, and no step since
     with pytest.raises(ValueError, match=r"max_grad_norm belongs to the whole optimizer, which has 1\.0"):
         optimizer.add_param_group({"params": [q], "max_grad_norm": 2.0})
     optimizer.add_param_group({"params": [q]})

@@ -106,7 +106,7 @@ def pickled(model: nn.Module) -> nn.Module:
 
 # What may be done to a model before optim.param_groups reads it.
 WAYS = {
-    "unchanged": lambda model: model,
+    "itself": lambda model: model,
     "deepcopy": copy.deepcopy,
     "state_dict": saved_and_loaded,
     "pickle": pickled,

@@ -158,7 +158,7 @@ def another(name: str, default: Any) -> Any:
 
 @over_optimizers
 def test_options_reach_the_groups(build: type) -> None:
-    """By name and by place. Those of the classic LARS, and those that need or refuse others, are tested elsewhere."""
+    """By name and by position. Options of the classic LARS, and those that need or refuse others: tested elsewhere."""
     parameters = inspect.signature(build).parameters
     kept = {"lr", "weight_decay", "momentum", "eps", "betas", "maximize", "layers", "decoupled_weight_decay"}
     kept |= {"bias_correction", "trust_clip", "always_adapt", "decoupled_decay", "max_grad_norm"}
@@ -291,7 +291,7 @@ def test_bad_gradients_raise_before_anything_changes(build: type, name: str, ste
     else:
         rest = {"trust_ratio": 1.0}
         assert all((value == rest.get(key, 0)).all() for state in after["states"] for key, value in state.items())
-    if name != "another shape":  # and goes on as if nothing had been
+    if name != "another shape":  # a step without the bad gradient works
         params[1].grad = None
         optimizer.step()
 

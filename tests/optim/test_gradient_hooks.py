@@ -75,7 +75,7 @@ def test_a_parameter_that_left_the_groups_keeps_its_gradient() -> None:
         other.step()
         other.zero_grad()
     assert p.tolist() == q.tolist() == [-4.0] * 4
-    optimizer.param_groups.append(group)  # and back
+    optimizer.param_groups.append(group)  # the group is back
     optimizer.step()
     (p + q).sum().backward()
     assert q.grad is None

@@ -228,7 +228,7 @@ def test_buckets_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("wrap", [optim.HostOffload, optim.StepInBackward], ids=name_of)
 @pytest.mark.parametrize("cls", [Muon, Muon8bit], ids=name_of)
 def test_wrapped_groups_are_the_groups(wrap: Any, cls: Any) -> None:
-    """With a schedule that sets rates and betas, and each algorithm's own eps."""
+    """Under HostOffload and StepInBackward, with a schedule that sets lr and betas, and each algorithm's own eps."""
     options = {"lr": 0.01, "min_8bit_size": 0}
     expected, plain, _ = run(lambda params: cls(sharded.muon_groups(params), **options))
     found, wrapped, _ = run(lambda params: wrap(cls, sharded.muon_groups(params), **options))

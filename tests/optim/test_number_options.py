@@ -23,7 +23,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "LARS": LARS,
     "Muon": {"split": (32, 32)},
 }
-# What makes an option of a Python number.
+# Each turns an option, a Python number or str, into another type.
 KINDS: dict[str, Callable[[Any], Any]] = {
     "numpy": lambda x: {bool: np.bool_, int: np.int64, float: np.float64, str: np.str_}[type(x)](x),
     "float32": lambda x: np.float32(x) if type(x) is float else x,

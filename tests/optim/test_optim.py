@@ -168,7 +168,7 @@ def test_lazy_modules(build: type) -> None:
 @pytest.mark.parametrize("overlap", ["whole", "rows"])
 @over_optimizers
 def test_parameters_over_one_memory_are_stepped_one_after_the_other(build: type, overlap: str, when: str) -> None:
-    """As torch.optim does: the second begins from what the first has written."""
+    """As in torch.optim, the second parameter's step begins from what the first one's has written."""
 
     def run(together: bool) -> torch.Tensor:
         a, b = (torch.nn.Parameter(torch.linspace(-1, 1, 128 * 512).view(128, 512)) for _ in range(2))

@@ -31,7 +31,7 @@ class Experts(Own):
 
 
 class Copies(nn.Module):
-    """As PEFT's ModulesToSaveWrapper."""
+    """A stand-in for PEFT's ModulesToSaveWrapper."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Copies(nn.Module):
 
 
 class Lora(nn.Module):
-    """As PEFT's LoRA layers."""
+    """A stand-in for PEFT's LoRA layers."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()

@@ -80,7 +80,7 @@ def test_a_scheduler_does_what_it_does_to_torchs(build: Any, name: str) -> None:
 @pytest.mark.parametrize("tensors", [False, True], ids=["float", "tensor"])
 @pytest.mark.parametrize("build", [optim.AdamW8bit, optim.SGD, optim.Muon], ids=name_of)
 def test_a_run_that_is_saved_goes_on(build: type, tensors: bool, name: str) -> None:
-    """With options as floats and as tensors, of which a scheduler replaces some."""
+    """With options as floats, and as tensors, some of which a scheduler replaces by others."""
     options = {"lr": 1e-2, **twin(build)[1]}
     if tensors:
         options["lr"] = torch.tensor(1e-2)
@@ -152,7 +152,7 @@ def test_one_beta_of_each_kind_is_converted() -> None:
 
 
 def test_adamws_betas_in_muon() -> None:
-    """They are the groups' own: given once, kept by copies, and not cycled."""
+    """AdamW's betas, an option of Muon, are in every group, also after a copy, and no scheduler cycles them."""
     (p,), (q,), (r,) = params(), params(), params()
     groups: list[dict[str, Any]] = [{"params": [p]}, {"params": [q], "algorithm": "adamw", "lr": 1e-3}]
     optimizer = optim.Muon(groups, lr=0.02, betas=(0.8, 0.9))

@@ -331,7 +331,7 @@ def test_grad_scaler(unscale: bool) -> None:
         scaler.unscale_(optimizer)
     with pytest.raises(RuntimeError, match="a GradScaler cannot be used with this StepInBackward"):
         scaler.step(optimizer)
-    optimizer.step()  # without it
+    optimizer.step()  # without the scaler
     disabled = torch.amp.GradScaler("cpu", enabled=False)
     disabled.scale(p.sum()).backward()
     disabled.step(optimizer)

@@ -133,7 +133,7 @@ def test_options_of_storage_convert_the_state_at_the_next_step(build: type, chan
     group = optimizer.param_groups[0]
     before, old = moments_of(optimizer), dict(group)
     group.update(change)
-    # What is saved or copied before the step is stored as its options say, too.
+    # A state_dict or a copy made before the step is stored as the new options say, too.
     for saved in (copy.deepcopy(optimizer.state_dict()), copy.deepcopy(optimizer).state_dict()):
         other = build(make_params(), lr=0.0, **change)
         other.load_state_dict(saved)

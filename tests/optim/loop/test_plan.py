@@ -75,7 +75,7 @@ def plain_dicts(o: optim.AdamW8bit) -> None:
         o.state[p] = {key: x.clone() for key, x in o.state[p].items()}
 
 
-def without_format(o: optim.AdamW8bit) -> None:  # as Lightning moves states
+def without_format(o: optim.AdamW8bit) -> None:  # Lightning moves states so
     for p in params_of(o):
         o.state[p] = State({key: x.clone() for key, x in o.state[p].items()})
 

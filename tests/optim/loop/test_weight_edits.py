@@ -117,7 +117,7 @@ EDITS: dict[str, Callable[[torch.nn.Linear], None]] = {
 
 
 def moved(model: torch.nn.Linear, before: list[Tensor]) -> float:
-    """By how much more than a unit in the last place weights have moved."""
+    """The most by which any weight has moved beyond a unit in the last place of bf16."""
     return max(
         ((p.float() - x.float()).abs() - x.float().abs() * 2**-7).max().item()
         for p, x in zip(model.parameters(), before, strict=True)

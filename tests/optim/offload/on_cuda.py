@@ -32,7 +32,7 @@ class FakeHostOffload(HostOffload):
 
 
 def steps(name: str, options: dict[str, Any], in_backward: bool) -> dict[str, Any]:
-    """Bytes on the device: of weights, of both buffers, and the peak in a backward pass and its step; states' devices."""
+    """Bytes on the device: of weights, both buffers, and the peak in a backward pass and its step; states' devices."""
     device.BUCKET_BYTES = 2**22
     with FakeTensorMode():
         params = [nn.Parameter(torch.empty(WIDTH, WIDTH, dtype=torch.bfloat16, device="cuda")) for _ in range(COUNT)]

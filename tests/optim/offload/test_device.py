@@ -164,13 +164,13 @@ def test_calls_of_a_bucket_take_no_time() -> None:
 
 
 def reuse_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A buffer is written before the copy back from it has ended."""
+    """Fault: a buffer is written before the copy back from it has ended."""
     real = LateTransfers.to_device
     monkeypatch.setattr(LateTransfers, "to_device", lambda self, x, host, *after: real(self, x, host, ("down", 0)))
 
 
 def skip_copy_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a step has changed stays on the device."""
+    """Fault: what a step has changed is not copied back for every third tensor."""
     real, calls = LateTransfers.to_host, []
 
     def some(self: Any, host: Tensor, x: Tensor) -> Any:
@@ -254,7 +254,7 @@ def test_memory_of_former_states_is_let_go() -> None:
 
 
 def test_parameters_that_have_a_gradient_now_and_then() -> None:
-    """As experts: their states stay where they are."""
+    """As experts have: their states stay in their places in the host's memory."""
 
     def trained(make: Callable[[Any], Any]) -> Any:
         params = [nn.Parameter(torch.full((20, 20), 1.0 + i)) for i in range(6)]
@@ -273,7 +273,7 @@ def test_parameters_that_have_a_gradient_now_and_then() -> None:
 
 
 def test_a_run_goes_on_between_the_forms(tmp_path: Any) -> None:
-    """From a plain optimizer to the host, to steps in the backward pass, to the CPU's, and back, through files."""
+    """Through files: from the optimizer alone to steps on the device, in the backward pass, on the CPU, and back."""
     options = {"lr": 1e-2, "min_8bit_size": 0, "master_weights": "bf16+16"}
     forms = [
         lambda p: optim.AdamW8bit(p, **options),

@@ -139,7 +139,7 @@ def test_a_class_of_its_own_that_keeps_nothing_in_groups_can() -> None:
 
 
 def assign_group(optimizer: Any) -> None:
-    """As Lightning's BaseFinetuning does when it resumes."""
+    """Assigns param_groups a new list with one more group, as Lightning's BaseFinetuning does when it resumes."""
     group = {**optimizer.param_groups[0], "params": parameters(2, 1), "lr": 3e-3}
     optimizer.param_groups = [*optimizer.param_groups, group]
 
@@ -163,7 +163,7 @@ def add_group(optimizer: Any) -> None:
 
 
 def take_out_and_add(optimizer: Any) -> None:
-    """As LLRD and unfreezing callbacks do: out of one group, and into a new one."""
+    """Moves a parameter to a new group some steps later, as LLRD and unfreezing callbacks do."""
     taken = optimizer.param_groups[0]["params"].pop()
     train(optimizer, 3, 5)
     optimizer.add_param_group({"params": [taken]})
@@ -325,7 +325,7 @@ def test_an_export_converts_no_states() -> None:
 
 @over_transfers
 def test_a_gradient_of_a_parameter_that_has_left_stays(wrapper: type[HostOffload]) -> None:
-    """Another optimizer may take it."""
+    """Its gradient is not moved to the host, as another optimizer may step the parameter."""
     a, b = parameters(2)
     optimizer = wrapper(optim.AdamW, [a, b], offload_gradients=True)
     train(optimizer, 0, 1)

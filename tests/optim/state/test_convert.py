@@ -290,8 +290,8 @@ def test_the_inner_optimizer_has_the_groups_options(mode: dict[str, bool]) -> No
 # ---- errors
 
 G, S = "param_groups", "state"
-# name: the place in the state dict, the value put there (DROP: none), the error and its message
 MATRIX = torch.zeros(96, 64)
+# name: the place in the state dict, the value put there (DROP: none), the error and its message
 ERRORS: dict[str, tuple[tuple[Any, ...], Any, type[Exception], str]] = {
     "amsgrad": ((G, 0, "amsgrad"), True, ValueError, r"\[0\] has amsgrad=True"),
     "groups": ((G,), [{"params": [0]}, {"params": [1]}], ValueError, r"groups of \[2\].*got \[1, 1\]"),

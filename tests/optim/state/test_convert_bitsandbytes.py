@@ -191,8 +191,8 @@ def test_training_goes_on_from_bitsandbytes(bnb: Any, kind: str, exchanged: bool
 # ---- errors
 
 G, S = "param_groups", "state"
-# name: the place in the state dict, the value put there (DROP: none), the error and its message
 MATRIX = torch.zeros(96, 64)
+# name: the place in the state dict, the value put there (DROP: none), the error and its message
 ERRORS: dict[str, tuple[tuple[Any, ...], Any, type[Exception], str]] = {
     "no state2": ((S, 0, "state2"), DROP, ValueError, r"\[0\] must have state2"),
     "no map": ((S, 0, "qmap1"), DROP, ValueError, r"must have qmap1"),

@@ -72,7 +72,7 @@ def test_parameters_without_state_load() -> None:
 @pytest.mark.filterwarnings("ignore:the state_dict is of an optimizer with other options")
 @pytest.mark.parametrize(("was", "becomes"), [(8, 8), (8, 32), (32, 32)])
 def test_codes_of_another_memory_format_are_converted(was: Any, becomes: Any) -> None:
-    """As the next step would, had the state been loaded first and the parameter changed then."""
+    """Loading converts as the next step would if the parameter had changed its memory format after loading."""
     x = hard((8, 16, 8, 8), 0)
     last = torch.nn.Parameter(x.contiguous(memory_format=torch.channels_last))
     source = optim.AdamW8bit([last], state_bits=was)
