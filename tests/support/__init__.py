@@ -1,0 +1,1 @@
+"""What tests share: helpers, models, optimizer specs, pytest plugins; no tests."""

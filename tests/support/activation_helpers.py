@@ -19,7 +19,7 @@ from tests.support.helpers import hard
 
 
 class Activation(NamedTuple):
-    """ours(x, bits=..., inplace=...): arguments that it does not have are left out."""
+    """An activation of memkern beside torch's; calling it calls ``ours`` with the arguments that ``ours`` has."""
 
     ours: Callable[..., Tensor]
     torch: Callable[..., Tensor]

@@ -1,4 +1,4 @@
-"""Few-bit activations as a kernel gives them, beside the reference and torch's own."""
+"""Checks of a backend's few-bit activations against the reference and torch's own ops."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def compare_gelus(ops: Any, dtype: torch.dtype, names: Sequence[tuple[str, int]]
 
 
 def every_bf16(repeats: int = 1) -> Tensor:
-    """All 65,536 values, with NaNs and infinities."""
+    """All 65,536 bf16 values, with NaNs and infinities."""
     return torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.bfloat16).repeat(repeats)
 
 
@@ -85,8 +85,8 @@ TABLES = (("gelu", 3), ("gelu", 1), ("gelu_tanh", 4), ("gelu_tanh", 2))
 
 
 def compare_bf16_table(ops: Any, tables: Sequence[tuple[str, int]] = TABLES) -> None:
-    """Of large bf16 tensors the forward pass reads a table: the bits of torch's own op; for values beyond the table
-    those that the formula gives small tensors."""
+    """Large bf16 tensors, whose forward pass reads a table: the bits of torch's own op; for values beyond the table
+    the bits that the formula gives small tensors."""
     few, many = every_bf16(), torch.cat([every_bf16(8), torch.randn(13).bfloat16()])
     for name, bits in tables:
         table = LEVELS[name, bits]

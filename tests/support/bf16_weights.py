@@ -1,4 +1,4 @@
-"""bf16 weights for tests, and what may be kept beside them."""
+"""bf16 parameters for tests, and the options that keep their rounding errors or round them stochastically."""
 
 from typing import Any
 

@@ -15,7 +15,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "build" / "test-cache"
-# Whatever the compilers read, and what writes headers for them.
+# All files that compilers read, and those from which headers are generated.
 SOURCES = (
     "csrc/**/*",
     "tests/support/simt/**/*",

@@ -26,6 +26,7 @@ SHAPES: dict[str, Callable[[], Tensor]] = {
     "transposed": lambda: torch.randn(64, 96).t(),
     "one": lambda: torch.randn(()),
 }
+# Shapes whose blocks of 256 are bitsandbytes': 256 consecutive elements.
 SAME_BLOCKS = {"long_rows", "short_rows", "one_row", "flat"}
 HYPER: State = {"lr": 3e-3, "betas": (0.8, 0.97), "eps": 1e-7, "weight_decay": 0.1}
 OPTIONS: dict[str, State] = {
@@ -61,7 +62,7 @@ def train(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], steps: i
 
 
 def value(state: dict[str, Tensor], name: str, group: State) -> Tensor:
-    """A moment of memkern's as floats, decoded by hand."""
+    """A moment of a memkern optimizer as floats, decoded by dequantize_blockwise."""
     if state[name].dtype == torch.float32:
         return state[name]
     x = dequantize_blockwise(state[name], state[f"{name}_scale"], codec=group["codec"], block_size=group["block_size"])

@@ -1,4 +1,4 @@
-"""cpu_kernels.cpp, a program that runs the kernels of csrc/cpu, for any processor that a compiler makes code for."""
+"""Compiles cpu_kernels.cpp, a program that runs the kernels of csrc/cpu, for this processor or an emulated one."""
 
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
@@ -6,6 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 DRIVER = ROOT / "tests/support/cpu_kernels.cpp"
+# The compiler for ARM on other processors, and what runs its programs there.
 CROSS, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 FLAGS = ["-O3", "-std=c++20", "-ffp-contract=off", "-fno-math-errno", "-fno-tree-vectorize", "-Wno-psabi"]
 

@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint of a model and its optimizer."""
+"""State dicts of a model and its optimizer for torch.distributed.checkpoint, and loading them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""For the tests that PyTorch runs over its own optimizers: each class with its options, and a small problem."""
+"""Cases of torch's generic tests of optimizers (generic_tests.py): each class with options, and a small problem."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What PyTorch asks of its own optimizers (torch/testing/_internal/common_optimizers.py, test/test_optim.py), of ours.
+"""torch's generic tests of optimizers (its test/test_optim.py, testing/_internal/common_optimizers.py) on memkern's.
 
 Each test has a fixture ``new``, which builds an optimizer with the options of a case, or ``plain``, which builds one of
 each class. They are collected for the classes (tests/optim/generic/test_generic.py) and for wrapped ones
@@ -40,7 +40,7 @@ def test_goes_in_the_right_direction(new: Any) -> None:
 
 @pytest.mark.parametrize(("shape", "dtype"), [((), torch.float64), ((1,), torch.float32), ((1, 1), torch.float64)])
 def test_a_tensor_lr_is_its_number(plain: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Whatever is written into it between steps."""
+    """Also for each value that is written into the tensor between steps."""
     weight, bias, x = linear()
     ours = clones(weight, bias)
     reference, optimizer = plain([weight, bias], lr=0.0), plain(ours, lr=torch.zeros(shape, dtype=dtype))
@@ -249,7 +249,7 @@ def test_loading_leaves_the_state_dict_alone(plain: Any) -> None:
 
 
 def test_a_state_dict_of_another_dtype(plain: Any) -> None:
-    """As where a checkpoint of fp32 training goes on in bf16, and one of that in fp32 again."""
+    """A run goes on from a checkpoint of fp32 parameters in bf16, and from one of these in fp32 again."""
     optimizer, _ = primed(plain)
     for dtype in (torch.bfloat16, torch.float32):
         params = [Parameter(p.detach().to(dtype)) for p in optimizer.param_groups[0]["params"]]

@@ -1,4 +1,4 @@
-"""torch's own assertion on the memory pool of a CUDA graph, over memory that is made up."""
+"""torch's assertion on the memory pool of a CUDA graph, checked on made-up allocations without a GPU."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def guards(x: Tensor) -> Tensor:
 
 
 def dense_strides(shape: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a tensor whose dimensions lie in memory in this order, the innermost last."""
+    """Strides of a dense tensor whose dimensions lie in memory in this order, the innermost last."""
     strides, inside = [0] * len(shape), 1
     for d in reversed(order):
         strides[d] = inside

@@ -1,4 +1,4 @@
-"""What the tests share: backends, layouts, values that are hard to quantize, comparison in every bit."""
+"""What the tests share: backends, layouts, values that are hard to quantize, comparison in every bit, optimizers."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def param(backend: str, quick: tuple[str, ...] = ISAS[:1]) -> Any:
 
 
 def marks_of(backend: str) -> list[pytest.MarkDecorator]:
-    """Of a test on a backend, or on an instruction set."""
+    """The pytest marks of a test on a backend or on an instruction set."""
     reason = why_not(backend)
     marks = [pytest.mark.skipif(reason is not None, reason=str(reason))]
     return [*marks, pytest.mark.gpu] if device_of(backend) == "cuda" else marks

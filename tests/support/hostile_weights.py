@@ -1,4 +1,4 @@
-"""bf16 weights beside weight states that no step leaves there, as edits of the weights do."""
+"""Every bf16 weight beside rounding errors that no step would keep for it, as after edits of weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ BF16 = torch.bfloat16
 
 
 def hostile(kept: str) -> tuple[Tensor, Tensor]:
-    """Every bf16 value eight times, beside what a state may hold: errors that no step leaves there, too."""
+    """Every bf16 value eight times, beside eight errors that a state can hold, the extremes among them; (1024, 512)."""
     patterns = torch.arange(2**16).repeat_interleave(8)
     p = torch.where(patterns >= 2**15, patterns - 2**16, patterns).short().view(BF16)
     if kept == "bf16+8":

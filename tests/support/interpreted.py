@@ -1,7 +1,7 @@
-"""A pytest plugin: with TRITON_INTERPRET=1, it runs the tests that are marked, with the values that the mark names.
+"""A pytest plugin: with TRITON_INTERPRET=1 only tests marked ``interpreted`` run, with the values that the mark names.
 
-``@interpreted(layout=("odd",))`` on a test: it runs there too, on Triton, with these values of its parameters and all
-values of the others. The interpreter takes a millisecond for what a GPU does in a microsecond.
+``@interpreted(layout=("odd",))``: the test runs on Triton's interpreter too, with these values of a parameter and all
+values of others. The interpreter takes a millisecond for what a GPU does in a microsecond.
 """
 
 from __future__ import annotations

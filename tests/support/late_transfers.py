@@ -1,4 +1,4 @@
-"""Copies between a device and the host that are made as late as their events allow, both in the CPU's memory."""
+"""Stand-ins for HostOffload's copies that are made only when something waits for them, so that a missing wait shows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from memkern.optim.offload.transfers import Transfers
 
 
 class LateTransfers(Transfers):
-    """A copy is made when something waits for its event, and those of its direction that were begun before it.
+    """A copy is made when something waits for its event, with all earlier copies of its direction; all on the CPU.
 
     So what reads without waiting reads NaN or old values. ``log`` has what was called, in order.
     """

@@ -1,4 +1,4 @@
-"""What the randomized layers' tests share: inputs, projections as matrices, their variance, and what tells one seed."""
+"""What tests of randomized linear layers share: inputs, projections as matrices, variance, a check of the seed."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def gram(layer: nn.Module, run: Any = lambda layer, x: layer(x)) -> Tensor:
 
 
 def assert_gram(s: Tensor, k: int) -> None:
-    """Symmetric, of rank k, trace N: only one S on both sides gives that."""
+    """Symmetric, of rank k, trace N: so the forward and the backward pass have used the same S."""
     n = len(s)
     torch.testing.assert_close(s, s.T, rtol=1e-4, atol=1e-5)
     assert torch.linalg.matrix_rank(s, rtol=1e-4) == k

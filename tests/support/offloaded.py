@@ -1,4 +1,4 @@
-"""Models, loops and modes for the tests of HostOffload."""
+"""For the tests of HostOffload: its modes, a small model, a training loop, the log of a step's copies."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ MODES: dict[str, dict[str, Any]] = {
     "default": {},
     "offload_gradients": {"offload_gradients": True},
 }
-"""Ways of a step by the CPU."""
+"""Options of HostOffload with steps on the CPU."""
 ON_DEVICE: dict[str, dict[str, Any]] = {
     "device": {"step_on": "device"},
     "device, in backward": {"step_on": "device", "step_in_backward": True},
 }
+"""Options of HostOffload with steps on the device."""
 over_modes = pytest.mark.parametrize("mode", MODES)
 over_transfers = pytest.mark.parametrize("wrapper", [HostOffload, LateHostOffload], ids=["cpu", "late"])
 TORCH = [torch.optim.AdamW, torch.optim.SGD]
@@ -47,7 +48,7 @@ def run(
     dtype: torch.dtype = torch.float32,
     clip: float | None = None,
 ) -> tuple[dict[str, Any], torch.optim.Optimizer, nn.Module]:
-    """A loop as a user has it."""
+    """A user's training loop with a schedule; a snapshot of the optimizer, the optimizer, the model."""
     model = model_of(dtype)
     optimizer = make(model.parameters())
     scheduler = OneCycleLR(optimizer, max_lr=1e-2, total_steps=steps + 1)
@@ -65,7 +66,7 @@ def run(
 
 
 def events_of_a_step(own: dict[str, Any], log: list[Any]) -> list[Any]:
-    """What the third of some steps of three matrices calls, with the copies numbered from 0. ``log``: empty."""
+    """The log of the third step of three matrices, copies numbered from 0. ``log``: an empty list to write to."""
 
     class Logged(HostOffload):
         _transfers_of = staticmethod(lambda device: LateTransfers(device, log))

@@ -40,7 +40,7 @@ SAMPLES: dict[str, dict[str, Callable[[], list[Any]]]] = {
 for name in LAYERWISE:
     squares = torch.tensor([[9.0, 4.0], [0.0, 1.0]], dtype=torch.float64)
     SAMPLES[name]["squares of others"] = lambda name=name, x=squares: arguments(name, layouts=("odd", "1-D"), squares=x)
-for case in CASES.values():  # of many calls every fifteenth; without NaN, which opcheck takes for different
+for case in CASES.values():  # every fifteenth call; without NaN, which opcheck takes for different
     if case.emulated and case.op not in OPS:
         for i in range(0, sum(1 for _ in case.calls()), 15):
             SAMPLES.setdefault(case.op, {})[f"{case.name}, {i}"] = lambda case=case, i=i: each(

@@ -1,4 +1,4 @@
-"""A pytest plugin: of a test's product of parameters, cases with every pair of values run; `make test-long` runs all.
+"""A pytest plugin: a test runs as few combinations of its parameters as have every pair of values (all in test-long).
 
 ``@pytest.mark.pairwise`` on a test with three parameters or more. What fails with one combination of values mostly
 fails with two of them already (Cohen et al., The AETG System: An Approach to Testing Based on Combinatorial Design,
@@ -18,7 +18,7 @@ Pair = tuple[tuple[str, int], ...]
 
 
 def chosen(cases: list[set[Pair]], covered: set[Pair]) -> list[int]:
-    """Cases of which each adds as many pairs as any could, until none is left; ``covered`` gets those of them all."""
+    """A greedy choice: each case adds as many pairs as any could, until none is left. ``covered`` gets all pairs."""
     left = {*range(len(cases))}
     found = []
     while left:
@@ -32,7 +32,7 @@ def chosen(cases: list[set[Pair]], covered: set[Pair]) -> list[int]:
 
 
 def _runs(item: pytest.Item) -> bool:
-    """Not on a GPU, not by hand, and not skipped for a value of its parameters."""
+    """Whether a case runs here: not on a GPU, not by hand, and not skipped for a value of its parameters."""
     marks = [*item.iter_markers()]
     return not any(m.name in ("long", "gpu", "emulated") or (m.name == "skipif" and m.args[0] is True) for m in marks)
 

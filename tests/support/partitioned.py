@@ -113,7 +113,7 @@ class Traced:
         raise AssertionError("no graph of a forward and backward pass")
 
     def gradients(self, bits: Any, look: Look | None = None) -> list[Tensor | None]:
-        """Of the inputs; None for those that need none. bits: as of :func:`backend`."""
+        """Gradients of the inputs, None where an input needs none. bits: as of :func:`backend`."""
         ours = Partitioner(bits) if bits is not None else None
         fw, bw = _cut(ours, copy.deepcopy(self.joint), self.fakes, self.kwargs)
         if look:
@@ -124,7 +124,7 @@ class Traced:
 
 
 def gradients_of(model: nn.Module) -> Tensor:
-    """All of them as one vector."""
+    """All parameters' gradients as one vector."""
     return torch.cat([p.grad.flatten().double() for p in model.parameters() if p.grad is not None])
 
 
@@ -142,11 +142,12 @@ def step(model: nn.Module, x: Tensor, call: Callable[[Tensor], Tensor] | None = 
 
 
 def off(found: Tensor, expected: Tensor) -> float:
+    """The relative error, by norms."""
     return float((found - expected).norm() / expected.norm())
 
 
 def peak(call: Callable[[], object]) -> int:
-    """Of torch's CPU allocator, above what was there."""
+    """The peak bytes of torch's CPU allocator in a call, above what was allocated before."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         call()
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]

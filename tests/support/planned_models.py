@@ -33,6 +33,6 @@ class Stack(nn.Module):
 
 
 def predictor_of(model: nn.Module, inputs: Any, device: str = "cpu", devices: int = 1, loss: Any = None) -> Predictor:
-    """Of a GPU on fake CPU tensors."""
+    """A planner's Predictor for a model. ``device`` other than "cpu": a GPU, counted on fake CPU tensors."""
     counted_on = "cpu" if device == "cpu" else ON_CPU_TENSORS
     return Predictor(resolve(model, None, inputs, loss, None), device, counted_on, DEFAULTS[device], devices)

@@ -1,4 +1,4 @@
-"""Random programs of torch operations."""
+"""Random programs of torch operations, and whether their gradients from 8-bit codes are as near as can be asked."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 ROWS, WIDTH = 32, 64
-LEAST = 0.8  # cosine
-STEPS = 12
+LEAST = 0.8  # cosine of gradients in 8 bits with the exact ones
+STEPS = 12  # operations of a program
 OF_CODES = 0.0046
 """Root mean square of the rounding of 8-bit codes at the largest value of a block: 1 / (127 * 3 ** .5)."""
 
@@ -50,7 +50,7 @@ class Program:
         self.picks = [(self.choice.random(), self.choice.random()) for _ in range(STEPS)]
 
     def run(self, bits: Any) -> Tensor:
-        """The loss. bits: what saves less, None for torch alone."""
+        """The loss. bits: None, for torch alone; the subclass in tests/compiled takes others."""
         assert bits is None
         return self.loss()
 
@@ -64,7 +64,7 @@ class Program:
         return sum((x * c).mean() for x, c in zip(pool[-3:], self.last, strict=True))
 
     def in_range(self, y: Tensor, step: int) -> Tensor:
-        """By a number through which no gradient goes."""
+        """y, or y / 1000 where it is large."""
         return y if float(y.detach().abs().mean()) < 1e3 else y * 1e-3
 
     def _off(self, y: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ def _masked_logarithm(p: Program, a: Tensor, b: Tensor, number: float) -> Tensor
 
 
 def _near_limit(a: Tensor, number: float) -> Tensor:
-    """Of a deviation of 1, about a mean of 2 to 14, at which sigmoid is 1e-6 from its limit."""
+    """Rows with a standard deviation of 1 and a mean of 2 to 14, where sigmoid is 1e-6 from its limit."""
     return _unit(a) + 2 + 12 * number
 
 
@@ -268,7 +268,7 @@ def gradients(
     noise: float = 0.0,
     noise_of_results: float = 0.0,
 ) -> Tensor:
-    """Of all leaves, as one vector in fp64. noise: of the leaves, relative; noise_of_results: of each step's result."""
+    """All leaves' gradients as one fp64 vector. noise: relative, on leaves; noise_of_results: on each step's result."""
     kept = program.__dict__.copy()
     generator = torch.Generator().manual_seed(0)
 
@@ -291,11 +291,12 @@ def gradients(
 
 
 def off(a: Tensor, b: Tensor) -> float:
+    """The relative error of a, by norms."""
     return float((a - b).norm() / b.norm().clamp_min(1e-30))
 
 
 def in_codes(program: Program, coded: Tensor, expected: Tensor, plain: Tensor) -> list[str]:
-    """What is wrong with gradients in 8 bits. plain: those of torch without a compiler."""
+    """What is wrong with gradients from 8-bit codes. plain: gradients of torch without a compiler."""
     if not coded.isfinite().all():
         return ["not finite"]
     if (error := off(coded, expected)) <= 0.05:

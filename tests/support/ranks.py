@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-MOST = 4
+MOST = 4  # ranks
 SECONDS = 120.0  # that a call may take
 TORCHRUN_TWO = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
@@ -32,7 +32,7 @@ def _packed(x: Any) -> bytes:
 
 
 def _serve(calls: Connection) -> None:
-    """Runs what comes until there is nothing more: (function, arguments, rank, ranks, a file for the rendezvous)."""
+    """Runs calls until None comes: (function, arguments, rank, ranks, a file for the rendezvous)."""
     torch.set_num_threads(1)
     while (call := calls.recv()) is not None:
         run, args, rank, world, path = call

@@ -1,4 +1,4 @@
-"""Sums that are rounded once, for what emulates a fused multiply-add in fp64."""
+"""Sums in fp64 rounded to odd, with which a fused multiply-add of fp32 is emulated without rounding twice."""
 
 import numpy as np
 from numpy.typing import NDArray

@@ -1,4 +1,4 @@
-"""Runs the training loops of training_loops.py: a number of them, or for some time."""
+"""Runs random training loops (training_loops.py): MEMKERN_FUZZ_LOOPS of them, or for MEMKERN_FUZZ_SECONDS."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 LOOPS = int(os.environ.get("MEMKERN_FUZZ_LOOPS", "400"))
 SECONDS = float(os.environ.get("MEMKERN_FUZZ_SECONDS", "3600"))
-SEED = int(os.environ.get("MEMKERN_FUZZ_SEED", "1"))  # of the first fifty loops; the next have the next
+SEED = int(os.environ.get("MEMKERN_FUZZ_SEED", "1"))  # of the first fifty loops; the next fifty have SEED + 1
 
 
 def run(machine: Any, number: int, loops: int) -> None:

@@ -1,4 +1,4 @@
-"""Every scheduler of torch, by its name; each can be pickled."""
+"""Every learning rate scheduler of torch, by its name, with arguments that can be pickled."""
 
 from __future__ import annotations
 

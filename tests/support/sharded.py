@@ -1,4 +1,4 @@
-"""Models in shards and the same in one process, with the same given gradients."""
+"""Models sharded by fully_shard, and the same in one process, stepped with the same given gradients."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def _gradient(shape: tuple[int, ...], number: int, step: int) -> Tensor:
 
 
 def gradient(p: Tensor, number: int, step: int) -> Tensor:
-    """The whole gradient of the parameter of a number at a step; they come again after ten steps."""
+    """The whole gradient of the parameter of this number at a step; gradients repeat after ten steps."""
     return _gradient(tuple(p.shape), number, step % 10).to(p.dtype, copy=True)
 
 
 def mesh(*sizes: int) -> DeviceMesh:
-    """Of all ranks, or of these sizes."""
+    """A CPU mesh of all ranks, or of these sizes."""
     names = ("replicate", "shard")[-len(sizes) :] if sizes else ("shard",)
     return init_device_mesh("cpu", sizes or (dist.get_world_size(),), mesh_dim_names=names)
 
@@ -105,7 +105,7 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
 def alone(
     build: Callable[..., nn.Module], new: Any, options: dict[str, Any], last: int, scale: float = 1.0
 ) -> dict[str, Any]:
-    """The same in one process."""
+    """Parameters and states after the same steps of the whole model in one process."""
     model = build()
     optimizer = new(model.parameters(), **options)
     steps(model, optimizer, 0, last, scale)

@@ -38,7 +38,7 @@ def pytest_collectreport(report: pytest.CollectReport) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Of pytest-xdist, which does not pass on what a worker skips while it collects."""
+    """A hook of pytest-xdist, which does not pass on the skips of a worker's collection: adds them here."""
     _unlisted.update(getattr(node, "workeroutput", {}).get("unlisted skips", ()))
 
 

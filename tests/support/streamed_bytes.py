@@ -31,10 +31,10 @@ from memkern.techniques.options import Techniques
 
 
 class DeviceBytes(LiveBytes):
-    """Of storages on the device alone, which FSDP2 empties and fills again."""
+    """LiveBytes of storages on the device alone, which FSDP2 empties and fills again."""
 
     largest: list[int]
-    """Of the storages that are alive at the peak."""
+    """Sizes of the largest storages that are alive at the peak."""
 
     def __init__(self) -> None:
         self.copied: list[Tensor] = []
@@ -98,7 +98,7 @@ class Stream:
 
 @contextlib.contextmanager
 def counted(live: DeviceBytes) -> Iterator[None]:
-    """With streams that do nothing, and storages that FSDP2 empties counted so."""
+    """Counts with streams that do nothing; storages that FSDP2 resizes to 0 no longer count."""
     one = Stream()
 
     def free(x: Tensor) -> None:
@@ -158,7 +158,7 @@ class WithLoss(nn.Module):
 
 
 def peak_of_a_step(source: Any, techniques: Techniques) -> dict[str, int]:
-    """The peaks of the passes of a second step. The model's step, but for the optimizer's, which is on the host."""
+    """Peak bytes of the forward and the backward pass of a second step; the optimizer's step is on the host."""
     live, mode = DeviceBytes(), FakeMode()
     values, device = Values(mode), torch.device("cuda", 0)
     with mode, device:
@@ -190,7 +190,7 @@ def peak_of_a_step(source: Any, techniques: Techniques) -> dict[str, int]:
 def predicted_and_counted(
     model: Any, tokens: int, techniques: Techniques, depth: int | None = None
 ) -> dict[str, tuple[int, int]]:
-    """The peaks of the passes: the planner's, and those of :func:`peak_of_a_step`; without those of the process."""
+    """Peak bytes by pass: the planner's, without the process's own, and those of :func:`peak_of_a_step`."""
     source: Any = resolve(model, tokens, None, None, 0.0)
     source = source.with_depth(depth) if depth else source
     predictor = Predictor(source, "cuda", "cuda", DEFAULTS["cuda"])

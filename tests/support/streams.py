@@ -61,7 +61,7 @@ class Stream:
 
 
 class Streams:
-    """In place of torch.cuda. late: of how many questions whether an event is complete one is answered with yes."""
+    """A stand-in for torch.cuda. late: an event is complete at one of so many queries."""
 
     def __init__(self, late: int = 3) -> None:
         self.clocks: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))

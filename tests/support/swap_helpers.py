@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+# A predicate of memkern.compress: every module.
 EVERY = lambda name, module: True  # noqa: E731
 
 
@@ -20,6 +21,8 @@ class MLP(nn.Module):
 
 
 class Calls(nn.Module):
+    """A module that calls F.gelu as a function."""
+
     def __init__(self) -> None:
         super().__init__()
         self.up = nn.Linear(4, 8)

@@ -1,6 +1,7 @@
-"""timm's factory of optimizers where timm itself cannot be imported, as it asks for a torchvision.
+"""timm's factory of optimizers where timm itself cannot be imported for lack of torchvision.
 
-Its own code: the packages around it are made without running their __init__, and get the two names it takes of them.
+The factory is timm's code; the packages around it are made without running their __init__, and get the two names that
+the factory imports from them.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import importlib
 import sys
 from importlib.util import find_spec, module_from_spec
 
+# package: a name that the factory imports from it, and the module that defines the name
 NAMES = {
     "timm": None,
     "timm.layers": ("use_reentrant_ckpt", "timm.layers.config"),

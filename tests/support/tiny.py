@@ -10,7 +10,8 @@ from memkern.planner.inputs import class_of_type
 from memkern.planner.models import Configured, resolve
 
 TOKENS, LAYERS, WIDTH, VOCABULARY = 16, 3, 32, 128
-MOST = 8_000_000  # parameters
+MOST = 8_000_000  # parameters of a tiny model
+# sizes, and the fields of configurations that get them
 SIZES: tuple[tuple[int, tuple[str, ...]], ...] = (
     (LAYERS, (
         "num_hidden_layers", "encoder_layers", "decoder_layers", "num_layers", "num_decoder_layers", "n_layer",
@@ -43,7 +44,7 @@ LACKS: dict[str, dict[str, Any]] = {
 
 
 def shrunk(config: Any) -> Any:
-    """The configuration with these sizes, those inside of it too, and its layers dropped half of the time."""
+    """The configuration, and those inside it, with SIZES and a LayerDrop of 0.5."""
     for size, names in SIZES:
         for name in names:
             if isinstance(getattr(config, name, None), int):
@@ -64,7 +65,7 @@ def drops_layers(config: Any) -> bool:
 
 
 def types() -> list[str]:
-    """Those that transformers has for text, images or sound."""
+    """The types of models that transformers has for text, images or sound."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     return [kind for kind in sorted(CONFIG_MAPPING_NAMES) if class_of_type(kind) is not None]

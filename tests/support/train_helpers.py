@@ -83,7 +83,7 @@ def assert_runs_agree(a: Path, b: Path) -> None:
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """What the command says of its arguments: one line, without its beginning."""
+    """The command's error for bad arguments: one line, without its beginning."""
     with pytest.raises(SystemExit) as ended:
         main(["train", *arguments])
     assert ended.value.code == 2
@@ -108,7 +108,7 @@ def train_by_two(*arguments: str) -> list[str]:
 
 
 def tiny_tokenizer() -> Any:
-    """GPT-2's of bytes, without merges: 256 ids and one that ends a document."""
+    """GPT-2's tokenizer without merges: 256 ids of bytes, and one that ends a document."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -20,7 +20,7 @@ STATES = {
 
 
 def spoilt(g: Tensor, seed: int) -> Tensor:
-    """NaN and infinities here and there."""
+    """A gradient with NaN and infinities here and there."""
     dice = torch.rand(g.shape, generator=torch.Generator().manual_seed(seed))
     for k, bad in enumerate((torch.nan, torch.inf, -torch.inf)):
         g[(dice > k * 0.01) & (dice < k * 0.01 + 0.005)] = bad

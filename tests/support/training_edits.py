@@ -70,7 +70,7 @@ def _gaps(p: Tensor) -> None:
 
 
 def _offset(p: Tensor) -> None:
-    """A view into one buffer of all, as wrappers make."""
+    """Moves a weight into a larger buffer, at an offset, as wrappers that flatten weights do."""
     buffer = torch.zeros(p.numel() + 3, dtype=p.dtype)
     _data(p, buffer[3:].view(p.shape).copy_(p.data))
 

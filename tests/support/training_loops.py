@@ -34,13 +34,15 @@ PLAIN: dict[str, tuple[type, dict[str, Any]]] = {
 ERRORS = {32: 1e-3, 8: 0.3}
 """The error of an update, in means over a tensor, by state_bits; of sign(m), 0.3 is 15 % of the signs."""
 MUON_ERRORS = {32: 0.05, 8: 0.5}
-"""The same for Muon's matrices, in which what rounding changes of small singular values is as large as the others."""
+"""ERRORS for Muon's matrices, in which what rounding changes of small singular values is as large as the others."""
 QUIET_ERROR = 1.0
-"""The same for codes after sparse gradients. An element whose moments are far below its block's largest is stored as
+"""The error for codes after sparse gradients. An element whose moments are far below its block's largest is stored as
 zero or as the smallest code and takes too small a step, and most elements may be such: LAMB and Adam missed 0.38 and
 0.56 of an update with 8 bits, and nothing with 32.
 """
+# Ways to wrap the optimizer in HostOffload or StepInBackward (:meth:`Loop._made`); "" leaves it as it is.
 WRAPPERS = ["", "", "", "host", "host gradients", "late", "backward", "device", "device backward"]
+# Options that both optimizers have.
 SHARED = ("lr", "weight_decay", "betas", "momentum", "maximize")
 WRITTEN = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 """The most that writing a weight in a dtype changes it by, relative."""
@@ -147,7 +149,7 @@ class Loop(RuleBasedStateMachine):
         return new(groups, **options)
 
     def _directions(self) -> list[Tensor]:
-        """What gradients have in common from step to step, so that moments are not noise alone."""
+        """A part of the gradients that is the same at each step, so that moments are not noise alone."""
         return [torch.randn(s, generator=self.generator) * 10.0 ** (i - 3) for i, s in enumerate(SHAPES)]
 
     # ---- what is there
@@ -173,7 +175,7 @@ class Loop(RuleBasedStateMachine):
 
     @torch.no_grad()
     def written(self, i: int) -> None:
-        """After something else than a step has written a weight."""
+        """Takes a weight that something other than a step has written over into the plain loop."""
         p, ref = self.model.weight(i).detach(), self.refs[i]
         assert p.shape == ref.shape
         unit = WRITTEN[p.dtype]
@@ -255,7 +257,7 @@ class Loop(RuleBasedStateMachine):
 
     @torch.no_grad()
     def _prepare(self) -> list[tuple[Tensor, Tensor]]:
-        """Both weights before a step; a plain one is the parameter where nothing else is kept of it."""
+        """Pairs of weights before a step: memkern's, and the plain one, which is set to it if nothing else is kept."""
         for i, ref in enumerate(self.refs):
             p = self.model.weight(i)
             p.grad = ref.grad = None
@@ -345,7 +347,7 @@ class Loop(RuleBasedStateMachine):
 
     @rule(i=numbers, edit=sampled_from([*training_edits.STORAGE]))
     def edit_storage(self, i: int, edit: str) -> None:
-        """The same values elsewhere: nothing that is kept of them is lost."""
+        """Moves a weight's values in memory: what is kept beside them must not be lost."""
         training_edits.STORAGE[edit](self.model.weight(i))
 
     @rule(i=numbers, seed=seeds)
@@ -432,7 +434,7 @@ class Loop(RuleBasedStateMachine):
             self._note_storage(i, self.is_kept(i))
 
     def _note_storage(self, i: int, was_kept: bool) -> None:
-        """A state that was rounded once is so for as long as moments remember."""
+        """The error that is allowed never falls: moments remember that they were rounded to fewer bits."""
         self.errors[i] = max(self.errors[i], self.error_of(i, self.group_of(i)["state_bits"]))
         if self.is_kept(i) and not was_kept:
             self.written(i)

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from tests.support.schedulers import SCHEDULERS
 from tests.support.training_loops import Holder, Loop
 
-WRITTEN = ("lr", "betas", "momentum")
+WRITTEN = ("lr", "betas", "momentum")  # the options that schedulers write
 """The options that schedulers write."""
 
 
@@ -25,7 +25,7 @@ class SavedLoop(Loop):
     """The plain optimizer has a scheduler of the same kind, and follows each copy and load."""
 
     schedulers: tuple[Any, Any] | None
-    """Of the optimizer and of the plain one."""
+    """The scheduler of the optimizer, and that of the plain one."""
 
     @initialize()
     def begin_runs(self) -> None:

@@ -1,4 +1,4 @@
-"""Values that codes have most trouble with."""
+"""Values that are hard to quantize: blocks that are tiny, huge, of random bits, with NaN or infinities, constant."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from torch import Tensor
 
 
 def hostile(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Blocks of 128, in turn: usual, over many magnitudes, of any bits, of finite ones, denormal, tiny, huge, with few
-    values that are not 0, zero of both signs, with one NaN, with one infinity, equal.
+    """Blocks of 128 values, of one kind after the other: normal, of many magnitudes, of any bits, of any finite bits,
+    denormal, tiny, huge, mostly 0, zeros of both signs, with one NaN, with one infinity, equal.
     """
     generator = torch.Generator().manual_seed(seed)
     count = torch.Size(shape).numel() // 128

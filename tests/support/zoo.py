@@ -16,7 +16,7 @@ from tests.support import diffusion_nets, timm_nets
 VOCABULARY = 1000
 WIDTH, HEAD, LAYERS = 512, 64, 4
 _PATCH = 16
-# Sides of the image whose patches are about so many.
+# patches: the side of a square image that has about so many
 _SIDES = {32: 6 * _PATCH, 512: 22 * _PATCH, 1024: 32 * _PATCH, 2048: 45 * _PATCH}
 _LATENTS = 32
 _NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -131,7 +131,7 @@ MODELS: dict[str, tuple[str, str, Callable[[int], dict[str, Any]]]] = {
     "Mamba": ("MambaConfig", "MambaForCausalLM", _mamba),
 }
 NAMES = (*MODELS, *timm_nets.NETS, *diffusion_nets.NETS)
-OF_IMAGES = ("ConvNeXt", *timm_nets.NETS)  # nets, and without gradient_checkpointing_enable
+OF_IMAGES = ("ConvNeXt", *timm_nets.NETS)  # image nets, which have no gradient_checkpointing_enable
 _CACHES = (
     "GPT-2", "Llama", "Mistral", "Qwen3", "Gemma", "Phi-3", "Mixtral", "T5", "T5, gated", "Whisper", "Gemma 2",
     "GPT-NeoX", "Mamba",

@@ -1,4 +1,4 @@
-"""Adam and AdamW for the tests: the formula of the source, and cases (OptimizerSpec in spec.py)."""
+"""Adam and AdamW for the tests: the papers' formula, and test cases (OptimizerSpec in spec.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LAMB for the tests: the formula of the source, and cases (OptimizerSpec in spec.py)."""
+"""LAMB for the tests: the paper's formula, and test cases (OptimizerSpec in spec.py)."""
 
 from __future__ import annotations
 

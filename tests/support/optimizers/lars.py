@@ -1,4 +1,4 @@
-"""LARS, in the form of the LAMB paper and in the classic one."""
+"""LARS for the tests: the LAMB paper's formula and the classic one, and test cases (OptimizerSpec in spec.py)."""
 
 from __future__ import annotations
 

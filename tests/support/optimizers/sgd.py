@@ -1,4 +1,4 @@
-"""SGD for the tests: the formula of the source, and cases (OptimizerSpec in spec.py)."""
+"""SGD for the tests: torch.optim.SGD's formula, and test cases (OptimizerSpec in spec.py)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .spec import BAD_MOMENTUM, OptimizerSpec, Options, sgd_direction
 
 
 def sgd(p: Tensor, g: Tensor, state: Options, group: Options) -> Tensor:
-    """torch.optim.SGD's."""
+    """The update of torch.optim.SGD."""
     d = g + group["weight_decay"] * p
     return p - float(group["lr"]) * sgd_direction(d, state, group, "momentum_buffer")
 

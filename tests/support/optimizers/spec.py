@@ -1,4 +1,4 @@
-"""One optimizer as data: what the tests of all optimizers read."""
+"""OptimizerSpec: an optimizer's formula, peers, options and test cases, which the tests of all optimizers read."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class OptimizerSpec:
 
     name: str  # of the class with 32-bit states
     formula: Formula  # (p, gradient, state, group) -> p after a step; it keeps what it needs in state
-    lr: float  # of hashes
-    options: Options = field(default_factory=dict)  # likewise
+    lr: float  # of fixtures/hashes.json
+    options: Options = field(default_factory=dict)  # of fixtures/hashes.json
 
     generic: dict[str, Options] = field(default_factory=dict)  # torch's generic tests, beside COMMON
     variants: dict[str, Options] = field(default_factory=dict)  # every backend has the reference's bits
@@ -59,7 +59,7 @@ class OptimizerSpec:
     hashed: dict[str, Options] = field(default_factory=dict)  # fixtures/hashes.json, beside the common cases
 
     triton: tuple[str, ...] = ()  # variants of its Triton kernel that are compiled, beside COMMON
-    everywhere: tuple[str, ...] = ()  # those of its kernels that are compiled for every target
+    everywhere: tuple[str, ...] = ()  # variants of its Triton kernels that are compiled for every target
 
     @property
     def cls(self) -> Any:
