@@ -1,1 +1,1 @@
-"""Several processes: sharded parameters, checkpoints, pipelines."""
+"""Tests on several processes (gloo): sharded parameters, checkpoints, pipelines."""

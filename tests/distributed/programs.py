@@ -1,4 +1,4 @@
-"""Random programs of optimizers whose parameters are on several ranks, beside the same programs of one process."""
+"""Random programs of optimizer steps and edits on sharded parameters, beside the same programs on one process."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from tests.support.helpers import assert_same
 from tests.support.schedulers import SCHEDULERS
 from tests.support.sharded import whole
 
+# What a program chooses from: optimizers, shapes, options and values for them.
 BUILDS: list[Any] = [
     optim.AdamW8bit, optim.Adam, optim.Lion8bit, optim.SGD8bit, optim.LAMB8bit, optim.LARS8bit, optim.Muon8bit,
     optim.Muon,
@@ -64,7 +65,7 @@ def places() -> list[Place]:
 class Program:
     """An optimizer and what is done to it. The same seed does the same on each rank, and with whole tensors.
 
-    places: where parameters may be; None for those of one process, as this rank has them.
+    places: where parameters may be; None for whole tensors, which run what this rank runs.
     """
 
     def __init__(self, seed: int, places: list[Place] | None) -> None:
@@ -117,7 +118,7 @@ class Program:
         return p
 
     def _place(self, x: Tensor, number: int) -> int:
-        """The index of its place, the same with whole tensors: -1 for a plain one."""
+        """The index of a parameter's place, the same with whole tensors: -1 for a plain one."""
         count = 8 if self.world == 4 else 4
         k = self.place_of[number] % count
         if k in (1, 4) and x.dim() < 2:
@@ -128,7 +129,7 @@ class Program:
         return x.clone() if self.places is None else self.places[self._place(x, number)](x)
 
     def gradients(self) -> None:
-        """Of all parameters; in some steps one is not finite on one rank, or a plain one is missing there."""
+        """Gives parameters gradients; in some steps one is not finite on one rank, or a plain one is missing there."""
         fault, rank = self.choice.random(), self.choice.randrange(self.world)
         victim = self.choice.choice(self.params)
         value = self.choice.choice([torch.nan, torch.inf])
@@ -152,7 +153,7 @@ class Program:
     # ---- what is done between two steps
 
     def set_option(self) -> None:
-        """Of all groups that have it, or of one group."""
+        """Sets an option of all groups that have it, or of one group."""
         name = self.choice.choice([*OPTIONS])
         value = self.choice.choice(OPTIONS[name])
         if name == "max_grad_norm" and not self.can_clip:
@@ -168,7 +169,7 @@ class Program:
         self.optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
 
     def load_whole(self) -> None:
-        """The state as one process has it."""
+        """Loads the state_dict with whole tensors, as one process has it."""
         if self.is_named:
             return  # it would be gathered in another order on each rank
         state_dict = self.optimizer.state_dict()
@@ -194,7 +195,7 @@ class Program:
             self.scheduler = None
 
     def replace(self) -> None:
-        """A parameter by its copy, as a wrapper does."""
+        """Replaces a parameter by its copy, as a wrapper does."""
         k = self.choice.randrange(len(self.params))
         old = self.params[k]
         if self.offloads:

@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint: saved by some ranks, loaded by others."""
+"""torch.distributed.checkpoint: states saved by some number of ranks and loaded by another."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def resumed(build: Any, new: Any, shards: bool, path: str, first: int, last: int
     [(gpt, optim.AdamW8bit), (Odd, optim.AdamW8bit), (Odd, optim.Lion8bit), (Odd, new_muon)],
 )
 def test_resharding(ranks: Ranks, tmp_path: Path, build: Any, new: Any) -> None:
-    """2 -> 3 -> 1 -> 4 ranks, in fully_shard and (one) without."""
+    """A run on 2, 3, 1 and 4 ranks in turn, under fully_shard, and (one rank) without."""
     expected = alone(build, new, OPTIONS, 8)
     a, b, c = (str(tmp_path / name) for name in "abc")
     ranks(2, resumed, build, new, True, "", 0, 2, a)

@@ -1,4 +1,4 @@
-"""Compiled blocks whose backward pass saves codes, under fully_shard and DDP."""
+"""Compiled blocks that save 8-bit codes for the backward pass, under fully_shard and DDP: their gradients."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WIDTH = 64
 
 
 class RMSNorm(nn.Module):
-    """As transformers writes it."""
+    """RMSNorm as transformers writes it."""
 
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Block(nn.Module):
 
 
 def gradients(how: str, bits: Any) -> dict[str, Tensor]:
-    """Of two forward passes before a backward pass. bits: "torch" for its own partitioner, None to compile nothing."""
+    """Gradients of one forward pass (DDP) or two, then backward. bits: "torch" for its partitioner, None for eager."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     net, x = nn.Sequential(Block(), Block()), torch.randn(2, 128, WIDTH)

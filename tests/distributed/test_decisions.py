@@ -1,4 +1,4 @@
-"""All ranks that share parameters decide together whether they step, and how far."""
+"""Ranks that share parameters skip a step all together, and clip by one norm."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def replicated() -> list[Any]:
 
 
 def part_of_a_mesh() -> list[Any]:
-    """As experts: the second parameter is on the ranks of this one's column alone."""
+    """As with experts: the second parameter is on the ranks of one column of the mesh, the third on those of a row."""
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("a", "b"))
     return [_shard(mesh, Shard(0), Shard(1)), _shard(mesh["a"]), _shard(mesh["b"])]
 
 
 def two_dimensions() -> list[Any]:
-    """Meshes none of which has all ranks."""
+    """Each parameter is on a mesh of some ranks; none is on all."""
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("a", "b"))
     return [_shard(mesh["a"]), _shard(mesh["b"])]
 
@@ -91,7 +91,7 @@ def give_gradients(places: list[Any], params: list[Parameter], step: int) -> Non
 
 
 def run_with_fault(layout: str, name: str, at: int, value: float) -> Any:
-    """Three steps, in the second of which one rank has a value that is not finite in the gradient of a number."""
+    """Three steps; in the second one rank has a non-finite value in the gradient of parameter number ``at``."""
     places, params, optimizer = made(layout, name)
     scaler = GradScaler("cpu", init_scale=1.0) if "scaled" in name else None
     result: list[Any] = []
@@ -134,7 +134,7 @@ def run_with_fault(layout: str, name: str, at: int, value: float) -> Any:
 def test_a_value_that_is_not_finite_on_one_rank(
     ranks: Ranks, layout: str, world: int, at: int, name: str, value: float
 ) -> None:
-    """All ranks skip the step, or none; clipping by a norm that is not finite makes no rank step as if it were."""
+    """All ranks skip the step, or none; a norm that is not finite on one rank clips on all."""
     if "scaled" in name and layout == "beside_plain":
         layout, at = "replicated", 1  # GradScaler refuses plain tensors beside DTensors
     found = ranks(world, run_with_fault, layout, name, at, value)
@@ -165,7 +165,7 @@ def run_with_other_gradient(name: str) -> Any:
 
 @pytest.mark.parametrize("name", ["Muon, clipped", "AdamW8bit, clipped", "LAMB8bit, clipped"])
 def test_the_norm_is_one_for_all_ranks(ranks: Ranks, name: str) -> None:
-    """That of the rank with the largest: the shards of a tensor are clipped alike."""
+    """All ranks clip by the norm of the rank with the largest, so that a tensor's shards are clipped alike."""
     build, options = OPTIMIZERS[name]
     generator = torch.Generator().manual_seed(0)
     params = [Parameter(torch.randn(64, 64, generator=generator)) for _ in range(3)]

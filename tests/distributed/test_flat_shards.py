@@ -1,4 +1,4 @@
-"""FullyShardedDataParallel (FSDP1): a rank has a flat shard that names no tensor."""
+"""FullyShardedDataParallel (FSDP1), whose flat shards name no tensors: norms are refused, states are gathered."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Shards that are on the host, on a mesh of another device, as CPUOffloadPolicy makes them on a GPU.
+"""Shards in the host's memory whose mesh is of another device, as CPUOffloadPolicy makes them on a GPU.
 
-The mesh is CUDA's, which is not here: whatever is moved to its device raises.
+The mesh is of CUDA devices, where there is no GPU: moving anything to its device raises.
 """
 
 from __future__ import annotations

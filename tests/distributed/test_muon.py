@@ -1,4 +1,4 @@
-"""Muon on sharded matrices: whole ones are orthogonalized, with the bits of one process."""
+"""Muon on sharded matrices: each is gathered and orthogonalized on one rank, with the bits of one process."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SHARDED = [(2,), (3,), (2, 2)]
 @pytest.mark.parametrize(("build", "last"), [(gpt, 10), (Odd, 100)])
 @pytest.mark.full
 def test_100_steps(ranks: Ranks, build: Any, last: int, sizes: Any, state_bits: int) -> None:
-    """A third rank has no elements of a matrix; two numbers are HSDP's replicas and shards."""
+    """A third rank has no elements of a matrix; two ``sizes`` are HSDP's replicas and shards."""
     options = {"min_8bit_size": 0, "state_bits": state_bits}
     expected = alone(build, new_muon, options, last)
     for rank in ranks(torch.Size(sizes).numel(), run, sizes, build, options, last, 2**14):
@@ -49,7 +49,7 @@ def test_100_steps(ranks: Ranks, build: Any, last: int, sizes: Any, state_bits: 
 
 
 def count_exchanges() -> Any:
-    """Of a step, and the largest number of matrices that are whole on this rank at a time."""
+    """The exchanges of a step, and the shapes of the matrices that this rank orthogonalizes in each call."""
     model = in_shards(gpt())
     optimizer = new_muon(model.parameters(), min_8bit_size=0)
     counts, whole, reduce, own = 0, [], dist.all_to_all_single, dtensor_muon.orthogonalize_

@@ -1,4 +1,4 @@
-"""HostOffload of shards: every bit of one process without offload."""
+"""HostOffload of sharded parameters: the bits of one process without HostOffload."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_resharding(ranks: Ranks, tmp_path: Path, build: Any, options: Any, dtyp
         assert_same(found, alone(build, options, 6))
 
 
-# ---- states that the device steps
+# ---- step_on="device"
 
 
 class Rows(Given):

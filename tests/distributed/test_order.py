@@ -1,4 +1,4 @@
-"""Parameters without names in another order on one rank: what can be seen raises. By name: programs.py."""
+"""Parameters without names in another order on one rank: a step raises where shapes tell (with names: programs.py)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 def run(case: str, reverse: bool) -> str:
-    """What a step says, with the parameters in the other order on the last rank."""
+    """The error of a step, "" for none; ``reverse``: the last rank has the parameters in the other order."""
     build, options = CASES[case]
     mesh, generator = init_device_mesh("cpu", (dist.get_world_size(),)), torch.Generator().manual_seed(0)
 

@@ -80,7 +80,7 @@ def test_bits_of_one_process(ranks: Ranks, sizes: Any, build: Any, new: Any, opt
 def run_placed(
     sizes: tuple[int, ...], shape: tuple[int, ...], placements: Any, new: Any, master_weights: str | None
 ) -> Any:
-    """Steps of three parameters of a shape, and where the scales of the first are."""
+    """Steps of three parameters of a shape, and the placements of the first one's scales."""
     dtype = torch.bfloat16 if master_weights else torch.float32
     starts = [sharded.gradient(torch.zeros(shape, dtype=dtype), number, 0) for number in (7, 8, 9)]
     holder = nn.ParameterList(nn.Parameter(distribute_tensor(x, mesh(*sizes), placements)) for x in starts)
@@ -156,7 +156,7 @@ def test_max_grad_norm(ranks: Ranks, new: Any, sizes: Any) -> None:
 
 
 def count_collectives(new: Any, options: dict[str, Any]) -> list[int]:
-    """Of each of three steps."""
+    """The number of collectives of each of three steps."""
     model = in_shards(gpt())
     optimizer = new(model.parameters(), **options)
     counts, reduce = [], dist.all_reduce
@@ -186,12 +186,12 @@ def count_collectives(new: Any, options: dict[str, Any]) -> list[int]:
     ],
 )
 def test_collectives_of_a_step(ranks: Ranks, new: Any, options: dict[str, Any], expected: list[int]) -> None:
-    """Whether the order of parameters is the same on all ranks is asked once."""
+    """LAMB and LARS compare the order of parameters on all ranks in the first step alone."""
     assert ranks(2, count_collectives, new, options) == [expected] * 2
 
 
 def losses(new: Any, options: dict[str, Any], shards: bool, policy: Any = None) -> Any:
-    """End to end: the library reduces the gradients of each rank's own tokens."""
+    """Losses of a training loop in which torch reduces the gradients of each rank's own tokens."""
     model = gpt()
     rank, world = dist.get_rank(), dist.get_world_size()
     model = in_shards(model, **(policy or {})) if shards else nn.parallel.DistributedDataParallel(model)
@@ -325,7 +325,7 @@ def test_weight_errors_are_kept_under_fully_shard(ranks: Ranks) -> None:
 
 
 def fp32_weights_of(build: Any, kept: str, shards: bool) -> Any:
-    """Results of to_fp32_state_dict after some steps, after another way of keeping weights, after a round trip."""
+    """Results of to_fp32_state_dict after some steps, with other master_weights and back, and after being loaded."""
     model = in_shards(build()) if shards else build()
     optimizer = optim.AdamW8bit(model.parameters(), lr=1e-2, min_8bit_size=0, master_weights=kept)
     steps(model, optimizer, 0, 3)

@@ -1,4 +1,4 @@
-"""parallelize_module and fully_shard together: a mesh of two dimensions."""
+"""Tensor parallelism (parallelize_module) with fully_shard, on a mesh of two dimensions: the losses of one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""StepInBackward of shards, and shards made after the optimizer."""
+"""StepInBackward on sharded parameters, and models that are sharded after their optimizer was made."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.sharded import alone, everything, gpt, in_shards, muon_groups
 
 
 def trained(new: Any, inside: bool) -> Any:
-    """Three steps: everything, and whether the gradients were freed in the backward pass."""
+    """Parameters and states after three steps, and whether the gradients were freed in each backward pass."""
     model = in_shards(gpt())
     params: Any = muon_groups(model.parameters()) if new is optim.Muon8bit else model.parameters()
     optimizer = optim.StepInBackward(new, params, lr=1e-3) if inside else new(params, lr=1e-3)
