@@ -1,0 +1,1 @@
+"""Block-wise and affine quantization: codecs, the dither, layouts of blocks."""

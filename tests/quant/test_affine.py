@@ -1,4 +1,4 @@
-"""memkern.quantize_affine: the formula, its edges, and what it refuses."""
+"""memkern.quantize_affine and dequantize_affine: the formula, errors of at most a step, edges, what is refused."""
 
 from __future__ import annotations
 

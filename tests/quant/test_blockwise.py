@@ -1,4 +1,4 @@
-"""memkern.quantize_blockwise and dequantize_blockwise: backend against backend, odd blocks, arguments."""
+"""memkern.quantize_blockwise and dequantize_blockwise: equal bits on all backends, extreme blocks, arguments."""
 
 import math
 
@@ -28,11 +28,11 @@ from tests.support.helpers import (
 from tests.support.interpreted import interpreted
 
 FLT_MAX = torch.finfo(torch.float32).max
-TINIEST = 2.0**-149
+TINIEST = 2.0**-149  # the least fp32 denormal
 
 
 def both(x: torch.Tensor, backend: str, **options: object) -> tuple[torch.Tensor, torch.Tensor]:
-    """(codes, scale) on a backend, after a look that the reference gives the same."""
+    """(codes, scale) of a backend, which are asserted to be the reference's in every bit."""
     with on(backend):
         actual = memkern.quantize_blockwise(at(x, backend), **options)
     with on("reference"):
@@ -40,7 +40,7 @@ def both(x: torch.Tensor, backend: str, **options: object) -> tuple[torch.Tensor
     return actual
 
 
-# ---- marks
+# ---- mark_nonfinite
 
 
 @interpreted()
@@ -115,7 +115,7 @@ def test_backends_agree_on_any_values(
         assert back.isfinite().all()
 
 
-# ---- blocks that are not ordinary
+# ---- extreme blocks
 
 INF, NAN = math.inf, math.nan
 # values of one block -> scale, signed power codes, unsigned power codes (nearest)

@@ -1,4 +1,4 @@
-"""The codecs of memkern.quantize_blockwise against brute force: the nearest code, the dither, the way back."""
+"""The codecs of memkern.quantize_blockwise against formulas in fp64: nearest codes, the dither, dequantization."""
 
 import pytest
 import torch
@@ -10,8 +10,8 @@ from memkern.reference.blockwise import dither, to_blocks
 from tests.support.helpers import hard, on, over_codecs, over_cpu, over_dtypes, over_signs
 
 FLT_MAX = torch.finfo(torch.float32).max
-TINIEST = 2.0**-149
-# Below, the factor that a block is multiplied by overflows, and the block is stored as zeros.
+TINIEST = 2.0**-149  # the least fp32 denormal
+# Scales below which the factor that a block is multiplied by overflows, and the block is stored as zeros.
 LEAST = {"power": 255**2 / FLT_MAX * 1.001, "dynamic": 1 / FLT_MAX * 1.001}
 
 
@@ -51,7 +51,7 @@ def test_unsigned_power_rounds_down_after_u_and_never_to_zero(
     low, high = (c + u - slack).floor().clamp(1, 255), (c + u + slack).floor().clamp(1, 255)
     positive = x > 0
     assert ((low <= q) & (q <= high))[positive].all()
-    assert (low == high)[positive].double().mean() > 0.99  # so that the line above decides nearly all
+    assert (low == high)[positive].double().mean() > 0.99  # so the line above leaves nearly all codes no choice
     assert (q[~positive] == 0).all()
     assert (q[positive & (s > LEAST["power"])] >= 1).all()
 

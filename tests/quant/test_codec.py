@@ -1,4 +1,4 @@
-"""memkern.quant.codec: the constants and tables that every backend reads."""
+"""memkern.quant.codec, whose constants and tables every backend reads: the dynamic map, the dither, C++ headers."""
 
 import re
 import runpy

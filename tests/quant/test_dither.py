@@ -1,4 +1,4 @@
-"""Signed power codes with a dither: beside every square, without bias, the same from any approximate root."""
+"""Signed power codes with a dither: unbiased, and the same from any approximate root, also beside every square."""
 
 import math
 from fractions import Fraction
@@ -23,7 +23,7 @@ from tests.support.interpreted import interpreted
 
 CPU = torch.device("cpu")
 N = C.POWER_LEVELS_SIGNED
-ROOT_ERROR = 6  # units of 2^-24 that a backend's root may be off, relatively
+ROOT_ERROR = 6  # the relative error of a backend's square root, in units of 2^-24
 
 
 def around_square(k: int) -> torch.Tensor:
@@ -32,13 +32,13 @@ def around_square(k: int) -> torch.Tensor:
     return a[(a.double() / k**2 - 1).abs() <= 2 * ROOT_ERROR * 2.0**-24]
 
 
-# u near 0, near 1 and anywhere: 24 bits.
+# Values of the dither u, of 24 bits: near 0, near 1 and in between.
 ENDS = torch.cat([torch.arange(2048), torch.arange(2**24 - 2048, 2**24), torch.arange(0, 2**24, 8191)])
 ENDS = ENDS.float() * 2.0**-24
 
 
 def codes_from(a: torch.Tensor, q: torch.Tensor | float, u: torch.Tensor) -> torch.Tensor:
-    """The formula of round_signed with another q."""
+    """The formula of round_signed with a given q in place of the rounded-down root."""
     rest = 1 - u.clamp(C.DITHER_CLAMP, 1 - C.DITHER_CLAMP)
     q = torch.as_tensor(q, dtype=torch.float32)
     return q + (a - q * q >= rest * (2 * q + 1)).float()
@@ -57,8 +57,8 @@ def test_a_root_that_is_off_beside_a_square_ends_in_the_same_code(k: int) -> Non
     assert wanted.max() <= N
 
 
-def test_without_the_clamp_it_would_not() -> None:
-    # That the test above can fail.
+def test_without_the_clamp_of_u_roots_would_give_other_codes() -> None:
+    # Shows that the test above can fail.
     a = around_square(100)[:, None]
     off = [100.0 - 1 + (a - 99.0**2 >= (1 - ENDS) * 199), 100.0 + (a - 100.0**2 >= (1 - ENDS) * 201)]
     assert not torch.equal(*off)
@@ -88,7 +88,7 @@ def test_signed_codes_with_a_step_are_one_of_the_two_around(backend: str, dtype:
     a = (x.double().abs() * (N**2 / s.clamp_min(2.0**-149))).clamp(max=float(N**2))
     q = codes.double()
     assert ((q == 0) | (q.sign() == x.double().sign())).all()
-    slack = 1e-3 * 2.0**-9  # of a root of a, which is rounded
+    slack = 1e-3 * 2.0**-9  # for the rounding of a and of its root
     assert (q.abs() >= (a.sqrt() - slack).floor()).all()
     assert (q.abs() <= (a.sqrt() + slack).ceil()).all()
 

@@ -115,7 +115,7 @@ def test_ops_make_the_scales_of_the_layout(backend: str, case: tuple) -> None:
 
 @st.composite
 def dense_tensors(draw: st.DrawFn) -> torch.Tensor:
-    """Up to five dimensions in any order in memory, those of size 1 with any stride."""
+    """Tensors of up to five dimensions in any order in memory, those of size 1 with any stride."""
     shape = draw(st.lists(st.integers(1, 12), max_size=4))
     if draw(st.booleans()):
         shape.append(draw(st.integers(1, 400)))
