@@ -1,4 +1,4 @@
-"""Random programs of torch operations, and whether their gradients from 8-bit codes are as near as can be asked."""
+"""Random programs of torch operations, their gradients, and a check of gradients computed from 8-bit codes."""
 
 from __future__ import annotations
 

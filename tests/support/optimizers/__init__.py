@@ -1,4 +1,4 @@
-"""OptimizerSpecs, an optimizer's formula and test cases in a file each, which the tests of all optimizers read.
+"""SPECS: each optimizer's formula and test cases, a file each, which the tests of all optimizers read.
 
 It imports nothing but torch and memkern, so that tests/build/installed.py runs where there is nothing else. Muon, whose
 step is two ops and products of matrices, has tests of its own (tests/optim/test_muon.py).
