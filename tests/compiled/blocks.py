@@ -1,4 +1,4 @@
-"""A transformer's block."""
+"""A transformer's block for the tests of this folder: with fused attention, and with attention by hand."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from torch.nn import functional as F
 
 
 class Block(nn.Module):
+    """Causal attention and an MLP with GELU, each after a layer norm; dropout after the MLP alone."""
+
     def __init__(self, width: int = 64, head: int = 32, dropout: float = 0.0) -> None:
         super().__init__()
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
@@ -25,7 +27,7 @@ class Block(nn.Module):
 
 
 class ByHand(Block):
-    """Attention whose probabilities are saved."""
+    """Attention as a softmax between two products, whose probabilities autograd saves."""
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return torch.softmax(q @ k.transpose(-1, -2) / 8, -1) @ v

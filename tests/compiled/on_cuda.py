@@ -1,4 +1,7 @@
-"""Graphs of a layer on fake CUDA tensors, cut by memkern's partitioner. For a process with fake CUDA."""
+"""What graphs of a transformer's layer save on a GPU, by attention kernel: cut by memkern's partitioner, not run.
+
+The tensors are fake CUDA tensors: call it in a process that has them (memkern.planner.fake_cuda.call).
+"""
 
 from __future__ import annotations
 
@@ -29,6 +32,7 @@ def _cudnn(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: float) -> Ten
     return aten._scaled_dot_product_cudnn_attention(q, k, v, mask, True, dropout)[0]
 
 
+# query, key, value, an additive mask (flash attention is causal by a flag instead), dropout: the output
 KERNELS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]] = {
     "flash": _flash,
     "efficient": _efficient,
@@ -37,6 +41,8 @@ KERNELS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]] = 
 
 
 class _Layer(nn.Module):
+    """Attention by one of KERNELS and an MLP, each after a layer norm; returns a loss."""
+
     def __init__(self, kernel: str, dropout: float) -> None:
         super().__init__()
         self.kernel, self.dropout = KERNELS[kernel], dropout
@@ -53,7 +59,8 @@ class _Layer(nn.Module):
         return F.cross_entropy(x.flatten(0, 1), x.flatten(0, 1).detach().argmax(-1))
 
 
-def _computed(graph: fx.Graph, kind: str) -> int:
+def _attention_calls(graph: fx.Graph, kind: str) -> int:
+    """How often a graph runs the forward pass of an attention kernel."""
     return sum(f"{kind}_attention.default" in str(node.target) for node in graph.nodes)
 
 
@@ -62,14 +69,14 @@ def _is_op_of_memkern(node: fx.Node) -> bool:
 
 
 def graphs(kernel: str, bits: Any, dropout: float = 0.0) -> dict[str, Any]:
-    """saved: the kinds of what is saved of what is computed, with their bytes. again: attention's forward passes in the
-    backward graph. ops: memkern's own that are called.
+    """Of a layer's two graphs: "saved", the bytes of what the forward graph computes and saves, by dtype; "again", how
+    often the backward graph runs attention's forward pass; "ops", the ops of memkern that both call.
     """
     torch._dynamo.reset()
     found: dict[str, Any] = {"saved": {}}
 
     def look(fw: fx.GraphModule, bw: fx.GraphModule, returned: int) -> None:
-        found["again"] = _computed(bw.graph, kernel)
+        found["again"] = _attention_calls(bw.graph, kernel)
         found["ops"] = sorted(str(n.target) for g in (fw, bw) for n in g.graph.nodes if _is_op_of_memkern(n))
         for node in fw.graph.output_node().args[0][returned:]:  # type: ignore[index]
             x = node.meta["val"]

@@ -1,4 +1,4 @@
-"""torch's samples of its operations through the partitioner: traced and cut, run without Inductor."""
+"""The OpInfo samples that torch tests its operations with, traced, cut by the partitioner and run without Inductor."""
 
 from __future__ import annotations
 
@@ -33,15 +33,18 @@ RANDOM = (
     "fractional_max_pool",
     "multi_head_attention",
 )
-"""Parts of names of operations that draw numbers, in a graph in another order than eager torch."""
+"""Parts of the names of operations that draw random numbers, which graphs draw in another order than eager torch."""
 OFF_FROM_EAGER = {
     "nn.functional.soft_margin_loss": "torch's own graph subtracts from 1: a gradient of 6e-7 is off by .14"
 }
-"""Operations whose graphs of torch's own are off from eager torch, with the reason."""
-_OF_FEW = 0.1, "a sum of few values, which cancel"
-IN_CODES = dict.fromkeys(("kron", "native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update"), _OF_FEW)
-"""Operations whose gradients may be further off in 8 bits, how far, and why."""
+"""Operations for which torch's own compiled graph is off from eager torch, too, with the reason."""
+_CANCELLING = 0.1, "a sum of few values, which cancel"
+BOUNDS_IN_8_BITS = dict.fromkeys(
+    ("kron", "native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update"), _CANCELLING
+)
+"""Operations whose gradients may be off by more than 3 % in 8 bits: by how much, and why."""
 WITHOUT_A_GRAPH = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
+"""Raised where a size or a branch depends on the tensors' values: no graph is traced."""
 
 
 def infos() -> dict[str, Any]:
@@ -57,13 +60,13 @@ def infos() -> dict[str, Any]:
 
 
 def _product(x: Tensor) -> Tensor:
-    """x / 2 + x / 2; torch makes elementwise operations of products with one row or column."""
+    """x / 2 + x / 2 by a matrix product: of two columns, as torch computes one column elementwise."""
     both = torch.stack((x.reshape(-1), x.reshape(-1)), 1) @ torch.full((2, 2), 0.5, dtype=x.dtype)
     return both[:, 0].reshape(x.shape)
 
 
 def _loss_of(call: Callable[..., Any], spec: Any, given: list[Any], places: list[int]) -> Callable[..., Tensor]:
-    """Of all tensors of a sample, a sum of all results with random weights; each input is a matrix product before.
+    """The weighted sum of a call's results as a function of its tensors, of which each passes a matrix product before.
 
     So the graph has to save what the operation uses of it, in codes if the tables allow it.
     """
@@ -101,7 +104,7 @@ def outcome(name: str, call: Callable[..., Any], sample: Any) -> str:
         return ""
     eager = torch.autograd.grad(value, of, allow_unused=True)
     try:
-        plain, exact, coded = _of_graphs(loss, inputs)
+        plain, exact, coded = _gradients_of_cuts(loss, inputs)
     except WITHOUT_A_GRAPH:
         return ""
     wrong = []
@@ -110,13 +113,13 @@ def outcome(name: str, call: Callable[..., Any], sample: Any) -> str:
             wrong.append(f"exact is off from torch's own cut by {_off(g, p):.1e}")
         if is_near_eager and _off(g, torch.zeros_like(x) if e is None else e) > 1e-4:
             wrong.append(f"exact is off from eager by {_off(g, torch.zeros_like(x) if e is None else e):.1e}")
-        if (by := _off(c, p)) > IN_CODES.get(name, (0.03, ""))[0]:
+        if (by := _off(c, p)) > BOUNDS_IN_8_BITS.get(name, (0.03, ""))[0]:
             wrong.append(f"8 bits are off by {by:.1e}")
     return "; ".join(dict.fromkeys(wrong))
 
 
-def _of_graphs(loss: Callable[..., Tensor], inputs: list[Tensor]) -> list[list[Tensor]]:
-    """The gradients of torch's own cut, "exact" and 8 bits."""
+def _gradients_of_cuts(loss: Callable[..., Tensor], inputs: list[Tensor]) -> list[list[Tensor]]:
+    """The gradients of the graph as torch cuts it, and as memkern does: "exact" and with 8 bits."""
     traced = Traced(loss, inputs)
 
     def gradients(bits: Any) -> list[Tensor]:
@@ -134,7 +137,7 @@ def _of_graphs(loss: Callable[..., Tensor], inputs: list[Tensor]) -> list[list[T
 
 
 def _off(found: Tensor, expected: Tensor) -> float:
-    """Relative, of all that is finite; inf where one is finite and the other is not."""
+    """The relative error (2-norm) of the finite elements; inf where one tensor is finite and the other is not."""
     finite = expected.isfinite()
     if not finite.equal(found.isfinite()):
         return float("inf")
@@ -143,7 +146,7 @@ def _off(found: Tensor, expected: Tensor) -> float:
 
 
 def outcomes(name: str) -> Iterator[str]:
-    """Of an operation's first sample, out of place and in place."""
+    """What is wrong with the gradients of an operation's first sample, out of place and in place."""
     op = infos()[name]
     for call in filter(None, (op.get_op(), op.get_inplace())):
         every = op.sample_inputs("cpu", torch.float32, requires_grad=True)
@@ -156,7 +159,7 @@ def outcomes(name: str) -> Iterator[str]:
 
 
 def all_coded() -> Any:
-    """Patches the size from which values are coded, which few samples have."""
+    """Patches by which values of any size are coded: samples are smaller than MIN_NUMEL."""
     from unittest import mock
 
     return mock.patch.multiple(codable, MIN_NUMEL=1), mock.patch.multiple(partitioner, MIN_NUMEL=1)

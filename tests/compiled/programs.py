@@ -11,11 +11,11 @@ from tests.support.partitioned import Traced, backend
 from tests.support.programs import STEPS, Program, gradients, in_codes, off
 
 ROUNDING = 1e-5
-"""Of Inductor's decompositions: its compiled graphs are off from eager torch by so much without memkern, too."""
+"""The relative error that Inductor's decompositions make in a compiled graph without memkern, too."""
 
 
 class CompiledProgram(Program):
-    """Runs that are not compiled note which results are scaled, for those that are."""
+    """A program that torch.compile takes: which results are scaled down, an eager run decides for compiled ones."""
 
     def __init__(self, seed: int, steps: int = STEPS) -> None:
         super().__init__(seed)
@@ -36,7 +36,7 @@ class CompiledProgram(Program):
         return torch.compile(self.loss, backend=backend(None if bits == "torch" else bits))()
 
     def traced(self) -> Traced:
-        """The graph of the loss of tensors that are given to it; gradients() has run before."""
+        """The graph of the loss as a function of the program's tensors. Needs a gradients(program, None) before it."""
 
         def loss(*given: Tensor) -> Tensor:
             kept = self.__dict__.copy()
@@ -54,11 +54,12 @@ class CompiledProgram(Program):
         return Traced(loss, [*leaves, *constants, *weights, *self.last])
 
 
+# Names of a program's tensors: those with a gradient, beside its weights, and those without.
 LEAVES, CONSTANTS = ("x", "table", "scale", "shift"), ("index", "wide", "mask")
 
 
 def of_traced(program: CompiledProgram) -> list[Tensor]:
-    """The gradients of torch's own graph, "exact" and 8 bits, as those of tests/support/programs.py, traced once."""
+    """The gradients by torch's own cut, by "exact" and by 8 bits, of one graph that is traced once."""
     traced = program.traced()
     found = []
     for bits in (None, "exact", 8):
@@ -69,12 +70,12 @@ def of_traced(program: CompiledProgram) -> list[Tensor]:
 
 
 def of_compiled(program: CompiledProgram) -> list[Tensor]:
-    """The same through Dynamo, which traces each anew."""
+    """The gradients of :func:`of_traced` by torch.compile, which traces a graph for each of the three."""
     return [gradients(program, bits) for bits in ("torch", "exact", 8)]
 
 
 def outcome(seed: int, steps: int = STEPS) -> str:
-    """What is wrong; "" for nothing. As of tests/support/programs.py, beside torch's own compiled graph."""
+    """What is wrong with a random program's gradients, compared with those of torch's own cut; "" for nothing."""
     program = CompiledProgram(seed, steps)
     torch.manual_seed(seed)
     plain = gradients(program, None)

@@ -1,4 +1,4 @@
-"""memkern.apply with compile: what it leaves as it is, who refuses a compiled model, caches of keys and values."""
+"""memkern.apply with compile=True: what it refuses and leaves unchanged, key-value caches, options of torch.compile."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def compiled_before(of: nn.Module, monkeypatch: pytest.MonkeyPatch) -> nn.Module
     return of
 
 
-def without_blocks(of: nn.Module, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+def having_no_blocks(of: nn.Module, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), nn.GELU())
 
 
-def of_an_old_torch(of: nn.Module, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+def under_an_old_torch(of: nn.Module, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.10.0"))
     return of
 
@@ -52,8 +52,8 @@ def without_cxx(of: nn.Module, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
     ("edit", "message"),
     [
         (compiled_before, "compile: True given; allowed: False, as 1 is compiled already"),
-        (without_blocks, "compile: True given; allowed: False for a model without a list of like blocks"),
-        (of_an_old_torch, r"compile: True given with saved_bits=8: memkern.compile needs torch 2\.11 or later"),
+        (having_no_blocks, "compile: True given; allowed: False for a model without a list of like blocks"),
+        (under_an_old_torch, r"compile: True given with saved_bits=8: memkern.compile needs torch 2\.11 or later"),
         (without_cxx, "compile: True given, and no C\\+\\+ compiler is found"),
     ],
 )  # fmt: skip
@@ -65,7 +65,7 @@ def test_what_cannot_be_compiled_is_left_as_it_is(edit: Any, message: str, monke
     assert {type(module) for module in of.modules()} == {nn.Sequential, nn.Linear, nn.GELU}
 
 
-def test_an_applied_model_is_compiled_for_all_who_ask() -> None:
+def test_apply_and_plan_refuse_a_compiled_model() -> None:
     of = model()
     memkern.apply(of, Techniques(compile=True, checkpointing="blocks"))
     keys = list(model().state_dict())
@@ -95,7 +95,7 @@ def test_blocks_with_a_cache_of_keys_and_values() -> None:
         run_(input_ids=ids, labels=ids).loss.backward()
     for p, expected in zip(gpt.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p.grad, expected.grad)
-    # A prefix that is learned comes as a cache.
+    # A learned prefix (prefix tuning) comes as a cache.
     prefix = [(torch.randn(2, 2, 3, 16, requires_grad=True), torch.randn(2, 2, 3, 16)) for _ in range(10)]
     cached = [transformers.DynamicCache(prefix, config=gpt.config) for _ in range(2)]
     logits = [m(input_ids=ids, past_key_values=c).logits for m, c in zip((gpt, plain), cached, strict=True)]
@@ -106,7 +106,7 @@ def test_blocks_with_a_cache_of_keys_and_values() -> None:
 
 
 def test_blocks_get_equal_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else torch compiles every block anew, and blocks that were pickled once more."""
+    """With other options torch would compile every block anew, and blocks that were pickled once more."""
     given = []
     monkeypatch.setattr(compiled_blocks.torch, "compile", lambda f, **options: given.append(options) or f)
     of = model()

@@ -1,4 +1,4 @@
-"""What a layer saves on a GPU, by its attention kernel: of graphs of fake CUDA tensors, in a process of their own."""
+"""CUDA's attention kernels in graphs with 8-bit codes: what is saved, and that attention runs again (on_cuda.py)."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from memkern.planner import fake_cuda
 
 from .on_cuda import HEADS, KERNELS, TOKENS, WIDTH, all_graphs
 
+# name: kernel, saved bits and dropout of on_cuda.graphs
 CASES: dict[str, tuple[Any, ...]] = {
     **{f"{kernel}, {bits}": (kernel, bits) for kernel in KERNELS for bits in (None, "exact", 8)},
     "flash, dropout": ("flash", 8, 0.1),

@@ -1,4 +1,4 @@
-"""Blocks that are compiled in place: inputs whose length varies, torch's limit of graphs, copies and pickles."""
+"""Blocks that memkern.compile and apply compile in place: varying lengths, torch's recompile limit, copies, pickles."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def applied(**techniques: Any) -> nn.Module:
 
 
 @pytest.mark.full
-def test_lengths_that_vary() -> None:
+def test_varying_lengths_take_two_graphs() -> None:
     model = applied()
     for length in (64, 100, 33, 77):
         x = torch.randn(2, length, WIDTH, requires_grad=True)  # as the other blocks' inputs
         (saved, found), (plain, expected) = (step(each, x) for each in (model, Net()))
         assert saved < 0.4 * plain
         assert off(found, expected) < 0.02
-    assert counters["stats"]["unique_graphs"] == 2  # of the first length, and of any
+    assert counters["stats"]["unique_graphs"] == 2  # a graph for the first length, and one for any
 
 
 @pytest.mark.full
@@ -138,7 +138,7 @@ def test_a_model_with_a_list_of_blocks_is_compiled_by_blocks() -> None:
         assert not any(map(is_compiled, small.modules()))
 
 
-def test_blocks_that_there_are_not_are_an_error() -> None:
+def test_blocks_true_without_blocks_is_an_error() -> None:
     model = memkern.compile(Net())
     for given in (nn.Linear(2, 2), F.gelu, model):
         with pytest.raises(ValueError, match="blocks=True given for what has no list of like blocks that are not"):

@@ -1,4 +1,4 @@
-"""memkern.compile: what a compiled graph saves, in bytes and in the error of its gradients."""
+"""memkern.compile: what graphs save and how far gradients are off; random programs; Inductor; backend names; options."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _post_norm(x: Tensor, w: Tensor, b: Tensor, t: Tensor) -> Tensor:
 
 
 def _distances(x: Tensor, w: Tensor, b: Tensor, t: Tensor) -> Tensor:
-    """T5: buckets of distances, of which a learned table has a number."""
+    """T5's relative positions: a graph that computes buckets of distances from integers."""
     i = torch.arange(4 * ROWS)
     near = (i[:, None] - i[None, :]).abs().clamp(max=31)
     return _square(torch.where(near < 16, near, 16 + near.float().log().long())[:, :, None].float() * (x @ w).mean())
@@ -92,7 +92,7 @@ CASES: dict[str, tuple[Case, float, float]] = {
     **{f"sigmoid, {c}": (_gated(torch.sigmoid, c), 0.03, 0.5) for c in (0.0, 2.2, 4.6, 6.9, 13.8)},
     **{f"tanh, {c}": (_gated(torch.tanh, c), 0.03, 0.5) for c in (0.0, 1.5, 2.6, 3.8)},
     **{f"softmax, {size}": (_softmax(size), 0.03, 0.5) for size in (1.0, 5.0, 15.0, 50.0)},
-    # 1.4 % times the deviation of scores: nothing is asked of the data (docs/compiled.md)
+    # An error of 1.4 % times the deviation of the scores: codes depend on no look at the data (docs/compiled.md).
     **{f"attention, {d}": (_attention(d), max(0.03, 0.014 * d), 0.3) for d in (1.0, 5.0, 15.0, 50.0)},
     "attention, a learned bias": (_learned_bias, 0.03, 0.4),
     **{f"cross entropy, {margin}": (_cross_entropy(margin), 0.03, 0.4) for margin in (0.0, 5.0, 10.0, 15.0)},
@@ -139,7 +139,7 @@ CASES: dict[str, tuple[Case, float, float]] = {
 
 
 def _step(function: Case, bits: Any, dtype: torch.dtype = torch.float32) -> tuple[Tensor, int]:
-    """The gradients, and the bytes that are saved of what is computed."""
+    """The gradients of x and w, and the saved bytes without those of the inputs."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     x, w, b = torch.randn(ROWS, WIDTH), torch.randn(WIDTH, WIDTH) / WIDTH**0.5, torch.randn(ROWS, WIDTH)
@@ -175,11 +175,12 @@ def test_errors_and_bytes(name: str) -> None:
 
 @pytest.mark.parametrize("case", [CASES["layer norm, large mean"][0], _post_norm])
 def test_codes_of_values_in_16_bits(case: Case) -> None:
-    """As many as of values in fp32: torch's norms in 16 bits have another mean in the backward pass on a CPU."""
+    """bf16 takes no more bytes than fp32, though torch's 16-bit norms on a CPU have another mean in the backward pass."""
     (_, in_fp32), (_, in_bf16) = _step(case, 8), _step(case, 8, torch.bfloat16)
     assert in_bf16 <= 1.01 * in_fp32
 
 
+# seeds: their mark
 PROGRAMS = {
     range(1): (),
     **dict.fromkeys((range(100, 150), range(150, 200)), pytest.mark.full),
@@ -189,14 +190,14 @@ PROGRAMS = {
 
 @pytest.mark.parametrize("programs", [pytest.param(p, marks=marks) for p, marks in PROGRAMS.items()], ids=str)
 def test_random_programs(programs: range) -> None:
-    """Of half the length of those through Dynamo."""
+    """Programs of 6 steps, half of what a program has by default."""
     assert {seed: wrong for seed in programs if (wrong := outcome(seed, steps=6))} == {}
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("seed", first_full(range(100, 103)))
 def test_random_programs_through_dynamo(seed: int) -> None:
-    """Dynamo's graph is cut as the one that is traced without it."""
+    """The graphs of torch.compile have the gradients of those that are traced without Dynamo."""
     program = CompiledProgram(seed)
     gradients(program, None)
     for found, traced in zip(of_compiled(program), of_traced(program), strict=True):
@@ -204,7 +205,7 @@ def test_random_programs_through_dynamo(seed: int) -> None:
 
 
 def test_experts_are_products() -> None:
-    """transformers' on a CPU; on a GPU they are torch's grouped_mm."""
+    """transformers' fallback for experts on a CPU counts as torch's grouped_mm, which it stands for."""
     assert name_of("transformers.grouped_mm_fallback") == name_of(torch.ops.aten._grouped_mm)
 
 
@@ -222,7 +223,7 @@ def test_what_is_no_gradient_is_not_rounded() -> None:
 
 
 def test_logits_in_16_bits_stay() -> None:
-    """Codes of probabilities are made of values in fp32, which take more where memory is at its peak."""
+    """A 16-bit loss saves the logits: codes of probabilities are made of fp32 values, which would raise the peak."""
 
     def loss(logits: Tensor) -> Tensor:
         return F.cross_entropy(logits.float(), torch.arange(ROWS))
@@ -243,7 +244,7 @@ def test_logits_in_16_bits_stay() -> None:
 
 
 def test_an_unknown_gradient_is_taken_for_a_large_one() -> None:
-    """Of a compiled part of a model the gradient of the output is not known: what is elementwise there stays exact."""
+    """A part of a model does not know the gradient of its output: what its elementwise operations save stays exact."""
 
     def part(x: Tensor, w: Tensor) -> Tensor:
         return torch.tanh(x @ w)
@@ -348,7 +349,7 @@ REFUSED: dict[str, tuple[dict[str, Any], ...]] = {
 
 
 @pytest.mark.parametrize(("message", "options"), [(message, x) for message, all_ in REFUSED.items() for x in all_])
-def test_options_that_there_are_not(message: str, options: dict[str, Any]) -> None:
+def test_unknown_options_and_values_are_refused(message: str, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=message):
         memkern.compile(nn.Linear(2, 2), **options)
 

@@ -1,4 +1,4 @@
-"""memkern.compile(activations=...): codes of derivatives in place of inputs."""
+"""memkern.compile(activations=bits): graphs save codes of an activation's derivative in place of its input."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import memkern
 from tests.support.partitioned import backend, off, step
 
 ROWS, WIDTH, WIDE = 128, 64, 256
+# torch's module, and memkern's that saves the same codes in eager mode
 ACTIVATIONS: dict[str, tuple[nn.Module, nn.Module]] = {
     "gelu": (nn.GELU(), memkern.nn.GELU(bits=3)),
     "gelu by tanh": (nn.GELU("tanh"), memkern.nn.GELU("tanh", bits=3)),
@@ -21,10 +22,12 @@ ACTIVATIONS: dict[str, tuple[nn.Module, nn.Module]] = {
     "log-sigmoid": (nn.LogSigmoid(), memkern.nn.LogSigmoid(bits=3)),
 }
 NAMES = [pytest.param(name, marks=() if name == "gelu" else pytest.mark.full) for name in ACTIVATIONS]
-PLANES = ROWS * WIDE * 3 // 8
+CODE_BYTES = ROWS * WIDE * 3 // 8  # of 3 bits an element
 
 
 class MLP(nn.Module):
+    """Two linear layers around an activation; the second saves its input only where it is trained."""
+
     def __init__(self, activation: nn.Module, trained: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -36,7 +39,7 @@ class MLP(nn.Module):
 
 
 def compiled(model: nn.Module, bits: Any, activations: int | None = None) -> Any:
-    """Cut, and run without Inductor."""
+    """A model whose graphs memkern cuts, run without Inductor's code generation."""
     torch._dynamo.reset()
     return torch.compile(model, backend=backend(bits, activations=activations))
 
@@ -44,13 +47,13 @@ def compiled(model: nn.Module, bits: Any, activations: int | None = None) -> Any
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bits", ["exact", 8])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_frozen_layer_follows(name: str, bits: Any, dtype: torch.dtype) -> None:
-    """The bytes and the gradient of memkern's modules."""
+def test_codes_are_saved_before_a_frozen_layer(name: str, bits: Any, dtype: torch.dtype) -> None:
+    """The compiled graph saves codes alone and has the gradient of memkern's module."""
     activation, ours = ACTIVATIONS[name]
     x = torch.randn(ROWS, WIDTH, dtype=dtype)
     model, module = MLP(activation).to(dtype), MLP(ours).to(dtype)
     saved, gradient = step(model, x, compiled(model, bits, 3))
-    assert saved == PLANES
+    assert saved == CODE_BYTES
     _, expected = step(module, x)
     torch.testing.assert_close(gradient, expected, rtol=1e-5 if dtype == torch.float32 else 2**-7, atol=1e-7)
 
@@ -58,7 +61,7 @@ def test_a_frozen_layer_follows(name: str, bits: Any, dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("bits", ["exact", 8])
 @pytest.mark.parametrize("name", NAMES)
 def test_where_the_input_is_needed_nothing_changes(name: str, bits: Any) -> None:
-    """The next layer's weights need the activation of it."""
+    """The weight of the layer after needs the activation's output, which is computed again from its input."""
     x = torch.randn(ROWS, WIDTH)
     found = []
     for activations in (None, 1):
@@ -107,7 +110,7 @@ def test_through_inductor_and_with_sizes_that_change() -> None:
 
 
 def test_what_is_made_twice_counts_twice() -> None:
-    """A cast of the input in each pass, which torch makes one of: chosen as codes, it was then saved in fp32."""
+    """Both passes cast Hardswish's bf16 input, and torch makes one cast of two: as codes, it was once saved in fp32."""
     x, found = torch.randn(ROWS, WIDTH, dtype=torch.bfloat16), []
     for bits in ("exact", 8):
         model = MLP(nn.Hardswish()).bfloat16()

@@ -1,4 +1,4 @@
-"""Codes by torch's operations, for Inductor to compile: their bits, and where they stand in graphs."""
+"""codec_backend="inductor": codes made by torch's operations, for Inductor to compile, with the bits of memkern's ops."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _same(found: Tensor, expected: Tensor) -> bool:
     return torch.equal(found.isnan(), nan) and torch.equal(found[~nan].view(number), expected[~nan].view(number))
 
 
-ROWS, SHORT_ROWS = (96, 256), (768, 32)
+ROWS, SHORT_ROWS = (96, 256), (768, 32)  # shapes
 
 
 @pytest.mark.full
@@ -58,7 +58,7 @@ def test_inductors_bits_are_those_of_the_op(
 
 
 def _gradient(rows: int, codec_backend: str, f: Any = torch.nn.functional.gelu) -> tuple[Tensor, set[str], int]:
-    """The gradient of a step in 8 bits, memkern's ops in its graphs, the bytes that are saved of what is computed."""
+    """With 8 bits: the gradient of w, memkern's ops in the graphs, and the bytes of what is computed and saved."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     x, w = torch.randn(rows, WIDTH), torch.randn(WIDTH, WIDTH).div_(WIDTH**0.5).requires_grad_()
@@ -82,10 +82,10 @@ def _gradient(rows: int, codec_backend: str, f: Any = torch.nn.functional.gelu) 
 
 def test_no_op_is_in_the_graph() -> None:
     expected, ops, saved = _gradient(512, "ops")
-    found, none, as_many = _gradient(512, "inductor")
+    found, ops_left, same_bytes = _gradient(512, "inductor")
     assert len(ops) == 2
-    assert (none, as_many) == (set(), saved)
-    # torch.sqrt of eager torch is off by one unit in the last place of some, and then a code by one
+    assert (ops_left, same_bytes) == (set(), saved)
+    # eager torch.sqrt is off by one unit in the last place for some values, by which a code may be off by one
     assert off(found, expected) < 1e-4
 
 
@@ -118,7 +118,7 @@ def test_symbolic_sizes() -> None:
         assert off(found[1], found[0]) < 1e-6
 
 
-def test_it_is_chosen_by_device() -> None:
+def test_the_codec_backend_is_chosen_by_device_and_size() -> None:
     from memkern.compiled.codecs import backend_for
 
     assert backend_for(torch.empty(64, 128), None) == "ops"

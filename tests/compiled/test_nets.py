@@ -1,4 +1,4 @@
-"""Parts of convolutional nets in 8 bits: bytes over eager torch's, and the error of gradients."""
+"""Parts of convolutional nets compiled with 8 bits: the share of eager torch's saved bytes, and gradients' errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Gated(nn.Module):
 
 
 class Scaled(nn.Module):
-    """ConvNeXt's: weights of channels that a residual is multiplied with."""
+    """ConvNeXt's layer scale: a learned factor for each channel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Scaled(nn.Module):
 
 
 class Up(nn.Module):
-    """Of a UNet: a skip connection whose norm and shortcut use the concatenation, after an enlargement."""
+    """A UNet's step up: an upsampled branch and a skip connection, concatenated for a group norm and a shortcut."""
 
     def __init__(self) -> None:
         super().__init__()

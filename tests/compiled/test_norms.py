@@ -1,4 +1,4 @@
-"""Codes of what batch, instance and group norms have normalized: bytes, and the error of gradients."""
+"""Batch, instance and group norms compiled with 8 bits: their normalized inputs are saved as codes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def net(norm: str, activation: Callable[[], nn.Module] = nn.SiLU) -> nn.Sequenti
 
 
 def run(of: nn.Module, x: Tensor, bits: int | str | None, autocast: bool = False) -> tuple[int, Tensor]:
-    """The bytes that the loss saves, and the gradients."""
+    """The bytes that a step saves, and the gradients."""
     torch._dynamo.reset()
     call = torch.compile(of, backend=backend(bits))
 
@@ -88,7 +88,7 @@ def test_other_precisions_and_layouts(norm: str) -> None:
 
 @pytest.mark.parametrize("norm", ["batch", "instance", "group"])
 def test_a_mean_far_from_zero_does_no_harm(norm: str) -> None:
-    """Codes of x would be off by a share of the mean."""
+    """Codes are of the normalized input: those of x itself would be off by a share of its mean."""
 
     def shifted() -> nn.Sequential:
         of = net(norm)
@@ -122,7 +122,7 @@ def test_evaluation_statistics_and_running_ones() -> None:
 
 @pytest.mark.full
 def test_a_norm_of_the_graphs_input_saves_it_once() -> None:
-    """It is there anyway: codes would come on top."""
+    """The input of a graph is in memory anyway: codes of it would come on top."""
     torch.manual_seed(0)
     of = nn.Sequential(nn.GroupNorm(4, CHANNELS), nn.Conv2d(CHANNELS, 8, 1))
     x = batch()

@@ -29,6 +29,7 @@ class Frozen(Block):
         self.down.requires_grad_(False)
 
 
+# name: block, options of the partitioner, ops of memkern in the forward graph
 CASES: dict[str, tuple[type[Block], dict[str, Any], tuple[str, ...]]] = {
     "8 bits": (Block, {"bits": 8}, ("quantize_blockwise",)),
     "exact": (Block, {"bits": "exact"}, ()),
@@ -66,7 +67,7 @@ def test_the_first_sizes_do_not_decide(name: str) -> None:
 
 @pytest.mark.usefixtures("fresh_compiler")
 def test_a_mean_of_few_has_a_graph_of_its_own() -> None:
-    """Of many elements each is a small part of a mean, so that their codes may be coarse; not so of few."""
+    """Each of many elements is a small part of their mean, so that coarse codes do; they do not for few."""
     torch._dynamo.reset()
     w = torch.randn(WIDTH, WIDTH, requires_grad=True)
 
@@ -110,7 +111,7 @@ for rows in map(int, sys.argv[1:]):
 
 @pytest.mark.full
 def test_another_process_takes_the_graph_of_its_sizes(tmp_path: Path) -> None:
-    """From torch's cache on disk: that of a small first call is not for a large one."""
+    """torch's cache on disk: the graph of a small first call is taken for small sizes, and not for a large one."""
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
 
     def printed(*rows: str) -> list[list[str]]:

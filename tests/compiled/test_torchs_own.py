@@ -1,4 +1,4 @@
-"""What docs/compiled.md says of torch's own ways to save less in a compiled graph."""
+"""torch's own float8 quantization and memory budget of compiled graphs have the faults that docs/compiled.md names."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _gradients(dtype: torch.dtype, dropout: float, budget: Any = None) -> Tensor
 
 
 @pytest.mark.full
-def test_quantization_without_scales() -> None:
+def test_float8_quantization_without_scales_is_useless() -> None:
     expected = _gradients(torch.bfloat16, 0.0)
     for options, low, high in (({}, 1e3, 1e9), ({"use_scaling": True}, 1e-3, 0.05)):
         given = {"quant_type": "torch.float8_e5m2", "size_in_mb": 0, **options}
@@ -33,7 +33,7 @@ def test_quantization_without_scales() -> None:
 
 
 @pytest.mark.full
-def test_a_budget_and_dropout() -> None:
+def test_a_budget_draws_dropout_anew() -> None:
     expected = _gradients(torch.float32, 0.5)
     with functorch_config.patch(activation_memory_budget=0.1):
         found = _gradients(torch.float32, 0.5)

@@ -54,7 +54,7 @@ class Tied(nn.Module):
 
 
 class Adapted(nn.Module):
-    """LoRA: a frozen layer, and two small ones."""
+    """LoRA: a frozen block, with a trained low-rank layer before it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Adapted(nn.Module):
         return (self.block(x + self.up(self.down(x)))).square().mean()
 
 
-def _broken(block: Block, x: Tensor) -> Tensor:
+def _graph_break(block: Block, x: Tensor) -> Tensor:
     torch._dynamo.graph_break()
     return block(x)
 
@@ -85,11 +85,11 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "dropout": Model,
     "tied": Tied,
     "LoRA": Adapted,
-    "a graph for each block": lambda: Model(_broken),
+    "a graph for each block": lambda: Model(_graph_break),
     "checkpoints": lambda: Model(lambda block, x: checkpoint(block, x, use_reentrant=False)),
     "selective checkpoints": lambda: Model(_selective),
 }
-Backward = Callable[[Callable[[], Tensor]], None]
+Backward = Callable[[Callable[[], Tensor]], None]  # runs the backward pass of a function that returns a loss
 
 
 def _once(loss: Callable[[], Tensor]) -> None:
@@ -103,7 +103,7 @@ def _twice(loss: Callable[[], Tensor]) -> None:
     first.backward()
 
 
-def _again(loss: Callable[[], Tensor]) -> None:
+def _retained(loss: Callable[[], Tensor]) -> None:
     with torch._functorch.config.patch(donated_buffer=False):
         kept = loss()
         kept.backward(retain_graph=True)
@@ -124,7 +124,7 @@ def _compiled_autograd(loss: Callable[[], Tensor]) -> None:
 STEPS: dict[str, Backward] = {
     "once": _once,
     "two forward passes first": _twice,
-    "retain_graph": _again,
+    "retain_graph": _retained,
     "autocast": _autocast,
     "compiled autograd": _compiled_autograd,
 }
@@ -135,7 +135,7 @@ def gradients(make: Callable[[], nn.Module], step: Backward, bits: Any) -> Tenso
     model = make()
     call = torch.compile(model, backend=backend(bits))
     x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
-    torch.manual_seed(2)  # of dropout
+    torch.manual_seed(2)  # for dropout
     step(lambda: call(x))
     return gradients_of(model)
 

@@ -1,4 +1,4 @@
-"""Models that update a buffer, a parameter or an argument and compute with it: the gradients of eager torch."""
+"""Compiled models that write a buffer, a parameter or an argument and compute with it have eager torch's gradients."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROWS, WIDTH = 64, 64
 
 
 class Model(nn.Module):
-    """update: writes a buffer or a parameter, and gives the layer's result with what it has written."""
+    """Two linear layers with ``update`` between them, which writes a buffer or a parameter and computes with it."""
 
     def __init__(self, update: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -131,20 +131,20 @@ def for_the_backward_pass_alone(self: Any, h: Tensor) -> Tensor:
 
 
 def in_a_checkpoint(self: Any, h: Tensor) -> Tensor:
-    """What is run again has the value of the first time."""
+    """What a checkpoint runs again has the mean of the first run."""
     self.mean.mul_(0.5)
     mean = self.mean.clone()
     return checkpoint(lambda h: F.silu(F.silu(h) - mean) * mean, h, use_reentrant=False)
 
 
-KINDS = (
+UPDATES = (
     running_mean, factor_of_mean, counter, whole_counter, annealed, before_and_after, slot_by_index, slot_by_slice,
     cache, codebook, view_of_a_buffer, parameter, by_data, for_the_backward_pass_alone, in_a_checkpoint,
 )  # fmt: skip
 
 
 def run(update: Callable[..., Tensor], wrap: Callable[[nn.Module], Callable[..., Tensor]]) -> tuple[Tensor, Tensor]:
-    """The gradients, and all buffers."""
+    """The gradients, and all buffers with the written parameter."""
     torch._dynamo.reset()
     model = Model(update)
     wrap(model)(torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))).square().mean().backward()
@@ -158,6 +158,7 @@ def assert_alike(update: Callable[..., Tensor], wrap: Callable[[nn.Module], Call
     assert off(found, expected) < by
 
 
+# options of tests.support.partitioned.backend
 WAYS: dict[str, dict[str, Any]] = {
     "exact": {"bits": "exact"},
     "written afterwards": {"bits": "exact", "in_graph": False},
@@ -171,7 +172,7 @@ EVERY = [
         update, way, marks=() if way in ("exact", "written afterwards") or update is annealed else pytest.mark.full
     )
     for way in WAYS
-    for update in KINDS
+    for update in UPDATES
 ]
 
 
@@ -194,7 +195,7 @@ def test_through_inductor(update: Callable[..., Tensor], bits: Any) -> None:
 
 @pytest.mark.full
 def test_blocks_without_techniques_of_their_own() -> None:
-    """torch's cut has the fault, too."""
+    """compile=True alone: by torch's own cut the backward pass would compute from what was written."""
 
     def blocks(model: nn.Module) -> nn.Module:
         both = nn.Sequential(model, Model(annealed))
@@ -235,8 +236,8 @@ def test_arguments(function: Callable[..., Tensor], bits: Any, in_graph: bool) -
     assert off(found[1][0], found[0][0]) < (0.03 if bits == 8 else 1e-5)  # type: ignore[arg-type]
 
 
-def test_a_copy_is_made_where_it_is_saved_alone() -> None:
-    """Of running statistics nothing is."""
+def test_a_copy_is_made_only_of_what_is_saved() -> None:
+    """The running statistics of a batch norm are written and not saved: no copy is made of them."""
     saved = []
 
     def look(fw: fx.GraphModule, bw: fx.GraphModule, returned: int) -> None:
