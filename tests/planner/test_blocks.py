@@ -1,4 +1,4 @@
-"""What makes a plan fast: a trace with one block less, and fake tensors that are looked up."""
+"""Shortcuts that make a plan fast and do not change it: traces of few blocks, a cache of fake tensors' operations."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ def source(request: pytest.FixtureRequest) -> Any:
     ],
     ids=str,
 )
-def test_a_trace_with_a_block_less_is_that_of_the_model_with_a_block_less(source: Any, changes: dict[str, Any]) -> None:
+def test_a_trace_without_a_block_is_that_of_a_model_of_one_block_less(source: Any, changes: dict[str, Any]) -> None:
     techniques = Techniques(micro_batch=2, **changes)
     fake_step.trace(source.with_depth(2), techniques, "cpu")  # what is cached on first use
     few, many = (fake_step.trace(source.with_depth(n), techniques, "cpu") for n in (3, 4))
@@ -55,8 +55,8 @@ def test_a_trace_with_a_block_less_is_that_of_the_model_with_a_block_less(source
     ],
     ids=str,
 )
-def test_few_blocks_tell_of_all(source: Any, changes: dict[str, Any]) -> None:
-    """Where what a block has computed is freed in the next one, the first block is unlike the others."""
+def test_peaks_of_few_blocks_are_extrapolated_to_all(source: Any, changes: dict[str, Any]) -> None:
+    """Also where a block's results are freed in the next one, by which the first block is unlike the others."""
     techniques = Techniques(micro_batch=4, **changes)
     fake_step.trace(source.with_depth(2), techniques, "cpu")  # what is cached on first use
     made, more = fake_step.traces(source, techniques, "cpu")
@@ -76,12 +76,13 @@ def test_blocks_that_differ_have_no_trace_with_one_less(source: Any) -> None:
 
 
 def described(x: Any) -> Any:
+    """Shape, strides, offset, dtype, device and bytes of each tensor."""
     if isinstance(x, (tuple, list)):
         return [*map(described, x)]
     return (x.shape, x.stride(), x.storage_offset(), x.dtype, x.device, x.untyped_storage().nbytes())
 
 
-def test_what_is_looked_up_is_what_fake_tensor_mode_makes() -> None:
+def test_cached_results_are_what_fake_tensor_mode_makes() -> None:
     aten = torch.ops.aten
     calls = [
         lambda x, i: x @ x.t(),
@@ -97,7 +98,7 @@ def test_what_is_looked_up_is_what_fake_tensor_mode_makes() -> None:
     for call in calls:
         with FakeTensorMode():
             expected = described(call(torch.empty(6, 4), torch.ones(4, dtype=torch.long)))
-        for _ in range(3):  # of each mode, and the second time it is looked up
+        for _ in range(3):  # the first call makes the results, later ones look them up
             with FakeMode():
                 x = torch.empty(6, 4)
                 made = call(x, torch.ones(4, dtype=torch.long))
@@ -111,9 +112,7 @@ def test_what_is_looked_up_is_what_fake_tensor_mode_makes() -> None:
             assert x.sin() is not x
 
 
-def test_loops_over_like_pieces_need_the_same_memory_with_few_of_them(
-    monkeypatch: pytest.MonkeyPatch, source: Any
-) -> None:
+def test_shortened_loops_need_the_memory_of_whole_ones(monkeypatch: pytest.MonkeyPatch, source: Any) -> None:
     def traced(is_few: bool) -> Any:
         monkeypatch.setattr(FakeMode, "shortens_loops", is_few)
         return fake_step.trace(source.with_depth(2), Techniques(micro_batch=2, loss_chunk=32), "cpu")

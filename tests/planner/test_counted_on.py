@@ -1,4 +1,4 @@
-"""Which fake tensors a plan is counted on, and which modules and batches it counts."""
+"""What a plan counts on: fake CUDA or fake CPU tensors, which modules, attention masks, and tensors made of numbers."""
 
 import re
 from collections.abc import Callable
@@ -83,7 +83,7 @@ WAYS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Block(nn.Module):
-    """Makes tensors of numbers."""
+    """A block whose forward pass makes a tensor of Python numbers, in one of WAYS."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Block(nn.Module):
 
 
 def saved(way: str, device: str) -> list[int]:
-    """Bytes that a step saves, as it is and with checkpoints."""
+    """The bytes that a step saves, without and with checkpoints."""
     model = nn.Sequential(*(Block(way) for _ in range(3)))
     source = resolve(model, None, torch.zeros(4, 64), None, None)
     techniques: tuple[dict[str, Any], ...] = ({}, {"checkpointing": "blocks"})
@@ -103,15 +103,15 @@ def saved(way: str, device: str) -> list[int]:
 
 
 def on_cuda() -> tuple[dict[str, list[int]], set[str]]:
-    """The bytes of all ways, and the operators of SiLU and Mish."""
+    """The saved bytes of each of WAYS, and the operators that a step with SiLU and Mish runs."""
     source = resolve(nn.Sequential(nn.Linear(4, 4), nn.SiLU(), nn.Mish()), None, torch.zeros(2, 4), None, None)
     operators = {str(operator) for operator, *_ in fake_step.trace(source, Techniques(), "cuda").operators}
     return {way: saved(way, "cuda") for way in WAYS}, operators
 
 
 def test_models_on_the_fake_device() -> None:
-    """Numbers are there too, also where a checkpoint runs a block again: Falcon's blocks index by lists. torch without
-    CUDA decomposes operators of which it has kernels for the CPU alone, and three tensors more."""
+    """Tensors of numbers can be made, also where a checkpoint runs a block again: Falcon's blocks index by lists. The
+    backward passes of SiLU and Mish are one operator each, though torch without CUDA decomposes them."""
     if fake_cuda.why_not():
         pytest.skip("fake CUDA needs a C++ compiler, and a torch without CUDA")
     found, operators = fake_cuda.call(on_cuda)

@@ -1,4 +1,4 @@
-"""Compiled blocks on fake tensors: the bytes of graphs that are compiled for real, and nothing is left behind."""
+"""Plans with compile=True: compiled blocks on fake tensors have the bytes of real ones, and leave no state in torch."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_compiled_blocks_are_compared_by_default(device: str) -> None:
 @pytest.mark.long  # a graph for each size that is tried
 @pytest.mark.usefixtures("compiled_rows")
 def test_what_compiled_blocks_save_is_chosen() -> None:
-    """The largest loss in time is that of the set with the least memory."""
+    """With 2 GiB compiled blocks save all; with 1 MiB less than that plan's peak, the plan sets saved_bits."""
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(n_layer=6, n_head=2, n_embd=64, n_positions=256, vocab_size=100)
     given = {"compile": True, "precision": "fp32", "loss_chunk": None, "state_bits": 32, "accumulation": 1}

@@ -1,4 +1,4 @@
-"""memkern.plan of transformers' configurations: inputs for their tasks; models that it cannot trace."""
+"""memkern.plan of transformers' configurations: inputs for each task, traces of a step, and models that raise."""
 
 import functools
 from collections.abc import Callable
@@ -60,7 +60,7 @@ CASES: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_inputs_are_what_a_real_step_takes(case: str) -> None:
-    """The same batch, with values, gives a loss and gradients."""
+    """A planned batch, filled with values, gives a loss and gradients."""
     config = CASES[case]()
     source: Any = resolve(config, 32, None, None, None)
     model = source.build(torch.float32, empty=False)
@@ -72,6 +72,7 @@ def test_inputs_are_what_a_real_step_takes(case: str) -> None:
     assert any(p.grad is not None for p in model.parameters())
 
 
+# The mark of every fourth case.
 TIERS: list[Any] = [(), pytest.mark.long, pytest.mark.full, pytest.mark.long]
 
 
@@ -108,7 +109,7 @@ def test_the_class_that_a_configuration_is_for() -> None:
 
 
 class Stubborn(nn.Module):
-    """A model whose forward pass looks at a number, or which does not run in bf16."""
+    """A model whose forward pass needs a tensor's value, or which does not run under bf16 autocast."""
 
     def __init__(self, needs: str) -> None:
         super().__init__()

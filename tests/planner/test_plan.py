@@ -1,4 +1,4 @@
-"""memkern.plan: what it recommends, and what it says where nothing fits."""
+"""memkern.plan: the techniques that it recommends, the code that it prints, and its text, also where nothing fits."""
 
 import itertools
 import re

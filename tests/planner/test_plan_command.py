@@ -1,4 +1,4 @@
-"""python -m memkern plan: what it prints and what it refuses."""
+"""python -m memkern plan and memkern.plan: output, exit status, and the arguments that they refuse."""
 
 import json
 from pathlib import Path
@@ -89,11 +89,11 @@ def test_what_the_model_or_an_argument_rules_out(given: dict[str, Any], message:
     ("text", "size"),
     [("12GiB", 12 * 2**30), ("12gb", 12 * 10**9), ("11.5 GiB", 11.5 * 2**30), (1024, 1024), (1e16, 10**16)],
 )
-def test_memory(text: Any, size: float) -> None:
+def test_sizes_of_memory(text: Any, size: float) -> None:
     assert parse_memory(text) == size
 
 
 @pytest.mark.parametrize("given", [0, 0.5, "0.4B", "0 GiB", -1, True, None, "12 apples", float("nan")])
-def test_no_memory(given: Any) -> None:
+def test_sizes_of_memory_that_are_refused(given: Any) -> None:
     with pytest.raises(OptionError, match=r"memory: .* given; allowed: bytes as a number"):
         parse_memory(given)

@@ -1,4 +1,4 @@
-"""What a plan predicts of states, transfers and checkpoints."""
+"""Bytes that a plan predicts: by category, of optimizer states, of gradients in a step in backward, of offload."""
 
 import torch
 
@@ -11,10 +11,10 @@ from tests.support.planned_models import DEPTH, WIDTH, Stack, predictor_of
 def test_categories_add_up_and_are_as_counted() -> None:
     predictor = predictor_of(Stack(), torch.zeros(2, WIDTH))
     count = DEPTH * (8 * WIDTH * WIDTH + 5 * WIDTH)
-    fixed = predictor.static_bytes(Techniques(state_bits=8))
-    assert fixed.count == count
-    assert fixed.parameters == fixed.gradients == 4 * count
-    assert 2 * count < fixed.optimizer < 2.2 * count
+    static_bytes = predictor.static_bytes(Techniques(state_bits=8))
+    assert static_bytes.count == count
+    assert static_bytes.parameters == static_bytes.gradients == 4 * count
+    assert 2 * count < static_bytes.optimizer < 2.2 * count
     prediction = predictor.predict(Techniques(micro_batch=100))
     assert tuple(prediction.categories) == CATEGORIES
     assert prediction.peak == sum(prediction.categories.values()) == max(prediction.phases.values())
@@ -26,13 +26,13 @@ def test_categories_add_up_and_are_as_counted() -> None:
 
 def test_bytes_of_muons_momentum() -> None:
     predictor = predictor_of(Stack(), torch.zeros(2, WIDTH))
-    fixed = predictor.static_bytes(Techniques(optimizer="muon", state_bits=8))
+    static_bytes = predictor.static_bytes(Techniques(optimizer="muon", state_bits=8))
     matrices, vectors = DEPTH * 8 * WIDTH * WIDTH, DEPTH * 5 * WIDTH
-    assert fixed.count == matrices + vectors
+    assert static_bytes.count == matrices + vectors
     steps = 4 * 4 * DEPTH
-    assert fixed.optimizer == matrices + matrices // 128 * 4 + 8 * vectors + steps
+    assert static_bytes.optimizer == matrices + matrices // 128 * 4 + 8 * vectors + steps
     # The updates in bf16, and what the products of a matrix take.
-    assert 2 * matrices < fixed.step_temporaries < 2 * matrices + 10 * 2 * 4 * WIDTH * WIDTH
+    assert 2 * matrices < static_bytes.step_temporaries < 2 * matrices + 10 * 2 * 4 * WIDTH * WIDTH
     plan = memkern.plan(
         Stack(), memory="4GiB", inputs=torch.zeros(2, WIDTH), device="cpu", techniques={"optimizer": "muon"}
     )
@@ -41,16 +41,16 @@ def test_bytes_of_muons_momentum() -> None:
 
 def test_a_step_in_backward_frees_gradients_and_accumulation_holds_them() -> None:
     predictor = predictor_of(Stack(), torch.zeros(2, WIDTH))
-    fixed = predictor.static_bytes(Techniques())
+    static_bytes = predictor.static_bytes(Techniques())
     plain, leaving, accumulating = (
         predictor.predict(Techniques(**changes)) for changes in ({}, {"step_in_backward": True}, {"accumulation": 4})
     )
     scratch = 1 + MARGIN["cpu"]
-    assert plain.phases["step"] - plain.phases["begin"] == int(scratch * fixed.gradients)
-    assert leaving.categories["gradients"] <= 2 * fixed.largest
-    assert accumulating.categories["gradients"] >= fixed.gradients
+    assert plain.phases["step"] - plain.phases["begin"] == int(scratch * static_bytes.gradients)
+    assert leaving.categories["gradients"] <= 2 * static_bytes.largest
+    assert accumulating.categories["gradients"] >= static_bytes.gradients
     more = accumulating.phases["forward"] - plain.phases["forward"]
-    assert abs(more - scratch * fixed.gradients) <= 1
+    assert abs(more - scratch * static_bytes.gradients) <= 1
 
 
 def test_offload_leaves_the_gpu_without_states() -> None:

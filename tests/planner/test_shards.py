@@ -1,4 +1,4 @@
-"""memkern.plan of a model that several devices share. Real steps: lab/studies/plan_shards.py."""
+"""memkern.plan(devices=n): bytes of each device under fully_shard. Real steps: lab/studies/plan_shards.py."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ INPUTS = torch.zeros(2, WIDTH)
 
 
 def model() -> nn.Module:
-    """Blocks, and a head of its own."""
+    """Three blocks, and a head outside of them."""
     blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(DEPTH)]
     return nn.Sequential(nn.Sequential(*blocks), nn.Linear(WIDTH, 5, bias=False))
 
@@ -35,7 +35,7 @@ def test_a_device_holds_its_rows_and_what_is_gathered() -> None:
 
 def test_what_is_gathered_in_each_part_of_a_step() -> None:
     operators: list[Any] = [("op",)] * 12
-    # Two blocks of two operators, one of the loss; the loss, two blocks of two operators, the rest
+    # Forward: an operator, two blocks of two, one of the loss. Backward: the loss, two blocks of two, the rest.
     trace = Trace([], {}, operators, 6, blocks=((1, 11), (3, 9)))
     found = Groups(root=100, block=1, shard=50).beside(trace)
     forward = [100, 100, 102, 102, 102, 102, 101]

@@ -1,4 +1,4 @@
-"""memkern.plan with weights on the host: what a device and the host hold, and the time."""
+"""memkern.plan with weights_on_host: predicted bytes of the device and of the host, and the time of a step."""
 
 import dataclasses
 from typing import Any
@@ -29,6 +29,8 @@ LONG = FRUGAL | {"checkpointing": "blocks", "loss_chunk": 4096, "step_in_backwar
 
 
 class Stack(nn.Module):
+    """Blocks, an output layer and a buffer; returns a loss."""
+
     def __init__(self, depth: int = DEPTH) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(depth))
@@ -51,7 +53,7 @@ def predictor(model: nn.Module | None = None, device: str = "cuda") -> Predictor
 
 def test_what_is_brought_in_each_part_of_a_step() -> None:
     operators: list[Any] = [("op",)] * 14
-    # Embedding, two blocks of two operators, the output layer; it backwards, two blocks, the embedding
+    # Forward: embedding, two blocks of two operators, output layer. Backward: output layer, two blocks, embedding.
     trace = Trace([], {}, operators, 7, blocks=((1, 12), (3, 10)), head=7)
     groups = Streamed(first=1000, block=10, last=100, root=1, tensor=2)
     forward = [2001, 1013, 23, 21, 211, 111, 101, 101]
@@ -84,9 +86,9 @@ def test_gradients_on_the_host_are_those_of_three_groups_or_of_all() -> None:
         predictor(model).held_on_host(techniques.replace(**changes))
         for changes in ({}, {"step_in_backward": True}, {"accumulation": 2})
     )
-    fixed = predictor(model).static_bytes(techniques)
-    rounded = fixed.pinned / fixed.parameters
-    assert plain - stepped == pytest.approx((fixed.gradients - 3 * BLOCK) * rounded, abs=2)
+    static_bytes = predictor(model).static_bytes(techniques)
+    rounded = static_bytes.pinned / static_bytes.parameters
+    assert plain - stepped == pytest.approx((static_bytes.gradients - 3 * BLOCK) * rounded, abs=2)
     assert accumulated - plain == pytest.approx(3 * BLOCK * rounded, abs=2)
 
 
@@ -107,17 +109,18 @@ SIZES = StaticBytes(
     count=10**6, head=0, parameters=2 * 10**6, errors=10**6, gradients=2 * 10**6, optimizer=2 * 10**6,
     step_temporaries=0, largest=0,
 )  # fmt: skip
-STEP = 12 * 10**6  # bytes: weights, gradients and twice the states
+STEP = 12 * 10**6  # bytes that an optimizer's step moves: gradients once; weights, errors and states twice
 
 
-def of(techniques: Techniques, tokens: int, brought: int = 0) -> float:
+def time_of(techniques: Techniques, tokens: int, brought: int = 0) -> float:
+    """The seconds of a step that brings so many bytes to the device in each pass."""
     return seconds(SPEEDS, techniques, SIZES, tokens=tokens, attention=0.0, compiled=1.0, brought=brought)
 
 
 def test_a_pass_takes_at_least_the_time_of_its_transfers() -> None:
     t = Techniques(**FRUGAL)  # 2e6 bytes take 2 ms, as 1000 tokens of 2e6 operations do
-    assert of(t, 1001, 2 * 10**6) == of(t, 1001)
-    assert of(t, 900, 2 * 10**6) > of(t, 900)
+    assert time_of(t, 1001, 2 * 10**6) == time_of(t, 1001)
+    assert time_of(t, 900, 2 * 10**6) > time_of(t, 900)
 
 
 def test_the_host_s_step_is_hidden_by_the_backward_pass_and_never_faster_than_the_device_s() -> None:
@@ -126,9 +129,11 @@ def test_the_host_s_step_is_hidden_by_the_backward_pass_and_never_faster_than_th
         for place, steps in (("layers", False), ("layers", True), (None, True))
     )
     # the step takes 1.2 ms on the host, as the backward pass with 300 tokens
-    assert of(after, 301) - of(inside, 301) == pytest.approx(STEP / SPEEDS.host_bandwidth - STEP / SPEEDS.bandwidth)
-    assert of(inside, 301) == of(on_device, 301)
-    assert of(inside, 150) > of(on_device, 150)
+    assert time_of(after, 301) - time_of(inside, 301) == pytest.approx(
+        STEP / SPEEDS.host_bandwidth - STEP / SPEEDS.bandwidth
+    )
+    assert time_of(inside, 301) == time_of(on_device, 301)
+    assert time_of(inside, 150) > time_of(on_device, 150)
 
 
 # ---- plans
@@ -136,7 +141,7 @@ def test_the_host_s_step_is_hidden_by_the_backward_pass_and_never_faster_than_th
 
 @pytest.mark.full
 def test_an_8b_model_fits_a_card_of_12_gb_if_the_host_has_the_memory() -> None:
-    """As ``plan --model llama-3.1-8b --memory 12GiB --host-memory 64GiB``, of which some techniques are given."""
+    """As ``plan --model llama-3.1-8b --memory 12GiB --host-memory 64GiB``, with some techniques given."""
     given = LONG | {"activation_bits": None, "compile": False}
     del given["weights_on_host"]
     plan = memkern.plan("llama-3.1-8b", memory="12GiB", host_memory="64GiB", techniques=given)
@@ -157,7 +162,7 @@ def test_memory_on_the_host_is_a_limit() -> None:
     given = FRUGAL | {"step_in_backward": True}
     streamed = found.predict(Techniques(**given))
     del given["weights_on_host"]
-    memory = streamed.peak + 8 * BLOCK  # less than all weights and states, but for these
+    memory = streamed.peak + 8 * BLOCK  # too little for all weights and states
     chosen = Chooser(found, given, 1, 0.0, streamed.host).fastest(memory)
     assert chosen is not None
     assert chosen.techniques.weights_on_host == "layers"
@@ -167,6 +172,7 @@ def test_memory_on_the_host_is_a_limit() -> None:
 
 
 def counted(model: str, tokens: int, depth: int | None, **techniques: Any) -> dict[str, tuple[int, int]]:
+    """For each phase of a step: predicted bytes, and those that fully_shard allocates on fake CUDA tensors."""
     from tests.support import streamed_bytes
 
     arguments = {"model": model, "tokens": tokens, "depth": depth, "techniques": Techniques(**FRUGAL | techniques)}

@@ -1,4 +1,4 @@
-"""Traces of a step: they have the bytes of the real one."""
+"""Traces of a step on fake tensors have the bytes of the real step; traces of two depths extrapolate to more blocks."""
 
 from typing import Any
 
@@ -43,7 +43,7 @@ def test_a_trace_has_the_bytes_of_the_real_step(changes: dict[str, Any]) -> None
 
 
 class Tied(nn.Module):
-    """A language model without blocks: what it needs most of is for the embedding's gradients."""
+    """A language model without blocks, with one weight for embedding and head, whose gradients make the peak."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Tied(nn.Module):
 def test_the_sum_of_a_tied_weights_gradients_is_made_as_autograd_makes_it(
     precision: str, chunked: bool, gradients: int
 ) -> None:
-    """In a buffer of its own where the first gradient is a view, as a linear layer's is; else over the first."""
+    """It takes a new buffer where the first gradient is a view, as a linear layer's is; else the first one's."""
     loss = lambda model, batch: model(batch[0], chunked)  # noqa: E731
     tokens = torch.arange(8)
     techniques = Techniques(precision=precision, micro_batch=8)
@@ -110,7 +110,7 @@ def test_traces_of_blocks_that_differ_are_not_aligned() -> None:
     assert aligned(few, many) is None
 
 
-def test_what_is_on_no_device_has_no_bytes() -> None:
+def test_meta_tensors_have_no_bytes() -> None:
     with memory.LiveBytes() as live:
         torch.empty(1000, device="meta")
         torch.empty(10)

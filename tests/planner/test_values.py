@@ -1,4 +1,4 @@
-"""Values on fake tensors: what follows from integers and constants is computed, the rest assumed."""
+"""Values of fake tensors, for models whose shapes depend on data: computed from constants, or assumed."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ from memkern.planner.values import LARGEST, Values
 
 @pytest.fixture
 def scores() -> Iterator[torch.Tensor]:
-    """A tensor without values, and the modes."""
+    """A tensor without known values, as a router's scores are, inside of the modes that follow values."""
     mode = FakeMode()
     values = Values(mode)
     with mode, mode.inside(values.around):
@@ -20,8 +20,8 @@ def scores() -> Iterator[torch.Tensor]:
         yield x
 
 
-def test_selections(scores: torch.Tensor) -> None:
-    """By token ids their number, and by scores all."""
+def test_masks_select_by_known_values(scores: torch.Tensor) -> None:
+    """A mask made of token ids selects as many elements as match; one made of scores selects all."""
     ids = torch.tensor([3, 1, 3, 0, 2, 3])
     assert scores[ids == 3].shape == (3, 4)
     assert [x.tolist() for x in torch.where(ids == 3)] == [[0, 2, 5]]
@@ -40,7 +40,7 @@ def test_checks_pass_and_sums_have_no_value(scores: torch.Tensor) -> None:
             number.item()
 
 
-def test_what_is_written_in_place(scores: torch.Tensor) -> None:
+def test_writes_in_place_reach_views(scores: torch.Tensor) -> None:
     sizes = torch.zeros(4, dtype=torch.long)
     last = sizes[2:]
     sizes[3] = 5
