@@ -1,4 +1,4 @@
-"""Checkpoints of the training loop: a resumed run repeats every bit."""
+"""Checkpoints of memkern.train: a resumed run repeats every bit; what is not resumed; writers of one path."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from memkern import OptionError
 from memkern.train import Corpus, Trainer, checkpoint, load_corpus
 from tests.support.train_helpers import SMALL, TEXT, TORCH_ADAMW, assert_same_run, straight_and_resumed, weights
 
-FEW = {"activation_bits": 3, "linear_share": 0.25}
+FEW_BITS = {"activation_bits": 3, "linear_share": 0.25}
 COMPILED = {"compile": True, "saved_bits": 8, "accumulation": 2, "eval_tokens": 544}  # whose last batch is smaller
 
 
@@ -21,8 +21,8 @@ COMPILED = {"compile": True, "saved_bits": 8, "accumulation": 2, "eval_tokens": 
         {"precision": "fp16-mixed", "accumulation": 2},
         {"precision": "bf16-mixed", "optimizer": "lion"},
         TORCH_ADAMW,
-        FEW,
-        FEW | {"checkpointing": "blocks", "checkpoint_bits": 8, "checkpoint_every": 2},
+        FEW_BITS,
+        FEW_BITS | {"checkpointing": "blocks", "checkpoint_bits": 8, "checkpoint_every": 2},
         pytest.param(COMPILED, marks=pytest.mark.full),
     ],
     ids=str,
@@ -35,7 +35,7 @@ def test_a_resumed_run_repeats_every_bit(corpus: Corpus, tmp_path: Path, changes
     assert {*checkpoint.load(tmp_path / "run.pt")["model"]} == {*Trainer(SMALL, corpus).model.state_dict()}
 
 
-def test_what_is_not_resumed(corpus: Corpus, tmp_path: Path) -> None:
+def test_checkpoints_that_are_refused(corpus: Corpus, tmp_path: Path) -> None:
     state, path = Trainer(SMALL, corpus).state_dict(), tmp_path / "run.pt"
     without = {name: x for name, x in state.items() if name != "format"}
     bad: Any

@@ -1,4 +1,4 @@
-"""``python -m memkern``: what it prints and writes, and what ``--fit`` gives to the planner."""
+"""``python -m memkern train``: what it prints and writes, --compare, --resume, and what --fit asks of the planner."""
 
 import importlib
 import json
@@ -21,7 +21,7 @@ OPTIONS = small_run(layers=1, batch_size=2, steps=4)
 
 def test_progress_and_results(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, link = tmp_path / "deep" / "out", tmp_path / "link.pt"
-    for _ in range(2):  # in place of what an earlier run wrote there
+    for _ in range(2):  # the second run replaces the files of the first
         main(["train", "--data", str(text), *OPTIONS, "--out", str(folder), "--save", str(link)])
         if not link.is_symlink():
             link.rename(folder / "run.pt")
@@ -71,7 +71,7 @@ def test_resume_takes_the_options_it_is_not_given(
     assert f"--resume: '{path}' given, which cannot be continued: " in refused(capsys, "--resume", path)
 
 
-def test_runs_that_end_with_a_line(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failures_end_with_a_line(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit, match=r"the loss is nan at step .* try a lower --lr"):
         main(["train", "--data", str(text), *OPTIONS, "--lr", "1e30", "--clip", "0"])
     monkeypatch.setitem(sys.modules, "matplotlib", None)

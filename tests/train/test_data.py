@@ -1,4 +1,4 @@
-"""The text that is trained on: files as people have them, and the windows of a step."""
+"""memkern.train's data: texts read from files and folders, their tokens, and the windows of steps and of validation."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ from tests.support.train_helpers import SMALL, tiny_tokenizer
 
 @pytest.mark.parametrize("field", ["text", "body"])
 def test_rows_of_json_lines(tmp_path: Path, field: str) -> None:
-    """Every tenth is for validation; blank lines, a byte order mark and separators of Unicode's own change nothing."""
+    """Every tenth row is for validation; blank lines, a byte order mark and Unicode line separators change nothing."""
     rows = [{"id": i, "text": f"row {i}, \u00e9\u2028", "body": f"body {i}"} for i in range(1, 21)]
     (tmp_path / "a.jsonl").write_text("\ufeff" + "\r\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows))
     corpus = load_corpus([str(tmp_path)], seq_len=8, text_field=field)

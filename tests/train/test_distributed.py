@@ -1,4 +1,4 @@
-"""The recipe on several processes: gloo on the CPU."""
+"""memkern.train in two processes (gloo, on the CPU): DDP and fully_shard, resumed runs, refused options."""
 
 import argparse
 from pathlib import Path
@@ -42,7 +42,7 @@ def test_one_and_two_processes_agree_at_equal_global_batch(
     first, second = train_by_two(*arguments, *more, *options)
     assert_runs_agree(tmp_path / "1.pt", tmp_path / "2.pt")
     assert "validation loss" in first
-    assert not second  # it prints nothing
+    assert not second  # the second process prints nothing
     assert (tmp_path / "out" / "losses.png").is_file()
     if "fsdp" in more and "--compile" not in more:  # whole tensors, which load into shards and into one process
         state = checkpoint.load(tmp_path / "2.pt")
@@ -56,7 +56,7 @@ def test_one_and_two_processes_agree_at_equal_global_batch(
 
 
 def resume_in_two(text: str, parallel: str, path: str) -> None:
-    """The tokens that linear layers save are drawn by each process's own generator."""
+    """Each process resumes bit for bit, with linear layers that draw the tokens they save by its own generator."""
     config = SMALL.replace(batch_factor=2, parallel=parallel, linear_share=0.25, activation_bits=3)
     own = Path(f"{path}.{distributed.rank()}")
     straight, resumed = straight_and_resumed(config, load_corpus([text], seq_len=32), own)
@@ -80,7 +80,7 @@ def test_a_resumed_run_of_two_repeats_every_bit(ranks: Ranks, text: Path, tmp_pa
     ],
     ids=str,
 )
-def test_what_several_processes_do_not_have(
+def test_what_several_processes_refuse(
     corpus: Corpus, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str
 ) -> None:
     monkeypatch.setattr(distributed, "world", lambda: 2)

@@ -30,14 +30,14 @@ def run(text: Path, tmp_path: Path) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def sigint_is_not_ignored() -> Iterator[None]:
-    """As it is in a shell's background jobs."""
+    """Sets Python's handler of Ctrl-C: shells let background jobs ignore it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
 def interrupt_at(monkeypatch: pytest.MonkeyPatch, step: int, times: int = 1, number: int = signal.SIGINT) -> None:
-    """Ctrl-C or another signal, so many times, in the middle of a step."""
+    """Sends this process Ctrl-C or another signal, so many times, in the middle of a step."""
     forward = Trainer.loss
 
     def loss(trainer: Trainer, *batch: torch.Tensor) -> torch.Tensor:
@@ -127,7 +127,7 @@ def test_output_that_cannot_be_written_ends_no_run(
 @pytest.mark.full
 @pytest.mark.parametrize("number", first_full([signal.SIGINT, signal.SIGTERM]))
 def test_a_signal_to_the_process_group_saves(run: list[str], tmp_path: Path, number: int) -> None:
-    """As a terminal's Ctrl-C, with ``| tee`` that it ends, too, or a batch system's SIGTERM."""
+    """As a terminal's Ctrl-C does, which also ends the reader of a pipe (``| tee``), or a batch system's SIGTERM."""
     options = ["--steps", "4000", "--warmup", "1", "--eval-every", "4000", "--save-every", "4000"]
     process = subprocess.Popen(
         [*TORCHRUN_TWO, "-m", "memkern", *run, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -155,6 +155,7 @@ def no_room(most: int = 20_000) -> Iterator[None]:
 
 
 def no_room_at(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
+    """The checkpoints of these steps cannot be written."""
     save = checkpoint.save
 
     def in_a_full_disk(path: Path, state: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from memkern import backend
 from tests.support.train_helpers import refused, small_run
 
 OPTIONS = small_run(layers=1, batch_size=2, steps=4)
-WITHOUT_SIZES = OPTIONS[6:]  # of the model
+WITHOUT_SIZES = OPTIONS[6:]  # without the model's layers, heads and width
 WORDS = "The quick brown fox jumps over the lazy dog. "
 
 
@@ -40,7 +40,7 @@ FILES = {
     "code/evil.py": b"raise SystemExit('this code must not run')",
     "4bit/config.json": gpt2(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}),
 }  # fmt: skip
-# ARGUMENTS or VARIABLE=value | the option that the error names | parts of its line
+# arguments, or VARIABLE=value | the option that the error names | parts of the error's line, any number of them
 REFUSED = """
 WORLD_SIZE=2 | WORLD_SIZE | '2' given in the environment
 MEMKERN_BACKEND=xx | MEMKERN_BACKEND | backend must be one of cpu, cuda
@@ -92,6 +92,7 @@ MEMKERN_BACKEND=xx | MEMKERN_BACKEND | backend must be one of cpu, cuda
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The working directory: a folder with FILES, a pipe, a link to /dev/null and two files that are no checkpoints."""
     monkeypatch.chdir(tmp_path)
     for name, content in FILES.items():
         Path(name).parent.mkdir(exist_ok=True)

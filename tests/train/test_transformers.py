@@ -1,4 +1,4 @@
-"""The recipe on models of transformers: tiny ones, with random weights."""
+"""memkern.train on models of transformers, tiny ones with random weights: loss in chunks, resuming, --export."""
 
 import math
 from pathlib import Path
@@ -71,7 +71,7 @@ def test_what_is_exported_is_loaded_and_has_the_same_loss(small: TrainConfig, te
     assert again.replace(from_config=True).peak_lr == pytest.approx(3e-4)
 
 
-def test_weights_that_a_folder_lacks_are_not_made_up(small: TrainConfig, tmp_path: Path) -> None:
+def test_a_folder_that_lacks_weights_is_refused(small: TrainConfig, tmp_path: Path) -> None:
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**SIZES))
     without = {name: x for name, x in model.state_dict().items() if name != "transformer.ln_f.weight"}
     model.save_pretrained(tmp_path, state_dict=without)
