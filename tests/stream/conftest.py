@@ -1,4 +1,4 @@
-"""One process group for tests in this process."""
+"""A fixture that ends the process group which weights on the host make, after each file of tests."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 @pytest.fixture(autouse=True, scope="module")
 def _own_process_group() -> Iterator[None]:
-    """Ends what a module's tests have made: others ask whether there is a process group."""
+    """Other tests expect a process without a process group."""
     yield
     if dist.is_initialized():
         dist.destroy_process_group()

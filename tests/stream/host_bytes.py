@@ -1,4 +1,4 @@
-"""Prints the bytes of host memory per parameter of a run whose weights stay on the host. In a process of its own.
+"""A program that trains with weights on the host and prints how many bytes of host memory that takes.
 
 ``python -m tests.stream.host_bytes adamw``: the resident set after a step, and its peak, without what the process had
 before the model and what a forward and backward pass of one block takes on the CPU, which is the device here.
@@ -66,7 +66,7 @@ def main(name: str) -> None:
     return_freed_memory()
     before = resident()
     params, after, most = run(name, BLOCKS, 3)
-    of_block = 2 * 6 * WIDTH**2
+    of_block = 2 * 6 * WIDTH**2  # bytes of a block's weights in bf16
     print(json.dumps({"params": params, "rest": after - before, "peak": most - before, "block": of_block}))
 
 

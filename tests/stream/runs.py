@@ -19,6 +19,8 @@ STREAMED = PLAIN.replace(weights_on_host="layers")
 
 
 class Block(nn.Module):
+    """A layer norm and an MLP with GELU, beside a residual."""
+
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
@@ -75,6 +77,7 @@ def batches(step: int, techniques: Techniques, world: int = 1, rank: int = 0) ->
 
 
 def whole(x: Any) -> Tensor:
+    """A copy of a tensor, or of all of a DTensor."""
     return (x.full_tensor() if hasattr(x, "full_tensor") else x).detach().clone()
 
 
@@ -87,7 +90,7 @@ def train(
     world: int = 1,
     rank: int = 0,
 ) -> list[float]:
-    """The losses of each micro-batch."""
+    """Trains, calls ``before_step`` before each of the optimizer's steps, and returns each micro-batch's loss."""
     losses = []
     for step in steps:
         for tokens in batches(step, techniques, world, rank):

@@ -1,4 +1,4 @@
-"""What people do to a model whose weights are on the host, between two calls and in the middle of one."""
+"""Unusual uses of a model with weights on the host: the bits of the same use on the device, or an error."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from tests.stream.runs import PLAIN, STREAMED, Model, assert_equal, batches, mod
 
 
 class Interrupted(Exception):
-    pass
+    """Ends a pass or a step in its middle."""
 
 
 def both(
     use: Callable[[Model, torch.optim.Optimizer, Techniques], None], techniques: Techniques = PLAIN
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The weights after a use of the plain model, and of the streamed one."""
+    """The weights after ``use`` of a model with weights on the device, and of one with weights on the host."""
     found = []
     for t in (techniques, techniques.replace(weights_on_host="layers")):
         model = model_for(t)
@@ -100,7 +100,7 @@ def test_a_pass_that_was_interrupted_is_forgotten(where: str, way: dict[str, Any
 
 @pytest.mark.parametrize("where", ["blocks.1.up", "head", "norm"])
 def test_a_step_after_a_forward_pass_that_was_interrupted(where: str) -> None:
-    """What it has left on the device is not used after the step."""
+    """Weights that the interrupted pass has left on the device are not used after the step."""
 
     def use(model: Model, optimizer: torch.optim.Optimizer, t: Techniques) -> None:
         def interrupt(*_: Any) -> None:
@@ -163,8 +163,8 @@ class Twice(Model):
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_a_block_that_runs_twice(monkeypatch: pytest.MonkeyPatch, accumulation: int) -> None:
-    """Its two gradients are rounded to bf16 and added in another order, so these weights are in fp32: and a sum of
-    two is one sum. With more micro-batches sums of four are within fp32's rounding."""
+    """Its two gradients are added in another order: in fp32 two have one sum, and the four of two micro-batches differ
+    by rounding."""
     monkeypatch.setattr(runs, "Model", Twice)
 
     def use(model: Model, optimizer: torch.optim.Optimizer, t: Techniques) -> None:
@@ -184,10 +184,10 @@ def test_two_optimizers_that_step_in_backward_and_one_that_was_dropped() -> None
         del optimizer
         inside = [*model.blocks.parameters()]
         outside = [*model.embedding.parameters(), *model.norm.parameters(), *model.head.parameters()]
-        both_of = [memkern.make_optimizer(params, t, lr=1e-2) for params in (inside, outside)]
+        optimizers = [memkern.make_optimizer(params, t, lr=1e-2) for params in (inside, outside)]
         for step in range(3):
             model(batches(step, t)[0]).backward()
-            for each in both_of:
+            for each in optimizers:
                 each.step()
                 each.zero_grad()
 
@@ -223,7 +223,7 @@ def test_checkpoints_around_calls_of_blocks(
     assert losses[0] == losses[1]
 
 
-def test_what_is_called_outside_of_the_forward_pass_says_so() -> None:
+def test_a_layer_called_outside_of_the_forward_pass_raises() -> None:
     model = model_for(STREAMED)
     (tokens,) = batches(0, STREAMED)
     for _ in range(2):
@@ -234,7 +234,7 @@ def test_what_is_called_outside_of_the_forward_pass_says_so() -> None:
 
 @pytest.mark.parametrize("way", [{"offload_gradients": True}, {"step_on": "device"}], ids=str)
 def test_host_offload_over_streamed_weights(way: dict[str, Any]) -> None:
-    """It is not needed, and has the bits of the step beside it."""
+    """HostOffload is not needed there, and changes no bit."""
 
     def use(model: Model, optimizer: torch.optim.Optimizer, t: Techniques) -> None:
         own = memkern.optim.HostOffload(memkern.optim.AdamW8bit, model.parameters(), lr=1e-2, host_dtype=None, **way)
@@ -282,7 +282,7 @@ def test_an_error_of_the_step_comes_out_of_backward(monkeypatch: pytest.MonkeyPa
     "way", [{"step_in_backward": True}, pytest.param({"accumulation": 2}, marks=pytest.mark.full)], ids=str
 )
 def test_a_slow_host_does_not_let_gradients_pile_up(monkeypatch: pytest.MonkeyPatch, way: dict[str, Any]) -> None:
-    """Of ten blocks, gradients of few wait for the thread, or beside the sum that they are added to."""
+    """Of ten blocks' gradients those of at most four wait: for the thread that steps, or for the sum."""
     techniques = STREAMED.replace(**way)
     model = model_for(techniques, blocks=10)
     optimizer: Any = optimizer_for(model, techniques)

@@ -85,7 +85,7 @@ def test_clipping_by_torch() -> None:
 
 
 def of_two(techniques: Techniques, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The weights on the host, and by fully_shard without offload, which reduces after each micro-batch."""
+    """The weights of a run with weights on the host, and of one by fully_shard on the device."""
     rank = torch.distributed.get_rank()
 
     def trained(t: Techniques) -> tuple[list[float], dict[str, Any]]:

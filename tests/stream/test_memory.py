@@ -1,4 +1,4 @@
-"""Bytes of training with weights on the host: those of the host, on a real run, and those of the device, counted."""
+"""Training with weights on the host: the host's resident bytes, measured, and the device's bytes, counted."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_bytes_of_the_host(name: str, bytes_per_parameter: float) -> None:
 
 
 class Counted:
-    """The bytes of weights and gradients on the device, which may have so many; more is an OutOfMemoryError.
+    """Counts the bytes of weights and gradients on a device with ``limit`` bytes; more raise an OutOfMemoryError.
 
     Gradients: autograd's, and the two buffers through which ``fully_shard`` brings those of a group to the host.
     """
@@ -107,7 +107,7 @@ def test_the_device_has_few_blocks(counted: Any, way: dict[str, Any]) -> None:
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("saved_bits", ["exact", pytest.param(8, marks=pytest.mark.full)])
 def test_compiled_blocks_come_and_go(counted: Any, saved_bits: Any) -> None:
-    """Their losses are those of compiled blocks on the device, and their weights as few as of others."""
+    """The losses are those of compiled blocks on the device, and no more weights are there than without compile."""
     device = counted(10**9)
     found, most = [], []
     for compiled, on_host in ((True, None), (False, "layers"), (True, "layers")):
@@ -127,7 +127,7 @@ COMMAND = ["train", *small_run(layers=12, batch_size=4, steps=3), *shlex.split(T
 
 @pytest.mark.full
 def test_a_model_of_twice_the_memory_trains(counted: Any, text: Path, tmp_path: Path) -> None:
-    """Weights, states and gradients of half as many bytes as they have would not be there: 2 + 3.06 + 2 a parameter."""
+    """On half the bytes of weights, states and gradients (2 + 3.06 + 2 a parameter); an eighth of it is too little."""
 
     def history(name: str, *more: str) -> Any:
         path = tmp_path / name

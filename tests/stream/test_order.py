@@ -1,4 +1,4 @@
-"""The order of copies, uses and frees of weights and gradients, on what stands for a device's streams.
+"""Weights on the host: copies, uses and frees of weights and gradients have no races, on simulated CUDA streams.
 
 Copies of weights are noted in the stream that they are given to, uses in the computing one, frees give memory back to
 the stream that it was allocated in, whose next copy takes it. A gradient is written by the stream ``down`` and read by
@@ -31,6 +31,8 @@ pytestmark = pytest.mark.skipif(
 
 
 class Event(streams.Event):
+    """An event that the host can wait for."""
+
     def synchronize(self) -> None:
         self.streams.join("host", self.clock)
 
@@ -69,7 +71,7 @@ class Device(Streams):
         self.access([self.there[group]], False, f"{what} of {group._module_fqn}")
 
 
-class Noted(torch.autograd.Function):
+class _NotesBackward(torch.autograd.Function):
     """Notes the backward pass of a group."""
 
     @staticmethod
@@ -85,7 +87,7 @@ class Noted(torch.autograd.Function):
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The streamed models."""
+    """Collects the Streamed of each model that a test makes."""
     found: list[Any] = []
     init = Streamed.__init__
     monkeypatch.setattr(Streamed, "__init__", lambda self, *args: (found.append(self), init(self, *args))[1])
@@ -94,6 +96,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch, made: list[Any]) -> Device:
+    """A Device that notes when fully_shard copies, frees and reduces."""
     found = Device()
     monkeypatch.setattr(streams, "Event", Event)
     monkeypatch.setattr(torch, "get_device_module", lambda _: found)
@@ -124,7 +127,7 @@ def device(monkeypatch: pytest.MonkeyPatch, made: list[Any]) -> Device:
 
 
 def trained(device: Device, techniques: Techniques = TECHNIQUES, steps: int = 3) -> Model:
-    """Trains, and notes what each group reads."""
+    """Trains a model whose layers note when their forward and backward passes use their weights."""
     device.names = iter(("down", "up"))
     model = model_for(techniques)
     for module in (model.embedding, *model.blocks, model.head):
@@ -136,7 +139,7 @@ def trained(device: Device, techniques: Techniques = TECHNIQUES, steps: int = 3)
             out = inner(x)
             if isinstance(group.modules[0], torch.nn.Embedding):
                 return out  # needs no weights in the backward pass
-            return Noted.apply(out, lambda: device.use(group, "backward"))
+            return _NotesBackward.apply(out, lambda: device.use(group, "backward"))
 
         module.forward = forward
     optimizer = optimizer_for(model, techniques)
@@ -173,7 +176,7 @@ def test_nothing_is_used_before_its_copy_or_written_while_it_is_used(device: Dev
 # ---- gradients
 
 
-def stepping(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def note_steps(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Notes that the host reads the gradients that it steps by."""
     submit = Arrivals._submit
 
@@ -188,7 +191,7 @@ def stepping(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_block_is_stepped_after_its_gradients_have_come(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    stepping(device, monkeypatch)
+    note_steps(device, monkeypatch)
     trained(device, TECHNIQUES.replace(step_in_backward=True))
 
 
@@ -204,7 +207,7 @@ def test_a_block_is_stepped_after_its_gradients_have_come(device: Device, monkey
 def test_a_wait_that_is_left_out_is_found(
     device: Device, monkeypatch: pytest.MonkeyPatch, owner: type, wait: str, message: str
 ) -> None:
-    stepping(device, monkeypatch)
+    note_steps(device, monkeypatch)
     monkeypatch.setattr(owner, wait, lambda self, other=None: None)
     with pytest.raises(RaceError, match=message):
         trained(device, TECHNIQUES.replace(step_in_backward=True))

@@ -74,7 +74,7 @@ def test_the_command(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 @pytest.mark.full
 def test_two_processes_agree_with_one(text: Path, tmp_path: Path) -> None:
-    """One micro-batch of each process is a step."""
+    """A step of one process has two micro-batches; of two processes, each has one of them."""
     arguments = [*COMMAND[1:], "--precision", "fp32", "--master-weights", "none", "--data", str(text)]
     arguments += ["--weights-on-host", "layers", "--batch-factor", "2"]
     main(["train", *arguments, "--save", str(tmp_path / "1.pt")])
