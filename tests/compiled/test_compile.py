@@ -1,4 +1,4 @@
-"""memkern.compile: what graphs save and how far gradients are off; random programs; Inductor; backend names; options."""
+"""memkern.compile: what graphs save, how far gradients are off; random programs; Inductor; backend names; options."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_errors_and_bytes(name: str) -> None:
 
 @pytest.mark.parametrize("case", [CASES["layer norm, large mean"][0], _post_norm])
 def test_codes_of_values_in_16_bits(case: Case) -> None:
-    """bf16 takes no more bytes than fp32, though torch's 16-bit norms on a CPU have another mean in the backward pass."""
+    """bf16 takes no more bytes than fp32, though torch's bf16 norms on a CPU have another mean in the backward pass."""
     (_, in_fp32), (_, in_bf16) = _step(case, 8), _step(case, 8, torch.bfloat16)
     assert in_bf16 <= 1.01 * in_fp32
 

@@ -1,4 +1,4 @@
-"""codec_backend="inductor": codes made by torch's operations, for Inductor to compile, with the bits of memkern's ops."""
+"""codec_backend="inductor": codes by torch's operations, for Inductor to compile, with the bits of memkern's ops."""
 
 from __future__ import annotations
 
