@@ -65,6 +65,7 @@ def plainly(block: Block, x: Tensor) -> Tensor:
     return block(x)
 
 
+# name: what a block returns, and how the model calls it (Net's arguments)
 FORMS: dict[str, tuple[Any, Any]] = {
     "tensor": (identity, plainly),
     "tuple": (lambda x: (x,), lambda block, x: block(x)[0]),
@@ -84,7 +85,7 @@ X = torch.randn(64, 16, 32, generator=torch.Generator().manual_seed(1))
 
 
 def run_and_gradients(model: nn.Module, x: Tensor = X) -> list[Tensor]:
-    """What it returns, and the gradients of its input and of its parameters."""
+    """The model's output, and the gradients of its input and of its parameters."""
     model.zero_grad()
     x = x.clone().requires_grad_()
     out = model(x)
@@ -115,7 +116,7 @@ def test_a_model_computes_as_without_checkpoints(form: str, every: int) -> None:
 
 
 class Rounded(torch.autograd.Function):
-    """What a checkpoint in 8 bits computes with, by the public functions."""
+    """Quantizes and dequantizes x, as a checkpoint with bits=8 does; the gradient passes unchanged."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -129,7 +130,7 @@ class Rounded(torch.autograd.Function):
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("form", FORMS)
 def test_codes_round_the_first_argument_alone(form: str, every: int) -> None:
-    """By position or by name, in every form of a block, and the gradient reaches it."""
+    """The argument is given by position or by name, and its gradient reaches what is before the block."""
     model, twin = Net(*FORMS[form]), Net(*FORMS[form])
     memkern.checkpoint_blocks(model, bits=8, every=every)
 
@@ -180,7 +181,7 @@ def test_float64_is_exact_and_without_gradients_nothing_is_rounded() -> None:
     ],
     ids=str,
 )
-def test_what_cannot_be_asked_for_changes_nothing(options: Any, message: str) -> None:
+def test_refused_options_change_nothing(options: Any, message: str) -> None:
     model = Net(identity, plainly)
     with pytest.raises(memkern.OptionError, match=message):
         memkern.checkpoint_blocks(model, **options)
@@ -235,7 +236,7 @@ def test_what_checkpoints_store_moves_under_save_on_cpu(bits: Any) -> None:
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_a_copy_runs_its_own_blocks(duplicate: Callable[[nn.Module], nn.Module], every: int, was_called: bool) -> None:
-    """As an average of weights does, which begins as a copy."""
+    """A model whose weights are averaged over steps begins as a copy."""
     model = Net(identity, plainly)
     memkern.checkpoint_blocks(model, every=every)
     if was_called:

@@ -1,4 +1,4 @@
-"""checkpoint_blocks in transformers' models: layers that are dropped, hidden states, and blocks of all forms."""
+"""checkpoint_blocks in a tiny model of each type of transformers: outputs and gradients do not change."""
 
 import random
 from typing import Any
@@ -15,7 +15,7 @@ from tests.support import tiny
 
 pytest.importorskip("transformers")
 QUICK = ("bart", "gpt2", "t5", "vit", "wav2vec2", "whisper")
-DROP_LAYERS = (  # of those whose tiny model runs
+DROP_LAYERS = (  # types with LayerDrop whose tiny model runs
     "audioflamingo3", "bart", "bigbird_pegasus", "biogpt", "blenderbot", "blenderbot-small", "data2vec-audio", "fsmt",
     "hubert", "led", "m2m_100", "marian", "mbart", "mvp", "nllb-moe", "opt", "pegasus", "plbart", "qwen2_audio",
     "seamless_m4t", "seamless_m4t_v2", "sew", "speech_to_text", "trocr", "unispeech", "wav2vec2", "wav2vec2-bert",
