@@ -1,4 +1,4 @@
-"""The CUDA half of the build, on a machine that may have no GPU: a probe kernel goes into the library."""
+"""A build with MEMKERN_BUILD=cuda, which needs nvcc and no GPU: sources and a probe kernel are compiled and linked."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ extern "C" __attribute__((visibility("default"))) int memkern_cuda_probe() {
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
 @pytest.mark.long  # 150 to 200 s: lab/tests/test_cuda_host.py has nvcc compile and link the same sources at each run
-@pytest.mark.parametrize("jobs", ["2", "4"])  # all .cu in one, each by itself
+@pytest.mark.parametrize("jobs", ["2", "4"])  # all .cu files in one nvcc call, and each in its own
 def test_cuda_sources_are_compiled_and_linked(tmp_path: Path, jobs: str) -> None:
     options = {"MEMKERN_BUILD": "cuda", "TORCH_CUDA_ARCH_LIST": "9.0+PTX", "MEMKERN_CXX_FLAGS": "-O0"}
     options["MAX_JOBS"] = jobs

@@ -1,4 +1,4 @@
-"""Which CUDA architectures setup.py compiles for, by what is asked for and what nvcc knows; and its parallel files."""
+"""Which CUDA architectures setup.py compiles for, and how it compiles the .cu files in parallel."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import setuptools
 from tests.support.tree import ROOT
 
 FILES = len([*(ROOT / "csrc" / "cuda").glob("*.cu")])
+# nvcc's version: the architectures that it knows
 NVCC = {
     "12.4": "50 52 60 70 75 80 86 87 89 90",
     "12.8": "50 70 75 80 86 87 89 90 100 101 120",
@@ -57,7 +58,7 @@ def setup_py(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         ("too old to say", NGC, "8.0 8.6 9.0 10.0 12.0+PTX"),
     ],
 )
-def test_a_list_of_a_container(
+def test_listed_archs_that_nvcc_knows_are_kept(
     setup_py: Any, capsys: pytest.CaptureFixture[str], version: str, listed: str, expected: str
 ) -> None:
     assert setup_py(version, listed)["cuda_archs"]() == expected.split()
@@ -71,7 +72,7 @@ def test_a_list_of_a_container(
 @pytest.mark.parametrize(
     ("seen", "expected"), [([], "8.0+PTX"), ([(9, 0)], "9.0+PTX"), ([(8, 0), (7, 5), (8, 9), (8, 0)], "8.0 8.9+PTX")]
 )
-def test_the_gpus_that_are_seen(
+def test_without_a_list_the_gpus_decide(
     setup_py: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], seen: list[Any], expected: str
 ) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: len(seen))
@@ -104,7 +105,7 @@ def test_the_list_of_wheels_is_what_nvcc_knows(setup_py: Any, version: str, expe
         ("13.0", "9.0;Hopper", "must be architectures such as 8.0;9.0.PTX, got 'Hopper'"),
     ],
 )
-def test_nothing_to_compile_for(setup_py: Any, version: str, listed: str, words: str) -> None:
+def test_a_list_of_which_nothing_is_left_is_an_error(setup_py: Any, version: str, listed: str, words: str) -> None:
     with pytest.raises(SystemExit, match=words):
         setup_py(version, listed)["cuda_archs"]()
 

@@ -23,7 +23,7 @@ import torch
 tomllib = pytest.importorskip("tomllib")  # of Python 3.11
 
 ROOT = Path(__file__).parents[2]
-OWN = {"triton": "triton", "nn/conv1d.py": "transformers"}  # what else a file may import
+OWN = {"triton": "triton", "nn/conv1d.py": "transformers"}  # folder or file: the further package that it may import
 IDS = ("_memkern_cpu_1111111", "_memkern_cpu_2222222")
 
 pytestmark = pytest.mark.long
@@ -158,7 +158,7 @@ def compiled_like_kernel_builder(project: Path, folder: Path) -> dict[str, Path]
 
 
 def laid_out(project: Path, library: Path, folder: Path) -> Path:
-    """As a repository of the Hub has it."""
+    """The folder of one build, with its files where a repository of the Hub has them."""
     name = library.name.partition(".")[0]
     variant = f"torch-stable-abi210-cpu-{platform.machine()}-linux"
     to = folder / name / "build" / variant

@@ -17,7 +17,7 @@ from tests.support.cpu_driver import CROSS, DRIVER, EMULATOR, FLAGS, ROOT, compi
 
 
 def hashes(*command: str) -> dict[str, dict[str, str]]:
-    """By instruction set and case."""
+    """What a driver prints: the hash of each case's results, by instruction set and case."""
     printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     found: dict[str, dict[str, str]] = {}
     for line in printed.splitlines():
