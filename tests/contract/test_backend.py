@@ -1,4 +1,4 @@
-"""memkern.backend: what runs where, what is requested, and what is said where it cannot be."""
+"""memkern.backend: the choice by device, use_backend, MEMKERN_BACKEND, what errors say, and memkern info."""
 
 import json
 import os
@@ -129,7 +129,7 @@ def test_without_the_library_the_reference_runs(monkeypatch: pytest.MonkeyPatch)
 
 
 class FakeCuda:
-    """torch as a process with two GPUs has it, for backend's questions; calls on device 1 fail."""
+    """Patches what memkern.backend asks of torch: a process has two GPUs, and calls on device 1 fail."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, message: str = "no kernel image is available") -> None:
         self.message, self.calls, self.capturing = message, [], False
@@ -149,6 +149,7 @@ class FakeCuda:
 
 
 def without_cuda() -> str:
+    """The backend of CUDA tensors where the CUDA kernels do not run."""
     return "triton" if backend.available()["triton"] is None else "reference"
 
 
@@ -282,7 +283,7 @@ def test_environment_asks_for_a_backend() -> None:
     ("name", "error", "message"),
     [("tpu", "ValueError", "backend must be one of"), ("triton", "RuntimeError", "is not available")],
 )
-def test_environment_asks_for_what_is_not_there(name: str, error: str, message: str) -> None:
+def test_environment_asks_for_an_absent_backend(name: str, error: str, message: str) -> None:
     if backend.available().get(name, "") is None:
         pytest.skip(f"{name} runs here")
     result = python(STEP, MEMKERN_BACKEND=name)
@@ -334,7 +335,7 @@ def test_info_ends_quietly_where_nobody_reads_it() -> None:
 
 
 def test_info(capsys: pytest.CaptureFixture[str]) -> None:
-    """What the report says, without any extra."""
+    """memkern info prints the report, without any optional package."""
     main(["info", "--json"])
     report = json.loads(capsys.readouterr().out)
     assert report == json.loads(json.dumps(backend.report()))

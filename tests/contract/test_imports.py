@@ -16,7 +16,7 @@ MODULES = {
 
 
 def imports_of(name: str) -> set[str]:
-    """Those inside functions and for type checkers too."""
+    """The modules of memkern that a module imports, inside functions and for type checkers, too."""
     package = name if MODULES[name].name == "__init__.py" else name.rpartition(".")[0]
     found: set[str] = set()
     for node in ast.walk(ast.parse(MODULES[name].read_text())):
@@ -31,7 +31,7 @@ def imports_of(name: str) -> set[str]:
 
 
 def test_no_modules_import_each_other() -> None:
-    """But for ``memkern``, which has public names of its modules; of it they need the version alone."""
+    """``memkern`` itself, which imports its modules, is left out; only memkern.backend imports it, for its version."""
     graph = {name: imports_of(name) - {name} for name in MODULES if name != "memkern"}
     assert [name for name, imported in graph.items() if "memkern" in imported] == ["memkern.backend"]
     assert "memkern.planner.fake_step" in graph["memkern.planner.prediction"]  # it sees what there is

@@ -1,4 +1,4 @@
-"""Results come out bit for bit, and pickles of modules compute what the modules do."""
+"""Every backend has the results of tests/fixtures/hashes.json bit for bit; a pickled module computes what it did."""
 
 from __future__ import annotations
 
@@ -58,6 +58,7 @@ def test_results_are_those_of_the_hashes(backend: str, group: str) -> None:
 # ---- pickles
 
 
+# of the constructors of memkern.nn's modules, by position and by name
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "GELU": ("tanh",), "Softplus": (2.0, 4.0), "ELU": (0.5,), "CELU": (2.0,), "Hardshrink": (0.25,),
     "Softshrink": (0.25,), "Threshold": (0.25, -2.0), "LeakyReLU": (0.25,), "Hardtanh": (0.0, 6.0),
@@ -70,11 +71,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def public(of: Any, base: type) -> list[str]:
+    """The names of the classes in a module that derive from ``base``."""
     return [c.__name__ for c in vars(of).values() if isinstance(c, type) and issubclass(c, base)]
 
 
 def module(name: str) -> torch.nn.Module:
-    """One of a public class, or a compressed model."""
+    """A module of a public class, or a compressed model."""
     torch.manual_seed(0)
     if name == "FewBit":
         return memkern.nn.few_bit(torch.sin, torch.cos, bits=2)

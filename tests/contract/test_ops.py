@@ -36,7 +36,7 @@ def test_every_op_has_a_reference_a_fake_a_test_and_a_benchmark(name: str) -> No
     assert any(word in file.read_text() for file in (root / "benchmarks").glob("bench_*.py"))
 
 
-def test_nothing_is_left_unlisted() -> None:
+def test_every_registered_op_has_a_schema() -> None:
     only_by_reference = {schemas.AMSGRAD_STEP.name}
     assert {*schemas.FAKES} == {*schemas.SCHEMAS} == {*reference.__all__} - only_by_reference
     registered = {name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("memkern::")}
@@ -53,7 +53,7 @@ def test_schemas_are_alike(name: str) -> None:
 
 @needs_cpp
 @over_ops
-def test_cpu_tensors_meet_cpp(name: str) -> None:
+def test_cpu_tensors_run_in_cpp(name: str) -> None:
     assert torch._C._dispatch_has_kernel_for_dispatch_key(f"memkern::{name}", "CPU")
     assert not torch._C._dispatch_has_kernel_for_dispatch_key(f"memkern_reference::{name}", "CPU")
 
@@ -67,7 +67,7 @@ def test_cpu_tensors_meet_cpp(name: str) -> None:
 )
 @pytest.mark.parametrize(("name", "sample"), [(name, each) for name in SAMPLES for each in SAMPLES[name]])
 def test_opcheck(namespace: str, name: str, sample: str) -> None:
-    """With a graph of aot_dispatch, which takes most of the time, of a case's first call."""
+    """Its slow test, test_aot_dispatch_dynamic, is run for steps, Muon's ops and the first call of each case."""
     checks = ["test_schema", "test_autograd_registration", "test_faketensor"]
     if name.endswith("step_") or "muon" in name or sample.endswith(", 0"):
         checks.append("test_aot_dispatch_dynamic")

@@ -63,7 +63,7 @@ def test_plan_and_train_have_the_same_flags_for_the_techniques() -> None:
         ("--optimizer torch-sgd", {"optimizer": "torch-sgd", "state_bits": 32}),
     ],
 )
-def test_what_is_given_to_train(typed_flags: str, found: dict[str, Any]) -> None:
+def test_flags_become_options_of_train(typed_flags: str, found: dict[str, Any]) -> None:
     assert given_options(parser_of(train_cli).parse_args(typed_flags.split())) == found
 
 
@@ -81,7 +81,7 @@ def test_a_batch_that_is_no_product_of_its_micro_batches(typed_flags: str, messa
         given_options(parser_of(train_cli).parse_args(typed_flags.split()))
 
 
-def test_every_field_of_a_run_is_a_flag() -> None:
+def test_every_field_of_train_config_is_a_flag() -> None:
     fields = {field.name for field in dataclasses.fields(TrainConfig)}
     assert fields | {*NAMES} <= flags_of(parser_of(train_cli)).keys()
 

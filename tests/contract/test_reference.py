@@ -1,4 +1,4 @@
-"""memkern.reference, the specification: against the formulas in fp64, element by element."""
+"""memkern.reference, which specifies all kernels: its parts and its steps against formulas in fp64."""
 
 import math
 from fractions import Fraction

@@ -150,6 +150,7 @@ def test_commands_name_what_is_there() -> None:
             assert words[0] in ("torchrun", "."), words
 
 
+# Arguments of `python -m memkern` on the pages, and those with models that are too large to build here.
 MEMKERN = sorted({" ".join(words[words.index("memkern") + 1 :]) for words in IN_BLOCKS.values() if "memkern" in words})
 LARGE = [command for command in MEMKERN if "gpt2-xl" in command or "llama-3.1-8b" in command]
 
@@ -190,7 +191,7 @@ def test_commands_run_as_printed(as_printed: Callable[[str], None]) -> None:
 
 
 class Planned(Exception):
-    """The plan is made, and the model would be next."""
+    """Ends a command when its plan is made, before it builds the model."""
 
 
 @pytest.mark.long
@@ -199,7 +200,7 @@ class Planned(Exception):
 def test_commands_for_large_models_run_up_to_the_plan(
     command: str, as_printed: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The plan fits, and nothing of 1.56 billion parameters is made."""
+    """The plan fits, and no model of 1.56 billion parameters or more is built."""
     if command.startswith("plan"):
         as_printed(command)
         return
