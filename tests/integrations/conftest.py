@@ -1,4 +1,4 @@
-"""accelerate's and the Trainer's settings are of the process: each test begins without those of the one before."""
+"""A fixture that clears accelerate's settings after each test: they, and so the Trainer's, are global to a process."""
 
 from __future__ import annotations
 

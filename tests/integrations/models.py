@@ -1,4 +1,4 @@
-"""Small models of the real libraries, and data for them."""
+"""A small GPT-2 of transformers, plain and compiled, and random texts for it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def gpt2(seed: int = 0) -> Any:
 
 
 def compiled_gpt2(seed: int = 0) -> Any:
-    """The same, its blocks compiled in place; what they save is in 8-bit codes."""
+    """:func:`gpt2` with blocks that are compiled in place and save 8-bit codes."""
     return memkern.compile(gpt2(seed), saved_bits=8)
 
 

@@ -1,4 +1,4 @@
-"""accelerate's loop with memkern's optimizers."""
+"""accelerate's training loop with memkern: the bits of a plain loop, and resuming from a saved state."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ MODELS = pytest.mark.parametrize("make", [compressed_gpt2, compiled_gpt2])
 
 
 def prepared(make: Callable[..., Any], seed: int = 0) -> tuple[Any, Any, Any, Any]:
+    """An accelerator, and the model, optimizer and schedule that it has prepared."""
     model = make(seed)
     optimizer = optim.AdamW8bit(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 10)

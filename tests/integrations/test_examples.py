@@ -1,4 +1,4 @@
-"""Every example runs, with tiny shapes, and its loss falls."""
+"""Every script of examples/ trains with tiny shapes, and its loss falls."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def assert_falls(losses: list[float]) -> None:
     assert sum(losses[-third:]) < sum(losses[:third])
 
 
-def test_they_are_short_and_listed() -> None:
+def test_examples_are_short_and_listed() -> None:
     listed = (ROOT / "examples" / "README.md").read_text()
     for path in EXAMPLES:
         assert len(path.read_text().splitlines()) < 60, path.name
@@ -59,7 +59,7 @@ def test_they_are_short_and_listed() -> None:
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.usefixtures("no_process_group")
 @pytest.mark.filterwarnings("ignore")  # the frameworks' advice about workers and loggers
-def test_it_trains(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_example_trains(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package, arguments = CASES[name]
     for each in ("transformers", package):
         pytest.importorskip(each)

@@ -1,4 +1,4 @@
-"""ONNX export and dynamic quantization of compressed models."""
+"""Compressed models under ONNX export, dynamic quantization, torch.jit, torch.fx and torch.export."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch.fx
 import memkern
 from memkern import memory
 
+# options of memkern.compress
 WAYS: dict[str, dict[str, Any]] = {
     "activations": {},
     "output": {"activations": "output"},

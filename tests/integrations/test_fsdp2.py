@@ -20,6 +20,7 @@ accelerate = pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.full
 
+# name: the optimizer's class and options
 OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "AdamW": ("AdamW", {}),
     "AdamW8bit": ("AdamW8bit", {}),
@@ -29,8 +30,8 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def _of_process() -> None:
-    """Sets torchrun's variables and accelerate's state. It has FSDP2 for GPUs; gloo does for CPUs."""
+def _set_up_process() -> None:
+    """Sets torchrun's variables, and lets accelerate, which allows FSDP2 on GPUs alone, use it on the CPU with gloo."""
     import torch.distributed as dist
     from accelerate.state import AcceleratorState, GradientState
 
@@ -53,13 +54,14 @@ def _of_process() -> None:
 
 
 def _whole(model: torch.nn.Module) -> list[Tensor]:
+    """All of each parameter, of which a process has a shard."""
     found = [p.detach() for p in model.parameters()]
     assert all(isinstance(p, DTensor) for p in found)
     return [p.full_tensor() for p in found if isinstance(p, DTensor)]
 
 
 def _prepared(name: str, seed: int = 0) -> tuple[Any, Any, Any, Any]:
-    _of_process()
+    _set_up_process()
     plugin = accelerate.utils.FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["GPT2Block"]
     )
@@ -88,6 +90,7 @@ def in_accelerate(name: str) -> list[Tensor]:
 
 
 def resumed(name: str, folder: str) -> tuple[list[Tensor], list[Tensor]]:
+    """The parameters after four steps, straight and resumed after two."""
     accelerator, *parts = _prepared(name)
     _train(*parts, 0, 2, accelerator.backward)
     accelerator.save_state(folder)
@@ -124,7 +127,7 @@ def test_a_saved_state_resumes_bit_for_bit(ranks: Ranks, name: str, tmp_path: Pa
 
 
 def in_trainer(name: str, folder: str, checkpoint: str | None, seed: int) -> tuple[list[Tensor], list[float]]:
-    _of_process()
+    _set_up_process()
     new, options = OPTIONS[name]
     own = {"max_steps": 4, "weight_decay": 0.0, "max_grad_norm": 0.0, "save_strategy": "steps", "save_steps": 2}
     fsdp = {"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["GPT2Block"], "version": 2}

@@ -1,4 +1,4 @@
-"""Lightning's Trainer with memkern's optimizers and models."""
+"""Lightning's Trainer with memkern: the bits of a plain loop, clipping, checkpoints, mixed precision."""
 
 from __future__ import annotations
 

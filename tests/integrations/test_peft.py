@@ -1,4 +1,4 @@
-"""PEFT's adapters on compressed models, with memkern's optimizers."""
+"""PEFT's LoRA adapters on models after memkern.compress, with 8-bit optimizer states."""
 
 from __future__ import annotations
 

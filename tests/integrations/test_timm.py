@@ -1,4 +1,4 @@
-"""timm's factory with memkern's optimizers, through its own registry."""
+"""memkern's optimizers in timm's registry: made by create_optimizer_v2, with groups and layer decay."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ def trained(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[to
 
 
 NAMES = [name for name in names.optimizers() if "muon" not in name]
-EIGHT = [name for name in NAMES if name.endswith("8bit")]
+EIGHT_BIT = [name for name in NAMES if name.endswith("8bit")]
 
 
 @pytest.mark.feature("timm", '`create_optimizer_v2(model, "memkern_adamw8bit")` and the others, with groups')
-@pytest.mark.parametrize("name", [*(f"memkern_{n}" for n in EIGHT), *(f"memkern{n}" for n in NAMES)])
+@pytest.mark.parametrize("name", [*(f"memkern_{n}" for n in EIGHT_BIT), *(f"memkern{n}" for n in NAMES)])
 def test_the_factory_makes_them_with_groups(name: str) -> None:
     model = Net()
     optimizer = timm.create_optimizer_v2(model, name, lr=1e-3, weight_decay=0.05)

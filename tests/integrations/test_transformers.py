@@ -1,4 +1,4 @@
-"""transformers' Trainer with memkern's optimizers and callback."""
+"""transformers' Trainer with memkern's optimizers (optimizer_cls_and_kwargs) and CompressCallback."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_autocast_checkpointing_and_accumulation(tmp_path: Path) -> None:
 @pytest.mark.parametrize("callback", [True, False])
 @pytest.mark.parametrize("mode", first_quick(["StepInBackward", "offload_gradients"]))
 def test_gradients_that_are_gone_are_not_silently_unclipped(mode: str, callback: bool, tmp_path: Path) -> None:
-    """The Trainer clips what is left of the gradients, by default to 1.0: nothing."""
+    """The Trainer clips to 1.0 by default, and would find no gradients left to clip."""
 
     def made(inner_norm: float | None = None, **options: Any) -> Any:
         model = gpt2()
