@@ -1,4 +1,4 @@
-"""Few-bit activations: ops and kernels against the specification, functions against torch's own."""
+"""Few-bit activations: codes and gradients against the tables, outputs against torch's, in place, bad arguments."""
 
 from itertools import product
 from typing import Any
@@ -118,11 +118,12 @@ def test_gradient_is_the_level_of_each_element(backend: str, name: str, layout: 
     grad = hard(x.shape, 7, scale=1.0)
     for bits in (1, 2, 3, 4) if layout in ("odd", "a slice") else (3,):
         with on(backend):
-            _, dx = gradients(lambda t, n=bits: activation(t, n), at_any(x, backend), at_any(grad, backend))
+            _, dx = gradients(lambda t, n=bits: activation(t, n), on_device_of(x, backend), on_device_of(grad, backend))
         assert torch.equal(dx.cpu(), grad * activation.table(bits).derivative(x))
 
 
-def at_any(x: Tensor, backend: str) -> Tensor:
+def on_device_of(x: Tensor, backend: str) -> Tensor:
+    """x on the device of a backend, with the strides that Tensor.to() keeps: of dense tensors alone on a GPU."""
     return x.to(device_of(backend))
 
 

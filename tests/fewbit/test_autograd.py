@@ -1,4 +1,4 @@
-"""Few-bit activations inside autograd, autocast, checkpointing and torch.compile; what they keep; the modules."""
+"""Few-bit activations: saved bytes; autograd, autocast, checkpoints and torch.compile; the modules of memkern.nn."""
 
 import copy
 import functools
@@ -121,7 +121,7 @@ def test_double_backward_raises(keep: str, by: str) -> None:
         dx.sum().backward()
 
 
-def test_a_graph_that_does_not_need_it_has_double_backward() -> None:
+def test_double_backward_of_another_path_works() -> None:
     # A gradient penalty on another path: the few-bit gradient itself is a constant of it.
     x, w = torch.randn(8, requires_grad=True), torch.randn(8, requires_grad=True)
     y = functional.gelu(x).sum() + (w**3).sum()

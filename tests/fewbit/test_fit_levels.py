@@ -1,4 +1,4 @@
-"""fit_levels: it gives the tables of memkern.fewbit.tables, and no better ones are found."""
+"""fit_levels: it fits the tables that memkern.fewbit.tables has, and no neighbouring table has a smaller error."""
 
 import math
 import re

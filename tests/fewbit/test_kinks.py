@@ -1,4 +1,4 @@
-"""Derivatives where they jump."""
+"""Few-bit activations at their kinks: derivatives where they jump, and at the numbers next to that."""
 
 from typing import Any
 
@@ -23,13 +23,13 @@ def test_softplus_above_its_threshold_is_x(bits: int, threshold: float, beta: fl
         (expected,) = torch.autograd.grad(F.softplus(x, beta, threshold).sum(), x)
         return (found - expected).abs()
 
-    of_the_table = max(float(error(1e9).max()), 1 - max(LEVELS["softplus", bits].levels))
-    assert error(threshold).max() < of_the_table + 1e-6
+    largest_of_table = max(float(error(1e9).max()), 1 - max(LEVELS["softplus", bits].levels))
+    assert error(threshold).max() < largest_of_table + 1e-6
     if threshold <= 1 and bits > 2:
         assert (error(threshold)[beta * x.detach() > threshold] == 0).all()
 
 
-# Functions with their arguments. 0.3 and 1.1 are no bf16 numbers.
+# Functions whose derivatives are exact, with their arguments. 0.3 and 1.1 are no bf16 numbers.
 EXACT: dict[str, tuple[str, tuple[float, ...]]] = {
     "relu": ("relu", ()),
     "leaky_relu": ("leaky_relu", ()),
@@ -40,8 +40,8 @@ EXACT: dict[str, tuple[str, tuple[float, ...]]] = {
     **{f"softshrink {lambd}": ("softshrink", (lambd,)) for lambd in (0.5, 0.3, 1.1, 0.0)},
     **{f"threshold {at}": ("threshold", (at, 20.0)) for at in (0.5, 0.3, -1.1, 0.0)},
 }
-NEARLY = {"hardswish": 0.1, "elu": 0.04, "celu": 0.04, "selu": 0.07}
-"""With 4 bits, the largest error of a derivative."""
+NEAR = {"hardswish": 0.1, "elu": 0.04, "celu": 0.04, "selu": 0.07}
+"""Activations whose derivatives are coded, and the largest error with 4 bits."""
 
 
 def kinks(dtype: torch.dtype) -> Tensor:
@@ -56,7 +56,7 @@ def kinks(dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", EXACT)
 def test_exact_derivatives_at_kinks_are_torchs(backend: str, case: str, dtype: torch.dtype) -> None:
-    """bf16 and fp16 meet them."""
+    """In bf16 and fp16 inputs are often exactly at a kink."""
     name, arguments = EXACT[case]
     x = kinks(dtype)
     with on(backend):
@@ -66,12 +66,12 @@ def test_exact_derivatives_at_kinks_are_torchs(backend: str, case: str, dtype: t
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", NEARLY)
+@pytest.mark.parametrize("name", NEAR)
 def test_derivatives_at_kinks_are_near_torchs(name: str, dtype: torch.dtype) -> None:
     x = kinks(dtype)
     (found,) = torch.autograd.grad(getattr(memkern.functional, name)(x, bits=4).sum(), x)
     (expected,) = torch.autograd.grad(getattr(F, name)(x).sum(), x)
-    assert (found - expected).abs().max() < NEARLY[name]
+    assert (found - expected).abs().max() < NEAR[name]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -1,4 +1,4 @@
-"""torch.func over the autograd functions; what has no rule raises with the way out."""
+"""torch.func through memkern's functions; second derivatives and forward mode raise and name memkern.restore."""
 
 from __future__ import annotations
 
