@@ -1,4 +1,4 @@
-"""linear_cross_entropy: the loss and the gradients of torch's two functions, and never the logits at once."""
+"""linear_cross_entropy: loss and gradients of F.linear and F.cross_entropy, without all logits in memory at once."""
 
 from __future__ import annotations
 
@@ -39,12 +39,14 @@ def plain(x: Tensor, linear_weight: Tensor, bias: Tensor | None, target: Tensor,
 
 
 def with_gradients(loss: Tensor, leaves: list[Tensor | None]) -> list[Tensor]:
+    """The loss, and the leaves' gradients for gradients of the loss from 0.5 to 2."""
     given = [leaf for leaf in leaves if leaf is not None]
     upstream = torch.linspace(0.5, 2, loss.numel(), dtype=loss.dtype).view(loss.shape)
     return [loss, *torch.autograd.grad(loss, given, upstream)]
 
 
-def both(*leaves_and_target: Any, chunk_size: int | None = 10, **options: Any) -> tuple[list[Tensor], list[Tensor]]:
+def by_both(*leaves_and_target: Any, chunk_size: int | None = 10, **options: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """The loss and the gradients by linear_cross_entropy, and by torch's two functions."""
     x, weight, bias, target = leaves_and_target
     ours = linear_cross_entropy(x, weight, target, linear_bias=bias, chunk_size=chunk_size, **options)
     theirs = plain(x, weight, bias, target, **options)
@@ -60,7 +62,7 @@ def both(*leaves_and_target: Any, chunk_size: int | None = 10, **options: Any) -
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 def test_equals_torch_in_fp64(bias: bool, reduction: str, smoothing: float, weighted: bool) -> None:
     w = torch.rand(CLASSES, dtype=torch.float64) + 0.1 if weighted else None
-    ours, theirs = both(*problem(bias=bias), reduction=reduction, label_smoothing=smoothing, weight=w)
+    ours, theirs = by_both(*problem(bias=bias), reduction=reduction, label_smoothing=smoothing, weight=w)
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
 
 
@@ -69,7 +71,7 @@ def test_equals_torch_in_fp64(bias: bool, reduction: str, smoothing: float, weig
 def test_any_shape_and_chunk(shape: tuple[int, ...], chunk_size: int | None) -> None:
     x, weight, bias, target = problem(shape=shape)
     target.view(-1)[0] = 3
-    ours, theirs = both(x, weight, bias, target, chunk_size=chunk_size, reduction="none", label_smoothing=0.1)
+    ours, theirs = by_both(x, weight, bias, target, chunk_size=chunk_size, reduction="none", label_smoothing=0.1)
     assert ours[0].shape == target.shape
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
 
@@ -80,8 +82,8 @@ def test_no_further_from_the_truth_than_torch(dtype: torch.dtype, smoothing: flo
     """In half precision torch's logits are rounded to it and then computed with in fp32, as ours."""
     *leaves, target = problem(dtype)
     doubles = [t.detach().double().requires_grad_() for t in leaves]
-    truth = both(*doubles, target, label_smoothing=smoothing)[1]
-    ours, theirs = both(*leaves, target, label_smoothing=smoothing)
+    truth = by_both(*doubles, target, label_smoothing=smoothing)[1]
+    ours, theirs = by_both(*leaves, target, label_smoothing=smoothing)
     for name, a, b, t in zip(("loss", "input", "weight", "bias"), ours, theirs, truth, strict=True):
         assert a.dtype == (torch.float32 if name == "loss" else dtype)
         # In half precision a chunk's part of the input's gradient is rounded before they are added in fp32, torch's
@@ -104,8 +106,8 @@ def test_rows_that_are_nearly_solved_where_logits_are_large(offset: float, chunk
     leaves = [t.requires_grad_() for t in (x, weight, torch.full((CLASSES,), offset))]
     doubles = [t.detach().double().requires_grad_() for t in leaves]
     options: dict[str, Any] = {"label_smoothing": smoothing, "chunk_size": chunk_size}
-    truth = both(*doubles, target, **options)[1]
-    for own, torchs, t in zip(*both(*leaves, target, **options), truth, strict=True):
+    truth = by_both(*doubles, target, **options)[1]
+    for own, torchs, t in zip(*by_both(*leaves, target, **options), truth, strict=True):
         # 1 + 1e-5, a row's sum of exp(), has an ulp of a hundredth of the loss, and its lanes round it otherwise than
         # torch's: to 2.5 % of the gradient with AVX2, to less with AVX-512. One number in place of two: 100 % and more.
         assert (own - t).norm() <= 2 * (torchs - t).norm() + 2e-2 * t.norm()
@@ -142,17 +144,17 @@ def test_every_row_ignored() -> None:
     x, weight, bias, target = problem()
     target.fill_(IGNORED)
     for reduction in ("mean", "sum", "none"):
-        ours, theirs = both(x, weight, bias, target, reduction=reduction)
+        ours, theirs = by_both(x, weight, bias, target, reduction=reduction)
         # The mean of nothing is NaN, as torch's.
         torch.testing.assert_close(ours[0], theirs[0], equal_nan=True)
         assert not any(g.any() for g in ours[1:])
 
 
 def test_another_ignore_index_and_no_rows() -> None:
-    ours, theirs = both(*problem()[:3], torch.randint(3, (ROWS,)), ignore_index=2)
+    ours, theirs = by_both(*problem()[:3], torch.randint(3, (ROWS,)), ignore_index=2)
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
     x, weight, bias, target = problem(shape=(0,))
-    ours, theirs = both(x, weight, bias, target, reduction="sum")
+    ours, theirs = by_both(x, weight, bias, target, reduction="sum")
     torch.testing.assert_close(ours, theirs)
 
 
@@ -162,7 +164,7 @@ def test_infinite_logits() -> None:
     with torch.no_grad():
         bias[5] = -torch.inf
         target[target == 5] = 6
-    ours, theirs = both(x, weight, bias, target)
+    ours, theirs = by_both(x, weight, bias, target)
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
     with torch.no_grad():
         bias.fill_(-torch.inf)
@@ -313,6 +315,7 @@ def test_from_linear_has_the_layer_s_parameters() -> None:
 
 
 X, W, T = torch.zeros(4, 8), torch.zeros(5, 8), torch.zeros(4, dtype=torch.long)
+# arguments, options, and the error with its message
 BAD: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = {
     "reduction": ((X, W, T), {"reduction": "batchmean"}, ValueError, "reduction must be one of .*'batchmean'"),
     "smoothing": ((X, W, T), {"label_smoothing": 1.1}, ValueError, "label_smoothing must be .* 0 to 1, got 1.1"),

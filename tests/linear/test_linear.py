@@ -1,4 +1,4 @@
-"""Randomized linear layers: exact where they promise it, what they keep, and the module."""
+"""Randomized linear layers: outputs and gradients that are torch's, saved bytes, options, and the module."""
 
 from __future__ import annotations
 
