@@ -1,4 +1,4 @@
-"""memkern.apply, make_optimizer and checkpoint_blocks: what they do, and what they refuse."""
+"""memkern.apply and make_optimizer do what Techniques say; checkpoints and transformers' key-value caches."""
 
 from typing import Any
 
@@ -61,7 +61,7 @@ def test_a_checkpointed_block_fills_no_cache(name: str, every: int) -> None:
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("name", SMALL)
 def test_a_filled_cache_is_used(name: str, every: int) -> None:
-    """That of a learned prefix (prefix tuning), whose gradient is as without checkpoints."""
+    """The cache of a learned prefix (prefix tuning) is read, and its gradient is as without checkpoints."""
     transformers = pytest.importorskip("transformers")
     ids = torch.randint(zoo.VOCABULARY, (2, 8))
     found = []

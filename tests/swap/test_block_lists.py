@@ -1,4 +1,4 @@
-"""Lists of blocks in all forms, and what takes them."""
+"""Which lists of modules count as lists of blocks, and that checkpoints, compress, apply and plans run with them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +23,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """layers: modules, Nones and lists of modules, which run in their order."""
+    """A model that runs ``layers`` in order: modules, None (left out) and lists of modules."""
 
     def __init__(self, *layers: Any) -> None:
         super().__init__()
@@ -45,11 +45,11 @@ def shared() -> Net:
 
 
 def pairs() -> Net:
-    """Lists of lists, as of x-transformers and vit-pytorch: those inside are lists of blocks."""
+    """Lists in a list, as x-transformers and vit-pytorch have them: the inner ones are lists of blocks."""
     return Net(*(nn.ModuleList([Block(), None, Block()]) for _ in range(2)))
 
 
-# Each with the numbers of blocks of its lists.
+# Each model with the number of blocks in each of its lists.
 MODELS: dict[str, tuple[Callable[[], Net], list[int]]] = {
     "plain": (lambda: Net(*(Block() for _ in range(4))), [4]),
     "with None": (lambda: Net(Block(), None, Block(), None, Block(), Block()), [4]),
@@ -61,7 +61,7 @@ over_models = pytest.mark.parametrize("name", MODELS)
 X = torch.randn(4, 64, generator=torch.Generator().manual_seed(1))
 
 
-def gradients(made: Callable[[], Net], take: Callable[[nn.Module], Any] | None = None) -> list[Tensor]:
+def output_and_gradients(made: Callable[[], Net], take: Callable[[nn.Module], Any] | None = None) -> list[Tensor]:
     torch.manual_seed(0)
     model, x = made(), X.clone().requires_grad_()
     if take is not None:
@@ -95,9 +95,9 @@ def test_of_nested_lists_the_outermost_counts() -> None:
     ],
 )
 @over_models
-def test_who_takes_lists_of_blocks_takes_these(name: str, take: Callable[[nn.Module], Any]) -> None:
+def test_techniques_keep_output_and_gradients(name: str, take: Callable[[nn.Module], Any]) -> None:
     made, _ = MODELS[name]
-    for found, expected in zip(gradients(made, take), gradients(made), strict=True):
+    for found, expected in zip(output_and_gradients(made, take), output_and_gradients(made), strict=True):
         torch.testing.assert_close(found, expected)
 
 
@@ -121,7 +121,7 @@ def test_plans_of_all_forms(name: str, options: Any) -> None:
 
 
 def test_a_model_with_lists_of_lists_of_unlike_modules_has_none() -> None:
-    """No checkpoint would be called: its blocks are lists."""
+    """The list's items are lists, whose forward is never called, so that no checkpoint would run."""
     model = Net(*(nn.ModuleList([nn.LayerNorm(64), Block()]) for _ in range(3)))
     with pytest.raises(memkern.OptionError, match="the model has no list of like blocks"):
         memkern.checkpoint_blocks(model)

@@ -1,4 +1,4 @@
-"""memkern.compress and restore: what changes, and what must not."""
+"""memkern.compress and restore: modules and bytes that change, and all of a model that must stay."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from tests.support import timm_factory
 from tests.support.helpers import assert_same
 from tests.support.swap_helpers import EVERY, MLP
 
+# torch's module, and the class that compress gives it
 TORCH: dict[str, tuple[Callable[[], nn.Module], type[nn.Module]]] = {
     "GELU": (nn.GELU, mnn.GELU),
     "tanh GELU": (lambda: nn.GELU("tanh"), mnn.GELU),
@@ -56,6 +57,7 @@ def named(name: str, function: Callable[[Tensor], Tensor]) -> nn.Module:
 
 
 def contents(module: nn.Module) -> dict[str, Any]:
+    """A copy of a module's attributes."""
     return {key: copy.copy(value) for key, value in vars(module).items()}
 
 
@@ -83,6 +85,7 @@ def test_torch_s_activations_and_back(case: str) -> None:
 
 
 TANH: dict[str, Any] = {"approximate": "tanh"}
+# module and name of a class: the class that compress gives it, and attributes
 OF_LIBRARIES: dict[tuple[str, str], tuple[type[nn.Module], dict[str, Any]]] = {
     ("transformers.activations", "NewGELUActivation"): (mnn.GELU, TANH),
     ("transformers.activations", "FastGELUActivation"): (mnn.GELU, TANH),

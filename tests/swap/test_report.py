@@ -1,4 +1,4 @@
-"""memkern.compress leaves modules alone, reports them, and refuses options."""
+"""memkern.compress: modules that it leaves as they are and why, what its report says, and options that it refuses."""
 
 from __future__ import annotations
 
@@ -89,6 +89,7 @@ class HasAChild(nn.Module):
         return self.gelu(x)
 
 
+# a module, and the function that it calls and that is reported
 CALLS: dict[str, tuple[nn.Module, str | None]] = {
     "calls": (Calls(), "gelu"),
     "decorated": (Decorated(), "gelu"),
