@@ -1,4 +1,4 @@
-"""What only a GPU can show of the activations: how near torch's own kernels their forward is, and large tensors."""
+"""Few-bit activations on a real GPU: outputs near those of torch's kernels, tensors above 2^31 elements, autocast."""
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from tests.support.activation_kernels import RARE, assert_near
 from tests.support.helpers import assert_same, on, over_dtypes, over_gpu
 
 LARGE = 2_200_000_011  # more than 2**31 elements, and a short last group
+# Default parameters of the activations that have some.
 DEFAULTS = {
     "softplus": (1.0, 20.0),
     "leaky_relu": (0.01, 0.0),
@@ -21,7 +22,7 @@ DEFAULTS = {
     "softshrink": (0.5, 0.5),
     "threshold": (0.25, -2.0),
 }
-ROUNDED_TWICE = ("quick_gelu", "softsign", "tanhshrink")  # torch's, of two or three operations
+ROUNDED_TWICE = ("quick_gelu", "softsign", "tanhshrink")  # by torch's two or three operations
 
 
 @over_gpu

@@ -1,4 +1,4 @@
-"""What csrc/cuda/fast_path.cuh says of divide(): rounded as a division is, for every mantissa of the dividend."""
+"""divide() of csrc/cuda/fast_path.cuh, in numpy: rounded as a division is, for every mantissa of the dividend."""
 
 import numpy as np
 import pytest

@@ -1,7 +1,7 @@
-"""What only a GPU can show: graphs, streams, scalers, large tensors, launches and waiting. `make gpu` runs it.
+"""Optimizers and codes on a real GPU: CUDA graphs, streams, scalers, large tensors, launches. `make gpu` runs it.
 
-That the kernels give the reference's bits is tested with the CPU's, over the same parameters (test_optim_numerics.py
-and others).
+That the kernels give the reference's bits is tested with the CPU's, over the same parameters (tests/kernels,
+tests/optim).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def make(build: type, device: str, seed: int = 0, **options: Any) -> tuple[list[
     return params, build(params, min_8bit_size=0, weight_decay=0.1, **options)
 
 
-def give(params: list[Any], step: int) -> None:
+def set_gradients(params: list[Any], step: int) -> None:
     """New gradients, in place where there are some: a graph reads the same memory at every replay."""
     for i, p in enumerate(params):
         g = like(p.cpu(), 100 * step + i).to(p.device)
@@ -52,7 +52,7 @@ def expected(build: type, steps: int = STEPS, **options: Any) -> dict[str, Any]:
     with on("reference"):
         for step in range(steps):
             optimizer.param_groups[0]["lr"].fill_(rate(step))
-            give(params, step)
+            set_gradients(params, step)
             optimizer.step()
     return snapshot(optimizer)
 
@@ -73,7 +73,7 @@ def test_a_graph_replays_while_a_scheduler_changes_lr(backend: str, build: type)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.8**step)
     side = torch.cuda.Stream()
     with on(backend):
-        give(params, 0)
+        set_gradients(params, 0)
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             optimizer.step()
@@ -83,16 +83,16 @@ def test_a_graph_replays_while_a_scheduler_changes_lr(backend: str, build: type)
             optimizer.step()
         for step in range(1, STEPS):
             scheduler.step()
-            give(params, step)
+            set_gradients(params, step)
             graph.replay()
-            give(other_params, step)  # an eager step in between leaves the graph alone
+            set_gradients(other_params, step)  # an eager step in between leaves the graph alone
             other.step()
     actual = snapshot(optimizer)
     params, eager = make(build, "cuda", lr=torch.tensor(rate(0), dtype=torch.float64, device="cuda"))
     with on(backend):
         for step in range(STEPS):
             eager.param_groups[0]["lr"].copy_(optimizer.param_groups[0]["initial_lr"] * 0.8**step)
-            give(params, step)
+            set_gradients(params, step)
             eager.step()
     assert_same(actual, snapshot(eager))
 
@@ -108,7 +108,7 @@ def test_streams_do_not_disturb_each_other(backend: str, build: type) -> None:
             for (params, optimizer), stream in zip(runs, streams, strict=True):
                 with torch.cuda.stream(stream):
                     optimizer.param_groups[0]["lr"].fill_(rate(step))
-                    give(params, step)
+                    set_gradients(params, step)
                     optimizer.step()
     torch.cuda.synchronize()
     for _, optimizer in runs[1:]:
@@ -127,7 +127,7 @@ def test_two_devices_in_one_optimizer(backend: str) -> None:
     with on(backend):
         for step in range(STEPS):
             optimizer.param_groups[0]["lr"].fill_(rate(step))
-            give(params, step)
+            set_gradients(params, step)
             optimizer.step()
     assert_same(snapshot(optimizer), expected(optim.AdamW8bit))
 
@@ -137,7 +137,7 @@ def test_two_devices_in_one_optimizer(backend: str) -> None:
 def test_a_state_left_on_the_cpu_is_refused(backend: str, stray: str) -> None:
     params, optimizer = make(optim.AdamW8bit, "cuda")
     with on(backend):
-        give(params, 0)
+        set_gradients(params, 0)
         optimizer.step()
         before = [p.clone() for p in params]
         state = optimizer.state[params[1]]
@@ -184,7 +184,7 @@ def steady(build: type, backend: str, **options: Any) -> tuple[list[Any], Callab
             optimizer.step()
 
     for i in range(3):
-        give(params, i)
+        set_gradients(params, i)
         step()
     torch.cuda.synchronize()
     return params, step
@@ -195,7 +195,7 @@ def steady(build: type, backend: str, **options: Any) -> tuple[list[Any], Callab
 @pytest.mark.parametrize("max_grad_norm", [None, 1.0])
 def test_a_step_does_not_wait_and_allocates_nothing(backend: str, build: type, max_grad_norm: float | None) -> None:
     params, step = steady(build, backend, max_grad_norm=max_grad_norm)
-    give(params, 9)
+    set_gradients(params, 9)
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
     torch.cuda.set_sync_debug_mode("error")
@@ -250,6 +250,7 @@ def windows(block: int) -> dict[str, slice]:
 
 
 def needs(gigabytes: float) -> None:
+    """Skips a test where less GPU memory is free."""
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info()[0] / 1e9
     if free < gigabytes:

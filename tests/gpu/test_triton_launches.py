@@ -34,7 +34,7 @@ from tests.support.kernels.arguments import MIXED, step_args
 
 
 class Place(NamedTuple):
-    """Of a launch: the current device and the stream, and the device that the kernel was loaded for."""
+    """Where a kernel was launched: the current device, the stream, and the device that it was loaded for."""
 
     device: int
     stream: int
@@ -95,7 +95,8 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[NotingDriver]:
     forget()
 
 
-def some(name: str) -> StepArgs:
+def mixed_args(name: str) -> StepArgs:
+    """The arguments of a step with five tensors of mixed dtypes."""
     return step_args(name, ["1-D", "odd", "long rows", "one long row", "short rows"], **MIXED)
 
 
@@ -108,7 +109,7 @@ def test_launches_do_not_grow_with_tensors(noted: NotingDriver, tensors: int, la
 
 @pytest.mark.full
 def test_later_steps_launch_the_same(noted: NotingDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    args = some("lion_step_")
+    args = mixed_args("lion_step_")
     memkern.triton.lion_step_(args)
     first, noted.launched = noted.launched, []
     monkeypatch.setattr(jit.JITFunction, "run", None)  # Triton need not look for its kernels again
@@ -177,19 +178,20 @@ def two_devices(noted: NotingDriver, monkeypatch: pytest.MonkeyPatch) -> NotingD
 
 
 def lion_places(noted: NotingDriver, args: StepArgs) -> set[Place]:
-    """Of the launches of a step."""
+    """The places of the launches of one step."""
     noted.places, noted.launched = [], []
     memkern.triton.lion_step_(args)
     return {*noted.places}
 
 
 def tables_of(noted: NotingDriver) -> set[int]:
+    """The addresses of the tables of tensors that the noted launches read."""
     return {launch[3].data_ptr() for launch in noted.launched if launch[0] not in ("record", "wait")}
 
 
 def test_launches_are_of_the_tensors_device_and_its_stream(two_devices: NotingDriver) -> None:
-    noted, args = two_devices, some("lion_step_")
-    of_0, of_1 = placed(args, OnDevice0), placed(some("lion_step_"), OnDevice1)
+    noted, args = two_devices, mixed_args("lion_step_")
+    of_0, of_1 = placed(args, OnDevice0), placed(mixed_args("lion_step_"), OnDevice1)
     for device in (0, 1, 0):  # the current one
         noted.device = device
         assert lion_places(noted, of_0) == {Place(0, 100, 0)}
@@ -223,7 +225,7 @@ def test_a_plans_step_waits_for_its_last_one(two_devices: NotingDriver, monkeypa
 
 
 def test_a_cached_plan_is_of_gradients_on_its_device(two_devices: NotingDriver) -> None:
-    args = placed(some("lion_step_"), OnDevice0)
+    args = placed(mixed_args("lion_step_"), OnDevice0)
     lion_places(two_devices, args)
     elsewhere = args._replace(grads=[args.grads[0], *(g.as_subclass(OnDevice1) for g in args.grads[1:])])
     with pytest.raises(ValueError, match=r"grads\[1\] must be on cuda:0 like the first parameter, got cuda:1"):
@@ -298,7 +300,7 @@ def test_nothing_stays_in_a_graphs_pool(
     two_devices: NotingDriver, name: str, capability: dict[int, tuple[int, int]]
 ) -> None:
     capability[0] = 9, 0
-    args = placed(some(name), OnDevice0)
+    args = placed(mixed_args(name), OnDevice0)
     with PoolOfThisThread() as pool:
         getattr(memkern.triton, name)(args)
     assert len(two_devices.launched) > 2
