@@ -180,7 +180,6 @@ def test_codes_of_values_in_16_bits(case: Case) -> None:
     assert in_bf16 <= 1.01 * in_fp32
 
 
-# seeds: their mark
 PROGRAMS = {
     range(1): (),
     **dict.fromkeys((range(100, 150), range(150, 200)), pytest.mark.full),

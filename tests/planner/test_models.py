@@ -72,8 +72,7 @@ def test_inputs_are_what_a_real_step_takes(case: str) -> None:
     assert any(p.grad is not None for p in model.parameters())
 
 
-# The mark of every fourth case.
-TIERS: list[Any] = [(), pytest.mark.long, pytest.mark.full, pytest.mark.long]
+TIERS: list[Any] = [(), pytest.mark.long, pytest.mark.full, pytest.mark.long]  # marks of four cases in a row
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=TIERS[i % 4]) for i, c in enumerate(CASES)])
