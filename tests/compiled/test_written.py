@@ -112,7 +112,7 @@ def by_data(self: Any, h: Tensor) -> Tensor:
 
 
 class _Doubled(torch.autograd.Function):
-    """Its forward pass computes something for its backward pass alone."""
+    """A function whose forward pass computes something for its backward pass alone."""
 
     @staticmethod
     def forward(ctx: Any, h: Tensor, factor: Tensor) -> Tensor:

@@ -67,7 +67,7 @@ def test_cpu_tensors_run_in_cpp(name: str) -> None:
 )
 @pytest.mark.parametrize(("name", "sample"), [(name, each) for name in SAMPLES for each in SAMPLES[name]])
 def test_opcheck(namespace: str, name: str, sample: str) -> None:
-    """Its slow test, test_aot_dispatch_dynamic, is run for steps, Muon's ops and the first call of each case."""
+    """opcheck's slow test_aot_dispatch_dynamic is run for steps, Muon's ops and the first call of each case alone."""
     checks = ["test_schema", "test_autograd_registration", "test_faketensor"]
     if name.endswith("step_") or "muon" in name or sample.endswith(", 0"):
         checks.append("test_aot_dispatch_dynamic")

@@ -64,7 +64,7 @@ WRONG = [number for number, line in enumerate(USER.splitlines(), start=1) if lin
 
 @pytest.mark.full
 def test_mypy_types_a_users_file(tmp_path: Path) -> None:
-    """As with --strict: with the options of pyproject.toml and those of the file, so that lint's cache serves."""
+    """The checks of --strict, by options of pyproject.toml and of the file, so that `make lint`'s cache serves."""
     path = tmp_path / "user.py"
     path.write_text(USER)
     done = subprocess.run(

@@ -40,7 +40,7 @@ def loss_of(name: str) -> Callable[[Tensor], Tensor]:
 
 
 def gradient(loss: Callable[..., Tensor], x: Tensor) -> Tensor:
-    """By autograd, as one gets it without torch.func."""
+    """The gradient by torch.autograd, without torch.func."""
     x = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
     return torch.autograd.grad(loss(x), x)[0]
 

@@ -79,7 +79,7 @@ def test_any_shape_and_chunk(shape: tuple[int, ...], chunk_size: int | None) -> 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=name_of)
 def test_no_further_from_the_truth_than_torch(dtype: torch.dtype, smoothing: float) -> None:
-    """In half precision torch's logits are rounded to it and then computed with in fp32, as ours."""
+    """In half precision both losses round the logits to it and then compute in fp32."""
     *leaves, target = problem(dtype)
     doubles = [t.detach().double().requires_grad_() for t in leaves]
     truth = by_both(*doubles, target, label_smoothing=smoothing)[1]
@@ -276,7 +276,7 @@ def test_no_autocast_copy_of_the_weight() -> None:
 
 
 def test_runs_on_fake_tensors() -> None:
-    """As a planner counts its bytes."""
+    """memkern.plan counts the bytes of the loss on them."""
     with FakeTensorMode():
         loss_fn, x, target = big(torch.bfloat16)
         loss_fn(x, target).backward()

@@ -120,7 +120,7 @@ def test_blocks_of_torch_s_own_classes_are_compiled_anew_afterwards() -> None:
 @pytest.mark.usefixtures("compiled_rows")
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_compiled_blocks_are_compared_by_default(device: str) -> None:
-    """Of a model with rotary embeddings, whose backward pass fills slices: torch folds such constants on the device."""
+    """The model has rotary embeddings, whose backward pass fills slices: torch folds such constants on the device."""
     transformers = pytest.importorskip("transformers")
     sizes = {"num_hidden_layers": 6, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 100}
     config = transformers.Qwen3Config(hidden_size=64, intermediate_size=128, head_dim=32, **sizes)

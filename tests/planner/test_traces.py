@@ -62,7 +62,7 @@ class Tied(nn.Module):
 def test_the_sum_of_a_tied_weights_gradients_is_made_as_autograd_makes_it(
     precision: str, chunked: bool, gradients: int
 ) -> None:
-    """It takes a new buffer where the first gradient is a view, as a linear layer's is; else the first one's."""
+    """The sum takes a new buffer where the first gradient is a view, as a linear layer's is; else the first one's."""
     loss = lambda model, batch: model(batch[0], chunked)  # noqa: E731
     tokens = torch.arange(8)
     techniques = Techniques(precision=precision, micro_batch=8)

@@ -1,4 +1,4 @@
-"""What the tests of weights on the host share: a model, and runs of it, streamed and plain."""
+"""A small model and its training with weights on the host ("streamed") or on the device, for all tests here."""
 
 from __future__ import annotations
 

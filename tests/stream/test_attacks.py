@@ -163,8 +163,8 @@ class Twice(Model):
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_a_block_that_runs_twice(monkeypatch: pytest.MonkeyPatch, accumulation: int) -> None:
-    """Its two gradients are added in another order: in fp32 two have one sum, and the four of two micro-batches differ
-    by rounding."""
+    """The block's two gradients are added in another order: in fp32 two have one sum, and the four of two micro-batches
+    differ by rounding."""
     monkeypatch.setattr(runs, "Model", Twice)
 
     def use(model: Model, optimizer: torch.optim.Optimizer, t: Techniques) -> None:

@@ -129,7 +129,7 @@ def test_activations_of_other_libraries(key: tuple[str, str]) -> None:
 
 
 def test_a_class_of_the_same_name_is_left_alone() -> None:
-    """Also one that says that it is the library's, which is another than the library has there."""
+    """Also a class whose __module__ is the library's, where the library has another class of that name."""
     pytest.importorskip("transformers.activations")
     for where in (__name__, "transformers.activations"):
         module = named("QuickGELUActivation", F.silu)

@@ -1,4 +1,4 @@
-"""What the command refuses: one line with the option, what is given and what is allowed, and nothing is written."""
+"""What ``python -m memkern train`` refuses: one line with the option and what is allowed, and no file is written."""
 
 import json
 import os

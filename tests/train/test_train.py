@@ -123,7 +123,7 @@ def test_8_bit_states_follow_the_baseline_beside_them(corpus: Corpus, optimizer:
 
 
 def test_larger_batches(corpus: Corpus) -> None:
-    """By accumulation, and in one micro-batch, where gradients are sums in another order."""
+    """A batch in four micro-batches trains as one in a single one, whose gradients are summed in another order."""
     accumulated, whole = (trained(corpus, micro_batch=size, accumulation=8 // size, **TORCH_ADAMW) for size in (2, 8))
     assert accumulated.config.tokens_per_step == whole.config.tokens_per_step == 4 * 2 * 32
     assert accumulated.history.train_loss == pytest.approx(whole.history.train_loss, rel=1e-4)
