@@ -1,6 +1,6 @@
-"""What a compiled model saves for its backward pass (``memkern.compile``).
+"""``memkern.compile``: torch.compile with memkern's choice of what is saved for the backward pass.
 
-From the call to the codes, in this order:
+The files in the order in which a call uses them:
 
 ==================  ================================================================================================
 compiling.py        ``memkern.compile``: the options; a model with a list of like blocks goes to blocks.py

@@ -43,6 +43,7 @@ def _cudnn(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, s
     return _ATEN._scaled_dot_product_cudnn_attention(q, k, v, mask, True, 0.0, causal, False, scale=scale)
 
 
+# By the operation's name in ATen.
 FORWARD = {
     "scaled_dot_product_flash_attention_for_cpu": _Forward("attn_mask", _on_cpu),
     "scaled_dot_product_flash_attention": _Forward(None, _flash),

@@ -20,8 +20,8 @@ MARK = "_memkern_compiled"
 """Attribute of a block whose forward method is compiled, beneath a checkpoint too: the function that was compiled."""
 
 _GRAPHS = 32
-"""Of one kind of block at most, where torch's limit is 8: for each range of lengths that torch tells apart, with and
-without a gradient of the input."""
+"""The most graphs of one kind of block, where torch's limit is 8: one for each range of lengths that torch tells apart,
+with and without a gradient of the input."""
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -94,11 +94,11 @@ def compile_each(model: nn.Module, arguments: dict[str, Any]) -> nn.Module:
 
 
 class _Compiled:
-    """A block's forward method as a function of the block, compiled, but where it is given transformers' cache.
+    """A block's compiled forward method, as a function of the block and without transformers' cache.
 
-    A graph would be of one layer of the cache of keys and values, so that each block had its own, up to TorchDynamo's
-    limit of 8. In a training step transformers makes an empty cache by default (use_cache), which is left out. With a
-    cache that is not empty, or that is to be filled (no gradients), the block runs uncompiled.
+    With the cache a graph would be of one layer of the cache of keys and values, so that each block had its own, up to
+    TorchDynamo's limit of 8. In a training step transformers makes an empty cache by default (use_cache), which is left
+    out. With a cache that is not empty, or that is to be filled (no gradients), the block runs uncompiled.
 
     An object and no closure, so that it can be pickled: it is compiled again then.
     """
@@ -156,7 +156,7 @@ def _saved_by(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
 
 
 def _arguments(techniques: Techniques) -> dict[str, Any]:
-    """Those of torch.compile. Raises RuntimeError where torch is too old for what is to be saved."""
+    """The arguments of torch.compile. Raises RuntimeError where torch is too old for what is to be saved."""
     bits, activations, budget = techniques.saved_bits, techniques.activation_bits, techniques.memory_budget
     if bits is None and activations is None and budget is None and TorchVersion(torch.__version__) < FIRST_VERSION:
         return {}

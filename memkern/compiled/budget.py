@@ -1,4 +1,4 @@
-"""Which values a graph saves, and under a memory budget the cheapest choice within it.
+"""The values that a compiled graph saves; under a memory budget, the cheapest choice within it.
 
 The choices, each of which saves less and costs more time than the one before: what torch saves; elementwise operations
 before a product computed again; as many values in codes as it takes, or in full precision products and attention
@@ -22,7 +22,7 @@ from .nodes import CODEC, NOT_AGAIN, arguments, number, value, views
 from .peaks import Backward
 from .torch_internals import HINT, MinCutOptions, functorch_config, guard_or_false, partitioners
 
-_LIFTED = {
+_LIFTED = {  # torch's bans on recomputation that do not hold here
     # torch saves an elementwise result that a product needs; here it is computed again.
     "ban_recompute_materialized_backward": False,
     # torch finds reductions by comparing sizes, and ours are those of codes: _save_reductions marks them before.
@@ -38,12 +38,12 @@ _PRODUCTS_AGAIN = [
     )
     for banned in (True, False)
 ]
-"""What is used far from where it is computed, as sums of residuals are, is computed again only where nothing else saves
-less: Inductor fuses layers that read the same values, and all of them wait for the last. A Llama of two layers had a
-peak of 1.10 of torch.compile's, and has 0.89."""
+"""Options of cuts that compute products again. What is used far from where it is computed, as sums of residuals are, is
+computed again only where nothing else saves less: Inductor fuses layers that read the same values, and all of them wait
+for the last. A Llama of two layers had a peak of 1.10 of torch.compile's, and has 0.89."""
 
 _STEPS = 12
-"""In how many steps the products are added: a cut and a peak for each."""
+"""In how many steps products are added to those that are computed again: a cut and a peak for each."""
 
 
 def check(budget: Any) -> None:
@@ -92,7 +92,7 @@ def symbolic_sizes(graph: fx.Graph, budget: float | int | None) -> Iterator[None
 
 @contextlib.contextmanager
 def _sizes_in_codes() -> Iterator[None]:
-    """torch's cut counts a value that may be coded as its codes."""
+    """Has torch's cut count a value that may be coded with the size of its codes."""
     plain = partitioners._size_of
     partitioners._size_of = lambda node: size_in_codes(node, plain(node))
     try:
@@ -102,7 +102,7 @@ def _sizes_in_codes() -> Iterator[None]:
 
 
 def constants(graph: fx.Graph) -> list[fx.Node]:
-    """What is computed of no input, and is not saved: the numbers of T5's buckets of distances."""
+    """Nodes computed from no input, which are not saved, such as the numbers of T5's buckets of distances."""
     is_recomputable = partitioners.get_default_op_list().is_recomputable
     found: dict[fx.Node, None] = {}
     for node in graph.nodes:
@@ -113,7 +113,7 @@ def constants(graph: fx.Graph) -> list[fx.Node]:
 
 @contextlib.contextmanager
 def _marked(policies: dict[CheckpointPolicy, list[fx.Node]]) -> Iterator[None]:
-    """Nodes that torch's cut saves or computes again; those of a checkpoint have a policy."""
+    """Tells torch's cut to save or to recompute these nodes, but for those that a checkpoint has given a policy."""
     given = {node: policy for policy, nodes in policies.items() for node in nodes if "recompute" not in node.meta}
     for node, policy in given.items():
         node.meta["recompute"] = policy
@@ -125,7 +125,10 @@ def _marked(policies: dict[CheckpointPolicy, list[fx.Node]]) -> Iterator[None]:
 
 
 def storages(saved: Iterable[fx.Node], of_caller: set[fx.Node]) -> set[fx.Node]:
-    """Of saved values what is computed and not held anyway. Of a view all is saved that it is a view of."""
+    """The computed values that are alive because these are saved: a view keeps all that it is a view of.
+
+    of_caller: what the caller holds anyway, which does not count.
+    """
     bases = {views(node)[0] for node in saved if isinstance(value(node), Tensor)}
     return {base for base in bases if base.op == "call_function" and base not in of_caller}
 
@@ -135,7 +138,7 @@ def size_of(nodes: Iterable[fx.Node]) -> int:
 
 
 class Choice:
-    """What one graph saves: in place of torch's ``choose_saved_values_set``.
+    """Chooses what one graph saves, in place of torch's ``choose_saved_values_set``.
 
     budget: see :func:`memkern.compile`. coded: whether values with a codec in ``meta[CODEC]`` are saved in codes;
     with a budget, whether this was chosen. limit: the bytes of the budget, known after the choice.
@@ -176,9 +179,10 @@ class Choice:
         return saved
 
     def _lifted(self, graph: fx.Graph, info: Any, coded: bool) -> list[fx.Node]:
-        """Where it saves less and has no higher peak, what is used at once and much later is computed again, too.
+        """The values that torch's cut saves without the bans of ``_LIFTED``.
 
-        So it is with what a router gives to experts. For sums that the next layer needs the peak is mostly higher.
+        What is used at once and much later is computed again too, where that saves less and has no higher peak, as
+        with what a router gives to experts. For sums that the next layer needs the peak is mostly higher.
         """
         policies = {CheckpointPolicy.PREFER_RECOMPUTE: constants(graph)}
         if coded:
@@ -198,11 +202,11 @@ class Choice:
         return size_of(storages(saved, _of_caller(graph)))
 
     def _products_again(self, graph: fx.Graph, info: Any, best: list[fx.Node]) -> list[fx.Node]:
-        """Products computed again, as few as it takes. Where fewer have a lower peak, these; best: none.
+        """The values to save with as few products computed again as the limit takes, or with the lowest peak.
 
-        Those come first that take the fewest operations for a byte, then earlier ones, whose results are needed when
-        most of the others are freed. A peak rises where one value is computed again through many layers, of which all
-        results are there at once.
+        best: those with none computed again. Products come first that take the fewest operations for a byte, then
+        earlier ones, whose results are needed when most of the others are freed. A peak rises where one value is
+        computed again through many layers, of which all results are there at once.
         """
         ops = partitioners.get_default_op_list()
         products = [n for n in info.required_fw_nodes if _is_repeatable_product(n, ops)]
@@ -225,6 +229,7 @@ class Choice:
 
 
 def _of_caller(graph: fx.Graph) -> set[fx.Node]:
+    """What the caller holds anyway: the graph's outputs, or what they are views of."""
     return {views(n)[0] for n in graph.output_node().all_input_nodes}
 
 

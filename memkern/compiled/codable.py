@@ -1,4 +1,4 @@
-"""Whether a value that a compiled graph saves may stand in codes: what is made of it in the backward pass decides.
+"""Whether a value that a compiled graph saves may be saved in 8-bit codes: its uses in the backward pass decide.
 
 The tables are in :mod:`memkern.compiled.rules`. An operation that they do not know gets exactly what it uses.
 """
@@ -40,16 +40,17 @@ _RESULT_CODECS = {
 }
 """The codec that an operation's own result must have for its backward pass; relu's may have any."""
 _COMPARED = {"relu", "leaky_relu", "elu", "celu"}
-"""Compared with 0, which codes do not cross."""
-_BY_SIDES = {"hardswish", "hardsigmoid", "hardtanh"}
-"""Their derivative jumps at limits, which codes may cross."""
+"""Operations whose backward pass compares with 0, which codes do not cross."""
+_WITH_JUMPS = {"hardswish", "hardsigmoid", "hardtanh"}
+"""Operations whose derivative jumps at limits, which codes may cross."""
 _GATES = {"sigmoid", "hardsigmoid", "tanh", "softmax"}
-"""Their results are at most 1."""
+"""Operations whose results are at most 1."""
 _COMPARISONS = {aten.le, aten.gt, aten.lt, aten.ge, aten.eq, aten.ne}
 _COPIES = CASTS | VIEWS - {operator.getitem, aten.expand, prims.broadcast_in_dim}
-"""What has the codec of what it is of: casts, copies, views; not larger copies, as of the keys of several heads."""
+"""Operations whose result has the codec of their input: casts, copies and views, but not copies that are larger, as of
+keys that several heads share."""
 _SPLITS = {aten.split, aten.split_with_sizes, aten.unbind}
-_SAVED_ARGUMENTS = {"output": "out"}  # by the attribute's name, that of the backward pass where it is another
+_SAVED_ARGUMENTS = {"output": "out"}  # an argument in USERS: its name in the backward pass, if another
 
 
 def is_candidate(x: Any) -> bool:
@@ -66,7 +67,7 @@ def has_known_blocks(x: Tensor) -> bool:
 
 
 def _is_decision(x: Any) -> bool:
-    """A comparison's result: it was allowed where it was made."""
+    """Whether a value is a comparison's result, which was allowed where it was made."""
     return isinstance(x, Tensor) and not x.dtype.is_floating_point
 
 
@@ -78,7 +79,7 @@ def _before(node: Any, copies: Collection[Any]) -> Any:
 
 
 def _made(node: fx.Node) -> fx.Node:
-    """The node whose operation made a value, before copies and views, of which a split gives several."""
+    """The node that computed a value, before copies, views and splits."""
     while packet(base := _before(node, _COPIES)) is operator.getitem and packet(base.args[0]) in _SPLITS:
         node = base.args[0].all_input_nodes[0]
     return base
@@ -171,7 +172,7 @@ class Rules:
     def refusal(
         self, nodes: list[fx.Node], codec: str, first: fx.Node, counts: Any = None
     ) -> tuple[str, fx.Node] | None:
-        """Of the first use that does not bear the errors of codes, its kind (a key of USES) and node; None for none."""
+        """Kind (a key of USES) and node of the first use that does not bear the errors of codes; None if all do."""
         x, made = value(first), _made(first)
         waiting, own = list(nodes), set(nodes)
         seen = set(nodes)
@@ -236,7 +237,7 @@ class Rules:
     def bears_in_gradient(self, use: _Use) -> bool:
         """Whether a node that takes a gradient may take an operand from codes."""
         of = use.of
-        if of.name in _BY_SIDES or not self.fits(use):
+        if of.name in _WITH_JUMPS or not self.fits(use):
             return False
         if of.row.kind == "singular" or not of.row.coded:
             return False
@@ -249,7 +250,7 @@ class Rules:
 
 
 def _is_coded_argument(use: _Use) -> bool:
-    """Of attention's backward pass, whose arguments are not all coded."""
+    """False for what attention's backward pass does not take in codes: not all of its arguments are coded."""
     given = arguments(use.node)
     if use.of.name not in FORWARD or not given or use.name in VIEWS:
         return True
@@ -260,7 +261,7 @@ def _is_coded_argument(use: _Use) -> bool:
 
 
 def _bears_product(rules: Rules, use: _Use) -> bool:
-    """Not of rows that a norm scales each by its own deviation, if one block of codes holds values of several."""
+    """False for rows that a norm scales each by its own deviation, if one block of codes holds values of several."""
     others = [a for a in use.node.all_input_nodes if a is not use.operand and rules.may_be_deviation(a)]
     return not others or bool(statically_known_true(use.x.shape[-1] % BLOCK_SIZE == 0))
 
@@ -287,7 +288,7 @@ USES: dict[str, tuple[_Test, _Test]] = {
     # what is computed again: in the backward pass, or of the forward pass
     "a checkpoint": (lambda _, use: must_recompute(use.node), _no),  # another function of what it begins with
     "a gated unit": (Rules.is_gated, _yes),
-    "a derivative that jumps": (lambda _, use: is_backward(use.node) and use.of.name in _BY_SIDES, _no),
+    "a derivative that jumps": (lambda _, use: is_backward(use.node) and use.of.name in _WITH_JUMPS, _no),
     "a comparison": (
         lambda _, use: is_backward(use.node) and use.name in _COMPARISONS,
         lambda _, use: use.of.name in _COMPARED and bool(use.node.args[1] == 0),
@@ -338,7 +339,7 @@ def _is_difference(rules: Rules, node: fx.Node) -> bool:
 
 
 def _codable(graph: fx.Graph, rules: Rules, is_recomputable: Any, saved: set[fx.Node]) -> dict[fx.Node, str]:
-    """The codecs of values. saved: what is not computed again, or not from what may be in codes."""
+    """The codec of each value that may be coded. saved: nodes that are not computed again from codes."""
     counts: dict[fx.Node, bool] = {}  # of the forward pass: what the backward pass may compute again to get on
     for node in reversed(graph.nodes):
         is_gradient = node in rules.gradients.nodes
@@ -374,6 +375,6 @@ def share_normalized(graph: fx.Graph, operations: Operations) -> None:
 
 
 def _factors(product: fx.Node) -> tuple[Any, ...]:
-    """Of what a product is made, without casts and copies."""
+    """The factors of a product before casts and copies; for a difference, what is subtracted from what."""
     of = [_before(a, CASTS) for a in product.args]
     return tuple(tuple(_before(b, CASTS) for b in a.args) if packet(a) is aten.sub else a for a in of)

@@ -1,4 +1,4 @@
-"""Codecs as nodes of a graph.
+"""The 8-bit codecs of saved values: encoding and decoding as nodes of an fx graph.
 
 The power codec is an op of memkern's, or torch's operations that Inductor compiles into one kernel with what is before
 and after (:mod:`memkern.compiled.fused`).
@@ -27,7 +27,7 @@ from .torch_internals import (
     select_decomp_table,
 )
 
-BACKENDS = ("ops", "inductor")
+BACKENDS = ("ops", "inductor")  # memkern's kernels, or torch's operations in Inductor's kernels
 
 
 def check_backend(name: str | None) -> None:
@@ -43,7 +43,7 @@ def backend_for(x: Tensor, name: str | None) -> str:
 
 
 class Codec(NamedTuple):
-    """encode: what stands for a tensor. decode: back from it, in a dtype. bytes: for each element, about."""
+    """encode: a tensor to its codes and scales. decode: these to a tensor of a dtype. bytes: of an element, about."""
 
     encode: Callable[[Tensor], tuple[Tensor, ...]]
     decode: Callable[[Sequence[Tensor], torch.dtype], Tensor]
@@ -88,7 +88,7 @@ def _codecs(backend: str) -> dict[str, Codec]:
 
 BY_BACKEND = {backend: _codecs(backend) for backend in BACKENDS}
 
-DISTANCES = {PROBABILITY, TANH}
+DISTANCES = {PROBABILITY, TANH}  # codecs of the distance from a limit (distances.py)
 
 
 def _can_be_in_blocks(x: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Activations whose input a compiled graph saves for their derivative alone: codes of the derivative in its place.
+"""Codes of an activation's derivative, in place of an input that a compiled graph saves for nothing else.
 
 As memkern's modules have it (:mod:`memkern.functions.activation`), without modules being swapped. What else is made of
 the input in the backward pass needs the input, from which the derivative comes for nothing; then it stays.
@@ -29,7 +29,7 @@ _NAMES = {
     aten.hardswish: "hardswish",
     aten.log_sigmoid_forward: "logsigmoid",
 }
-"""Of activations without parameters, which their decomposed nodes do not name."""
+"""Activations that have no parameters: decomposed nodes do not tell these."""
 
 
 def check(bits: int | None) -> None:
@@ -73,7 +73,7 @@ def _unused_without(result: fx.Node, gradient: fx.Node) -> set[fx.Node]:
 def derivatives(
     fw: fx.Graph, bw: fx.Graph, operations: Operations, gradients: set[fx.Node], bits: int
 ) -> list[Derivative]:
-    """All those in a graph that levels of so many bits could stand for."""
+    """The activations of a graph whose derivative could be saved in so many bits."""
     inside: dict[int, set[fx.Node]] = {}
     for node in gradients:
         if is_backward(node) and operations.of(node).op in _NAMES:
@@ -105,7 +105,7 @@ def encode(graph: fx.Graph, each: Derivative) -> fx.Node:
 
 
 def use(graph: fx.Graph, each: Derivative, codes: fx.Node) -> None:
-    """The gradient by the levels of codes, in the backward graph."""
+    """Multiplies the gradient by the levels of the codes, in place of ``each.result`` in the backward graph."""
 
     def run(gradient: Tensor, codes: Tensor) -> Tensor:
         return _ops.few_bit_backward(gradient.contiguous(), codes, each.levels.levels)

@@ -1,4 +1,4 @@
-"""How large the gradients in a joint graph may be, as far as it shows those that come to its outputs."""
+"""How large the gradients in a joint graph may be, as far as the operations between them and the outputs tell."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ BOUNDED = 1  # of a product, a norm or a loss: an error of codes stays as large 
 REDUCED = 2  # of a division or logarithm of a sum or mean over many elements
 AMPLIFIED = 3  # of a division, a logarithm or an unknown operation: errors may be divided by small values
 
-# Of which elements it is. log_softmax's gradient is g - p * sum(g): of a SPARSE g that is p and the small 1 - p, of
+# Which elements it has. log_softmax's gradient is g - p * sum(g): of a SPARSE g that is p and the small 1 - p, of
 # soft targets q it is p - q. So codes of p serve losses of classes, and not soft targets, to which p comes close.
 NOT_TOLD = 0
 SPARSE = 1  # a few of each row: of a loss of classes, or gathered
 DENSE = 2
 
-_PICKING = ("nll_loss", "nll_loss2d", "gather")
+_PICKING = ("nll_loss", "nll_loss2d", "gather")  # operations that read a few elements of each row
 _MANY = 32  # elements of a mean, each of them a small part of it
 
 
@@ -60,18 +60,18 @@ def _passed_on(operation: Operation, state: int) -> int:
 
 
 def _spread(row: User, name: str, elements: int) -> int:
-    """Of which elements the gradient at an operation's inputs is, given that at its output."""
+    """Which elements the gradient at an operation's inputs has (NOT_TOLD to DENSE), given that at its output."""
     if name in _PICKING:
         return SPARSE
     return DENSE if row.kind != "linear" or name == "mean" else elements
 
 
-_WORSE = {BOUNDED: 0, REDUCED: 1, UNKNOWN: 2, AMPLIFIED: 3}
+_WORSE = {BOUNDED: 0, REDUCED: 1, UNKNOWN: 2, AMPLIFIED: 3}  # the order in which _worst compares
 
 
 @dataclasses.dataclass(frozen=True)
 class Gradient:
-    """How large a gradient may be (BOUNDED to AMPLIFIED), and of which elements it is (0, SPARSE or DENSE)."""
+    """How large a gradient may be (BOUNDED to AMPLIFIED), and which elements it has (NOT_TOLD, SPARSE or DENSE)."""
 
     state: int
     elements: int
@@ -83,7 +83,7 @@ def _worst(of: Iterable[Gradient]) -> Gradient:
 
 
 class Gradients:
-    """The gradients that come to the operations of a graph, as far as it shows those that come to its outputs."""
+    """The gradient that comes to the output of each operation of a joint graph."""
 
     def __init__(self, graph: fx.Graph, operations: Operations) -> None:
         self.nodes = tangents(graph)

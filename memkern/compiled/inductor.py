@@ -8,7 +8,7 @@ import torch
 from torch.torch_version import TorchVersion
 
 FIRST_VERSION = "2.11"
-"""Where this has been tested: what nodes of joint graphs carry is not promised either."""
+"""The first torch that this has been tested with: no version promises what nodes of joint graphs carry."""
 
 
 def options_of_inductor(

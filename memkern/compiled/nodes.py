@@ -1,4 +1,4 @@
-"""The nodes of a joint graph: what they call, what stands for their results, which pass they are of."""
+"""Reads the nodes of a joint graph: what they call, with which arguments, their fake results, and their pass."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def value(node: Any) -> Any:
 
 
 def views(node: fx.Node) -> list[fx.Node]:
-    """From what a node is a view of to the node."""
+    """The chain of nodes from the one that a node is a view of, to the node itself."""
     found = [node]
     while packet(first := found[-1]) in VIEWS and len(first.all_input_nodes) == 1:
         source = first.all_input_nodes[0]
@@ -56,7 +56,7 @@ def views(node: fx.Node) -> list[fx.Node]:
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:
-    """What a node of an operation is called with, defaults too, by name; nothing of another function."""
+    """What a node of an operation is called with, defaults too, by name; empty for a function that is no operation."""
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         return {}
@@ -80,7 +80,7 @@ def number(size: int | torch.SymInt, fallback: int = _SYMBOL, symbols: Mapping[A
 
 
 def numel(node: Any) -> int:
-    """Of a tensor; 1 of anything else."""
+    """The number of elements of a node's tensor; 1 for anything else."""
     x = value(node)
     return number(x.numel()) if isinstance(x, Tensor) else 1
 
@@ -99,7 +99,7 @@ def tangents(graph: fx.Graph) -> set[fx.Node]:
 
 
 def is_sum_of_gradients(node: fx.Node) -> bool:
-    """Of a value with several users; its sequence number is that of some other operation."""
+    """Whether a node adds gradients of a value that has several users; its sequence number is another operation's."""
     return (
         packet(node) is aten.add
         and is_backward(node)

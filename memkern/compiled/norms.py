@@ -46,7 +46,7 @@ def use_normalized(graph: fx.Graph) -> None:
 
 
 def _found(of: Operation) -> _Norm | None:
-    """None for a norm that is written in another way."""
+    """The nodes of a norm; None for one that is written in another way."""
     statistics = next((n for n in of.nodes if packet(n) is aten.var_mean), None)
     normalized: Any = next(
         (n for n in of.nodes if packet(n) is aten.mul and packet(n.args[0]) is aten.sub and n.args[0] in of.nodes), None
@@ -81,7 +81,7 @@ def _rewrite(graph: fx.Graph, of: Operation, norm: _Norm) -> None:
     last = max(n for n in (norm.mean, norm.inverse, norm.normalized) if n is not None)
 
     def users_of(source: fx.Node) -> list[fx.Node]:
-        """Those of the norm that come later: all but the statistics and what is normalized."""
+        """The norm's nodes that use the source later: not for the statistics or what is normalized."""
         return [u for u in source.users if u.meta.get("seq_nr") == of.seq and u > last]
 
     every = {source: users_of(source) for source in norm.sources}

@@ -48,7 +48,7 @@ _AFFINE = {
     aten.mul, aten.add, aten.div, prims.convert_element_type, aten._to_copy, aten.clone, aten.view, aten.neg,
 }  # fmt: skip
 _IDENTITIES = {"add", "sub"}
-"""Their backward pass may have no node: the gradient goes on as it is."""
+"""Operations whose backward pass may have no node: the gradient goes on as it is."""
 
 
 @functools.cache
@@ -97,7 +97,7 @@ def _original(node: fx.Node) -> Any:
 
 
 def _connected(nodes: list[fx.Node], op: Any) -> tuple[fx.Node, ...]:
-    """Those of the first of several operations: one that needs no gradient has the number of the one before it."""
+    """The nodes of the first of several operations of one number: one without a gradient has that of the one before."""
     if packet(nodes[0]) is op:
         return (nodes[0], *(u for u in nodes[0].users if u.target is operator.getitem))
     found, left = {nodes[0]}, set(nodes[1:])
@@ -184,6 +184,7 @@ class Operations:
         return dataclasses.replace(_NOTHING, op=op, name=name_of(op), row=_row(name_of(op), node), nodes=(node,))
 
     def _gated_by(self, gate: Operation) -> set[int]:
+        """The numbers of all operations of ``x * gate(f(x))``; none if the gate is in nothing of that form."""
         of, roots = _roots(gate.nodes[0].args[0])
         x, found = gate.nodes[0], {gate.seq}
         while len(users := [u for u in x.users if _goes_on(u)]) == 1:

@@ -1,4 +1,4 @@
-"""Cuts a joint graph so that codes, and what can be computed again, are not saved as they are.
+"""The partitioner that Inductor calls: cuts a joint graph into forward and backward pass, and saves 8-bit codes.
 
 torch's min-cut decides what is saved, with the sizes that values have in codes. Of what it has chosen, each value that
 may stand in codes (:mod:`memkern.compiled.codable`) is encoded at the end of the forward pass's use and decoded before
@@ -67,14 +67,14 @@ class Partitioner(CustomPartitionerFn):
         return self.bits, self.memory_budget, self.activations, self.codec_backend
 
     def __eq__(self, other: object) -> bool:
-        """For equal ones TorchDynamo does not compile a function anew, such as the blocks of a copied model."""
+        """Equal partitioners do not make TorchDynamo compile a function anew, such as the blocks of a copied model."""
         return isinstance(other, Partitioner) and self._options() == other._options()
 
     def __hash__(self) -> int:
         return hash(self._options())
 
     def uuid(self) -> Any:
-        """Of memkern's sources and the options: torch's cache has no graph for others."""
+        """A hash of memkern's sources and the options: torch's cache has no graph for others."""
         package = Path(__file__).parents[1]
         sources = sorted(path for name in ("compiled", "quant", "fewbit") for path in (package / name).glob("*.py"))
         options = " ".join(map(str, self._options()))
@@ -126,7 +126,7 @@ class Partitioner(CustomPartitionerFn):
 
 
 class _Saved:
-    """What goes from a forward to a backward graph."""
+    """The values that a forward graph saves for its backward graph, and their replacement by codes."""
 
     def __init__(self, fw: fx.GraphModule, bw: fx.GraphModule, returned: int, operations: Operations) -> None:
         self.fw, self.bw, self.operations = fw, bw, operations
@@ -144,7 +144,7 @@ class _Saved:
         self.decoded: set[fx.Node] = set()  # nodes of the backward graph
 
     def bytes(self) -> int:
-        """Of what is saved, but inputs and what the caller holds anyway."""
+        """The bytes that are saved, without inputs and what the caller holds anyway."""
         outputs: Any = self.output.args[0]
         return size_of(storages((n for n in outputs[len(self.returned) :] if isinstance(n, fx.Node)), self.of_caller))
 
@@ -284,7 +284,7 @@ class _Saved:
         node.replace_input_with(given["logsumexp"], logsumexp)
 
     def _rebuild(self) -> None:
-        """The outputs of the forward graph, without what the backward graph does not use any more."""
+        """Leaves out of the forward graph's outputs what the backward graph does not use any more."""
         self.bw.graph.eliminate_dead_code()
         kept = list(self.returned)
         for node, description in self.saved:

@@ -1,4 +1,4 @@
-"""The peak of a backward pass by what is saved, from the joint graph: bytes of all that is there at once."""
+"""Estimates the peak memory of a backward pass from the joint graph, given what is saved for it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Backward:
         }
 
     def _order(self, saved: set[fx.Node]) -> list[fx.Node]:
-        """As it is computed: what is not saved, when it is first needed."""
+        """The nodes in the order of computation: what is not saved, when it is first needed."""
         done, order = set(saved), []
         for gradient in self.gradients:
             waiting = [gradient]
@@ -49,7 +49,7 @@ class Backward:
         return (self.base[n] for n in nodes if n in self.base)
 
     def peak(self, saved: Iterable[fx.Node], of_caller: set[fx.Node]) -> int:
-        """of_caller: what is not freed when it has been used."""
+        """The most bytes at one time. of_caller: values that are not freed when they have been used."""
         order = self._order({*saved})
         last: dict[fx.Node, int] = {}
         for i in reversed(range(len(order))):

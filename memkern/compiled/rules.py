@@ -44,7 +44,7 @@ COMPUTED_FROM_CODES = frozenset(
 )
 """Elementwise functions that may be computed again from codes of their input: their errors are at most the input's."""
 MOST_EXPONENT = 4
-"""Of powers of codes: their derivative is off by so many times, less one, what the codes are off."""
+"""The largest exponent of a power of codes: its derivative is off by so many times, less one, what codes are off."""
 
 # ---- what an operation uses in its backward pass
 
@@ -107,7 +107,7 @@ USERS: dict[str, User] = {
     **_rows("linear", (), "sin", "cos", "mse_loss", "smooth_l1_loss", "var", "prelu_kernel"),
     **_rows("linear", (), "binary_cross_entropy_with_logits"),
 }
-UNKNOWN_USER, SCALED = User("singular"), User("linear")
+UNKNOWN_USER, SCALED = User("singular"), User("linear")  # SCALED: a division by a number
 
 
 def of_power(exponent: Any) -> User:

@@ -24,7 +24,7 @@ if not hasattr(inductor_config, "custom_partitioner_fn"):
     raise ImportError("torch._inductor.config has no custom_partitioner_fn")
 
 HINT = next(name for name in ("optimization_hint", "hint_int", "size_hint") if hasattr(partitioners, name))
-"""By what torch's cut makes a number of a symbolic size: a name of its module, of torch 2.11's the last."""
+"""The name of the function of torch's partitioners that makes a number of a symbolic size; the last in torch 2.11."""
 
 __all__ = [
     "HINT",

@@ -1,7 +1,7 @@
-"""Inputs that a joint graph writes: a running mean, a counter, a cache.
+"""Copies of the inputs that a joint graph writes (a running mean, a counter, a cache), which all nodes read instead.
 
-The backward pass runs when they are written already. What it computes again from such an input it would compute from
-the new value, and an update would be applied twice. So everything reads a copy of the input instead, made at the
+The backward pass runs when the inputs are written already. What it computes again from such an input it would compute
+from the new value, and an update would be applied twice. So everything reads a copy of the input instead, made at the
 beginning of the forward pass and never again: torch's cut saves the copy or what is made of it, whichever is less.
 """
 
