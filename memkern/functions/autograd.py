@@ -1,4 +1,4 @@
-"""Shared by memkern's autograd functions: support of torch.func, and errors that name the way out."""
+"""The base of memkern's autograd functions: torch.func, torch.compile, export, and errors for second derivatives."""
 
 from __future__ import annotations
 

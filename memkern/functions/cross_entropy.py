@@ -1,4 +1,4 @@
-"""Cross entropy of a linear layer's outputs, whose logits are never there at once."""
+"""Cross entropy of a linear layer's outputs in chunks of classes: all logits never exist at once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _Rows(NamedTuple):
     nll: Tensor
     """The factor of log p of the target: (1 - label_smoothing) * class weight, 0 where the row is ignored."""
     smooth: Tensor | None
-    """That of the sum of all classes' weighted log p: label_smoothing / classes, 0 where ignored. None without."""
+    """The factor of the sum of all classes' weighted log p: label_smoothing / classes, 0 where ignored; or None."""
 
 
 class _LinearCrossEntropy(SavesLess):
@@ -102,7 +102,7 @@ def _finite(highest: Tensor) -> Tensor:
 
 
 def _times(factor: Tensor, grad: Tensor) -> Tensor:
-    """0 where the factor is: where all rows are ignored the mean's gradient is infinite."""
+    """factor * grad, but 0 where the factor is 0: where all rows are ignored the mean's gradient is infinite."""
     return torch.where(factor == 0, 0, factor * grad)
 
 
@@ -119,13 +119,14 @@ def _logits(x: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, column
 
 
 def _place(target: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-    """Each row's class as a column of the chunk, (tokens, 1), and whether it is one."""
+    """Each row's class as a column of the chunk, (tokens, 1), and whether it is in the chunk."""
     index = target - columns.start
     inside = (index >= 0) & (target < columns.stop)
     return torch.where(inside, index, 0)[:, None], inside
 
 
 def _total(weight: Tensor | None, linear_weight: Tensor) -> Tensor | int:
+    """The sum of the class weights."""
     return len(linear_weight) if weight is None else weight.sum()
 
 
@@ -139,7 +140,7 @@ def _gradients(
     top: Tensor,
     log_sum: Tensor,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Of x, the weight and the bias; the gradient of row i's logit c is
+    """The gradients of x, the weight and the bias; that of row i's logit c is
     ``(nll_i + smooth_i * sum of weights) * p_ic - nll_i * [c = target_i] - smooth_i * weight_c``.
     """
     grad_x = torch.zeros_like(x, dtype=top.dtype) if ctx.needs_input_grad[0] else None

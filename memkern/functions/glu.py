@@ -1,4 +1,4 @@
-"""Gated linear units that save gate and up once: the activation and the product are computed anew for the backward."""
+"""Gated linear units that save gate and up alone; the backward pass computes activation and product again."""
 
 from __future__ import annotations
 

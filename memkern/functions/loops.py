@@ -1,4 +1,4 @@
-"""Loops whose iterations allocate the same bytes and free them: of tensors whose bytes are counted, few run."""
+"""Shortens loops of like iterations on the planner's fake tensors, for which the bytes of a few tell those of all."""
 
 from __future__ import annotations
 

@@ -11,10 +11,10 @@ So ``N / k (S Y)^T (S X)`` is an unbiased estimate of ``Y^T X``. With ``D = sum_
 variance is::
 
     rows          (N D - |Y^T X|^2) / k * (N - k) / (N - 1)          with replacement the last factor would be 1
-    dct           the same with D = sum_f |x'_f|^2 |y'_f|^2 of the transformed rows, which is about
+    dct           that of rows with D = sum_f |x'_f|^2 |y'_f|^2 of the transformed rows, which is about
                   (|X|^2 |Y|^2 + 2 |Y^T X|^2) / N whatever the rows' norms
     gaussian      (|X|^2 |Y|^2 + |Y^T X|^2) / k
-    rademacher    that minus 2 D / k
+    rademacher    that of gaussian minus 2 D / k
 
 ``rows`` has the least variance where the products |x_i| |y_i| are alike, and costs no arithmetic; ``dct`` is the safe
 choice where a few tokens carry most of the gradient. The two dense ones take N k multiplications per column and are
@@ -35,7 +35,7 @@ from torch import Tensor
 from ..quant.layout import arithmetic
 from .autograd import constant
 
-WORD = 0xFFFFFFFF
+WORD = 0xFFFFFFFF  # mask of 32 bits
 CHUNK = 1 << 22  # elements of S, or of a transformed slice, that exist at a time
 
 

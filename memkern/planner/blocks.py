@@ -1,4 +1,4 @@
-"""The trace of a model with one block less, from that of a model with like blocks."""
+"""Takes a block out of the recorded trace of a model with like blocks: the trace of a model with one block less."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .trace import Trace
 
 
 class _Place(NamedTuple):
-    """A clock: the pass, the block, and the operators since its beginning.
+    """A clock of a trace as the pass, the block, and the operators since the block's beginning.
 
     In place of a block: -1 before the first one's forward pass and after its backward pass, and the number of blocks
     between the last one's passes.
@@ -37,7 +37,7 @@ class _Passes:
         return clocks == sorted(clocks)
 
     def place(self, clock: int) -> _Place:
-        """Of an operator, or of the last one before a storage was freed."""
+        """The place of an operator, or of the last one before a storage was freed."""
         if clock > self.end:
             return _Place(True, -1, clock - self.end)
         if clock > self.backward[-1]:

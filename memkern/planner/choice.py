@@ -13,6 +13,7 @@ from typing import Any
 from ..techniques.options import STATE_BITS, WAYS_OF_SAVING, OptionError, Techniques, not_allowed
 from .prediction import Prediction, Predictor
 
+# Candidates for the precision, the simplest first.
 PRECISIONS: tuple[dict[str, Any], ...] = (
     {"precision": "fp32"},
     {"precision": "bf16-mixed"},
@@ -23,6 +24,7 @@ PLACES: tuple[dict[str, Any], ...] = (
     {}, {"offload": "device"}, {"offload": "cpu"}, {"weights_on_host": "layers"},
 )  # fmt: skip
 """Candidates for where the optimizer's states, and with the last the weights, are."""
+# The fields of all ways to save less for the backward pass, each at its default.
 NO_SAVING = {name: getattr(Techniques(), name) for way in WAYS_OF_SAVING.values() for name in way}
 LOSS_CHUNK = 4096  # classes
 MAX_MICRO_BATCH = 4096

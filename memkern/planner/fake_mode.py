@@ -1,4 +1,4 @@
-"""Fake tensors, of which what an operator returns is looked up by what it is given."""
+"""FakeMode: a FakeTensorMode with a faster cache of what operators return, by the metadata of their arguments."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ PLAIN = {
 """Types of arguments that a key of the cache holds as they are."""
 _device = torch.ops.prim.device.default
 _meta = torch.device("meta")
-_found: dict[Any, Callable[..., Any] | None] = {}
-_is_cacheable: dict[Any, bool] = {}
+_found: dict[Any, Callable[..., Any] | None] = {}  # the cache: makes a call's result; None: not to be made again
+_is_cacheable: dict[Any, bool] = {}  # by operator
 
 
 class _NotCached(Exception):
@@ -39,7 +39,7 @@ class FakeMode(FakeTensorMode):
     """
 
     shortens_loops = True
-    """Of a loop over like pieces few need to run: see :mod:`memkern.functions.loops`."""
+    """Only a few iterations of a loop over like pieces need to run: see :mod:`memkern.functions.loops`."""
 
     @property
     def avoid_device_init(self) -> bool:
@@ -58,7 +58,7 @@ class FakeMode(FakeTensorMode):
 
     @contextlib.contextmanager
     def inside(self, outer: Around) -> Iterator[None]:
-        """With ``outer`` around what there is."""
+        """The scope in which ``outer`` is around operators, outside of what was around them before."""
         inner = self.around
         if inner is None:
             self.around = outer

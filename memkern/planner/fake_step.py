@@ -1,4 +1,4 @@
-"""What a training step needs, from fake tensors: traces of its forward and backward pass (:func:`traces`), and bytes of
+"""Runs a training step on fake tensors: traces of its forward and backward pass (:func:`traces`), and bytes of
 parameters, gradients and optimizer states (:func:`static_bytes`)."""
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _of_equal_blocks(source: Configured, techniques: Techniques, device: str) ->
 
 
 def _of_kinds_of_blocks(source: Configured, techniques: Techniques, device: str) -> tuple[list[Trace], int] | None:
-    """The same where blocks are of several kinds that run the same operators, such as with another mask."""
+    """Traces of two models as above, where blocks of several kinds run the same operators, as with another mask."""
     kinds = source.kinds
     if techniques.checkpoint_every > 1 or len(kinds) <= len(set(kinds)) + 2:
         return None
@@ -159,7 +159,7 @@ class StaticBytes:
     optimizer: int  # its states without these errors
     step_temporaries: int  # the most that a step allocates
     largest: int  # the largest gradient
-    # memkern.planner.shards.group_sizes
+    # of the groups of weights (memkern.planner.shards.group_sizes)
     root: int = 0
     block: int = 0
     first: int = 0
@@ -172,7 +172,7 @@ class StaticBytes:
 def static_bytes(source: Source, techniques: Techniques, device: str, devices: int = 1) -> StaticBytes:
     """Sizes of the parameters and of what the optimizer holds for them, from a step on fake tensors.
 
-    devices: the shards that one of so many holds (with the first rows of each parameter, which are the most).
+    devices: how many share the model; sizes are of the first one's shards, which are the largest.
     """
     depth = source.depth
     if not isinstance(source, Configured) or depth is None or depth <= FEW + 1:

@@ -21,7 +21,7 @@ from . import fake_cuda
 from .fake_cuda import gpu
 from .fake_mode import FakeMode
 
-MANY = 2**30
+MANY = 2**30  # for limits that a plan must not reach
 
 
 class _Kernel:
@@ -109,7 +109,7 @@ def without_kernels(mode: FakeMode, model: nn.Module) -> Iterator[None]:
 
 
 def _on_cpu(folder: Any) -> Any:
-    """What finds out which constants a graph fills tensors with, by tensors of one element on their device."""
+    """Has Inductor's constant folding compute the constant that fills a tensor on the CPU, not on a fake device."""
     plain = folder._deduce_value
 
     def deduced(self: Any, node: torch.fx.Node) -> Any:

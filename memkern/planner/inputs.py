@@ -1,4 +1,4 @@
-"""What a step of a transformers model takes: the class for a configuration, its inputs and its labels."""
+"""The inputs of a training step of a transformers model: the class for a configuration, its batch and labels."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ BESIDE = {
     "input_features": ("attention_mask",),
     "pixel_values": ("spatial_shapes", "pixel_attention_mask", "image_embeds_position_mask"),
 }
-"""What a model that takes an input takes beside it, if its forward pass has the argument."""
+"""By input: what a model takes beside it, if its forward pass has the argument."""
 SYNONYMS = {"inputs": ("pixel_values", "input_values")}
-"""Of a model for any kind of input: the names by which its forward pass takes one kind."""
+"""By an input of any kind: the names of arguments that take one kind of it."""
 TOKENS = ("input_ids", "decoder_input_ids", "qformer_input_ids", "mm_token_type_ids", "bbox")
 DTYPES = dict.fromkeys((*TOKENS, "pixel_attention_mask", "attention_mask"), torch.long)
 DTYPES |= dict.fromkeys(("image_embeds_position_mask", "bool_masked_pos"), torch.bool)
-"""Of inputs that are not fp32."""
+"""The dtypes of inputs that are not fp32."""
 IMAGE_TOKENS = ("image_token_id", "image_token_index")
 CHOICES = 2  # of a multiple-choice question
 LABELS = 8  # tokens of a transcript

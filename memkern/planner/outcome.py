@@ -23,9 +23,9 @@ class Plan:
     recommended techniques, 0 where nothing fits. counted_on: the fake tensors, a key of ``BAND``. band: shares by which
     the truth may be above and below a prediction. What is recommended fits even if the truth is above by the band.
     fits_as_it_is: whether plain fp32 training does, with the whole batch at once. loss: how ``code()`` computes it.
-    link: bytes per second between host and device. ruled_out:
-    the rows of techniques with which the model's step raises, with the error. devices: how many share the model
-    (``fully_shard``); bytes are those of one. not_on_cuda: why a plan for "cuda" was counted on fake CPU tensors.
+    link: bytes per second between host and device. ruled_out: the rows of techniques with which the model's step
+    raises, with the error. devices: how many share the model (``fully_shard``); bytes are those of one. not_on_cuda:
+    why a plan for "cuda" was counted on fake CPU tensors.
     """
 
     model: str

@@ -17,11 +17,11 @@ CATEGORIES = (
 )  # fmt: skip
 PHASES = ("begin", "forward", "backward", "step")
 UNIT = {"cpu": 64, "cuda": 512}
-"""The multiple that the allocator rounds sizes up to."""
+"""Bytes: the allocator rounds sizes up to a multiple."""
 HELD = {"cpu": 0, "cuda": 1}
-"""Buffers of collectives (``Groups.held``): gloo's end before the next operator, and one is beside NCCL's streams."""
-ALLOCATED_BY_A_STEP = ("gradients", "saved activations", "temporaries")
-CHANGE_NO_TRACE = (
+"""Buffers that collectives hold (``Groups.held``): gloo's end before the next operator, NCCL's streams have one."""
+ALLOCATED_BY_A_STEP = ("gradients", "saved activations", "temporaries")  # categories that get a margin
+CHANGE_NO_TRACE = (  # fields of Techniques with which the traces of a step stay the same
     "optimizer", "state_bits", "master_weights", "step_in_backward", "offload", "weights_on_host", "accumulation",
 )  # fmt: skip
 SLABS = 0.03
@@ -88,7 +88,7 @@ class Predictor:
         fake_device = "cuda" if counted_on == "cuda" else "cpu"
 
         def cached(run: Callable[..., Any]) -> Callable[[Techniques], Any]:
-            """What it returns, or the error that it raised: functools.cache would run it again."""
+            """Caches what it returns, or the error that it raised: functools.cache would run it again."""
 
             @functools.cache
             def found(techniques: Techniques) -> Any:
@@ -136,12 +136,12 @@ class Predictor:
 
     def floor(self, techniques: Techniques) -> int:
         """A lower bound of the peak, found without a trace."""
-        fixed = self.static_bytes(techniques)
+        sizes = self.static_bytes(techniques)
         if self._streams(techniques):
-            return self.hardware.process + fixed.buffers + fixed.largest
+            return self.hardware.process + sizes.buffers + sizes.largest
         whole = not (techniques.step_in_backward or techniques.offload == "cpu")
-        held = 0 if techniques.offload else fixed.errors + fixed.optimizer
-        return self.hardware.process + fixed.parameters + held + (fixed.gradients if whole else fixed.largest)
+        held = 0 if techniques.offload else sizes.errors + sizes.optimizer
+        return self.hardware.process + sizes.parameters + held + (sizes.gradients if whole else sizes.largest)
 
     @functools.cached_property
     def has_blocks(self) -> bool:
@@ -169,8 +169,8 @@ class Predictor:
 
     def _brought(self, techniques: Techniques) -> int:
         """Bytes of weights that each pass brings from the host."""
-        fixed = self.static_bytes(techniques)
-        return fixed.parameters - fixed.buffers if self._streams(techniques) else 0
+        sizes = self.static_bytes(techniques)
+        return sizes.parameters - sizes.buffers if self._streams(techniques) else 0
 
     def _is_on_host(self, techniques: Techniques) -> bool:
         """Whether the optimizer's states are not on the device."""
@@ -186,28 +186,28 @@ class Predictor:
 
         if self._steps_on_host(techniques):
             return 0
-        fixed = self.static_bytes(techniques)
-        states, largest = fixed.errors + fixed.optimizer, BUCKET_BYTES
+        sizes = self.static_bytes(techniques)
+        states, largest = sizes.errors + sizes.optimizer, BUCKET_BYTES
         if techniques.algorithm in ("lamb", "lars", "muon"):
-            largest = max(largest, math.ceil(states * fixed.largest / max(1, fixed.gradients)))
+            largest = max(largest, math.ceil(states * sizes.largest / max(1, sizes.gradients)))
         return min(states, largest + min(largest, LARGE_BYTES))
 
     def _rows(self, techniques: Techniques, traces: Sequence[Any], more: int) -> dict[str, dict[str, int]]:
         """Bytes at the peak of each of ``PHASES``, by category."""
-        fixed, on_host = self.static_bytes(techniques), self._is_on_host(techniques)
+        sizes, on_host = self.static_bytes(techniques), self._is_on_host(techniques)
         steps_there = self._steps_on_host(techniques)
         leaves = techniques.step_in_backward or steps_there
         accumulates = techniques.accumulation > 1 and not leaves
-        copies = (4 if techniques.is_torch else 2) * fixed.count if techniques.host_copies else 0
+        copies = (4 if techniques.is_torch else 2) * sizes.count if techniques.host_copies else 0
         static = {
-            "parameters": fixed.buffers if self._streams(techniques) else fixed.parameters,
-            "errors": 0 if on_host else fixed.errors + copies,
-            "gradients": fixed.gradients if accumulates else 0,
-            "optimizer": self._buckets(techniques) if on_host else fixed.optimizer,
+            "parameters": sizes.buffers if self._streams(techniques) else sizes.parameters,
+            "errors": 0 if on_host else sizes.errors + copies,
+            "gradients": sizes.gradients if accumulates else 0,
+            "optimizer": self._buckets(techniques) if on_host else sizes.optimizer,
             "process and context": self.hardware.process,
         }
         found = self._peaks(techniques, traces, more, free_gradients=leaves or accumulates)
-        in_backward = fixed.step_temporaries if techniques.step_in_backward and not steps_there else 0
+        in_backward = sizes.step_temporaries if techniques.step_in_backward and not steps_there else 0
         rows = {
             phase: static
             | {
@@ -219,8 +219,8 @@ class Predictor:
         }
         rows["begin"] = static
         rows["step"] = static | {
-            "gradients": 0 if leaves else fixed.gradients,
-            "temporaries": 0 if steps_there else fixed.step_temporaries,
+            "gradients": 0 if leaves else sizes.gradients,
+            "temporaries": 0 if steps_there else sizes.step_temporaries,
         }
         for row in rows.values():
             allocated = sum(row.get(name, 0) for name in ALLOCATED_BY_A_STEP)
@@ -243,35 +243,35 @@ class Predictor:
         in backward; else those of all parameters are there, and with accumulation these three beside them. With
         ``offload="device"`` there are errors and states alone, all of them pinned.
         """
-        fixed = self.static_bytes(techniques)
+        sizes = self.static_bytes(techniques)
         if techniques.offload == "device":
-            return math.ceil((1 + SLABS) * (fixed.errors + fixed.optimizer))
-        gradients, weights = fixed.gradients, fixed.parameters
+            return math.ceil((1 + SLABS) * (sizes.errors + sizes.optimizer))
+        gradients, weights = sizes.gradients, sizes.parameters
         if techniques.host_copies:
-            weights = 4 * fixed.count
+            weights = 4 * sizes.count
         if techniques.weights_on_host:
-            rest = fixed.root - fixed.first - fixed.last
-            under_way = min(gradients, 2 * fixed.block + max(fixed.last, fixed.block, fixed.first, rest))
+            rest = sizes.root - sizes.first - sizes.last
+            under_way = min(gradients, 2 * sizes.block + max(sizes.last, sizes.block, sizes.first, rest))
             if techniques.step_in_backward:
                 gradients = under_way
             elif techniques.accumulation > 1:
                 gradients += under_way
-            gradients = math.ceil(gradients * fixed.pinned / max(1, fixed.parameters))
+            gradients = math.ceil(gradients * sizes.pinned / max(1, sizes.parameters))
             weights = math.ceil((1 + SLABS) * weights)
-        return weights + fixed.errors + fixed.optimizer + gradients
+        return weights + sizes.errors + sizes.optimizer + gradients
 
     def _peaks(self, techniques: Techniques, traces: Sequence[Any], more: int, free_gradients: bool) -> Any:
         """The peak of each pass, with what is gathered, or brought, where a device has not all weights."""
         from .shards import Groups, Streamed
         from .trace import peaks
 
-        fixed = self.static_bytes(techniques)
+        sizes = self.static_bytes(techniques)
         held: Any = None
         if self.devices > 1:
-            held = Groups(fixed.root, fixed.block, HELD[self.device], shard=fixed.root // self.devices)
+            held = Groups(sizes.root, sizes.block, HELD[self.device], shard=sizes.root // self.devices)
         if techniques.weights_on_host:
-            root = fixed.root - fixed.first - fixed.last
-            held = Streamed(fixed.first, fixed.block, fixed.last, root, fixed.tensor)
+            root = sizes.root - sizes.first - sizes.last
+            held = Streamed(sizes.first, sizes.block, sizes.last, root, sizes.tensor)
         key = (tuple(map(id, traces)), more, free_gradients, held)  # the traces are kept
         if key not in self._found_peaks:
             self._found_peaks[key] = peaks(

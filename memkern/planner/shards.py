@@ -21,14 +21,14 @@ from .trace import Trace
 
 @dataclasses.dataclass(frozen=True)
 class Groups:
-    """Bytes on every device: ``root``, which stays for both passes; ``block``, of the largest block."""
+    """Bytes of whole weights on every device: ``root``, which stays for both passes; ``block``, the largest block's."""
 
     root: int = 0
     block: int = 0
     held: int = 1
     """Buffers of a block's size that collectives have not let go of in its backward pass."""
     shard: int = 0
-    """Of the root, a device's part."""
+    """A device's part of the root."""
 
     def beside(self, trace: Trace) -> list[int]:
         """Bytes beside the shards, at the beginning and after each operator of a step.
@@ -44,7 +44,7 @@ class Groups:
             return [self.root + blocks] * trace.end + [self.root + max(blocks, self.shard)]
         begins, ends = zip(*trace.blocks, strict=True)
         length, length_back = (begins[-1] - begins[-2], ends[-2] - ends[-1]) if len(ends) > 1 else (0, 0)
-        last, last_back = begins[-1] + length, ends[-1] - length_back  # ends and begins
+        last, last_back = begins[-1] + length, ends[-1] - length_back  # the last block's end, its backward pass's begin
         found = [self.root] * (trace.end + 1)
         for begin, end in (
             (begins[0], trace.middle),
@@ -145,7 +145,7 @@ def group_sizes(model: nn.Module, devices: int) -> dict[str, int]:
 
 
 def output_layer(model: nn.Module) -> nn.Module | None:
-    """Of a model of transformers."""
+    """A transformers model's output layer; None for others."""
     return _layer(model, "get_output_embeddings")
 
 

@@ -18,7 +18,7 @@ from ..quant.layout import is_dense
 from .fake_mode import FakeMode
 
 Operator = tuple[Any, ...]
-"""It, and the shapes of what it returns."""
+"""An operator, and the shapes of what it returns."""
 FORWARD, BACKWARD = "forward", "backward"
 CATEGORIES = ("saved", "gradients", "temporaries")
 aten = torch.ops.aten
@@ -86,7 +86,7 @@ class Trace:
 
     @property
     def phases(self) -> dict[str, slice]:
-        """The operators of each."""
+        """The operators of each phase."""
         return {FORWARD: slice(0, self.middle), BACKWARD: slice(self.middle, self.end)}
 
     def of_elements(self, phase: str) -> list[int]:

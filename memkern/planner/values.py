@@ -1,4 +1,4 @@
-"""What models ask of values, which fake tensors do not have."""
+"""Values for fake tensors, of which models ask: computed for integers, masks and constants, and assumed for others."""
 
 from __future__ import annotations
 

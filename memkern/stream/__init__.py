@@ -1,1 +1,1 @@
-"""Weights on the host, by block: fully_shard, its copies ahead of time, and the pinned memory."""
+"""weights_on_host: fully_shard keeps the weights in the host's memory, and each block's are copied ahead of time."""

@@ -1,4 +1,4 @@
-"""The copies of a model's weights to the device: of the next group while one computes."""
+"""Copies weights from the host to the device ahead of time: those of the next group while one computes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def owners(module: nn.Module, others: set[nn.Module]) -> Iterator[nn.Module]:
 
 
 class Prefetch:
-    """Copies of weights to the device: of the next group while one computes, in a stream of their own.
+    """Copies the weights of the next group to the device while one computes, in a stream of their own (``up``).
 
     With one process ``fully_shard`` copies a group's weights in the computing stream, when the group begins. So each
     group is unsharded from here, in ``up``, before it begins; ``fully_shard`` finds it unsharded. The order is that of
@@ -62,8 +62,8 @@ class Prefetch:
         self.device, self.streams = device, streams
         self.up = streams.Stream(device)
         self.last: list[Group] = []  # groups in the order of the last whole forward pass
-        self.now: list[Group] = []
-        self._copies: dict[Group, Any] = {}  # their events, until the computing stream waits for them
+        self.now: list[Group] = []  # those of the forward pass that runs
+        self._copies: dict[Group, Any] = {}  # the copies' events, until the computing stream waits for them
 
     def bring(self, group: Group) -> None:
         """Begins the copy of a group's weights, unless they are there."""
@@ -85,10 +85,11 @@ class Prefetch:
         self._copies.clear()
 
     def end(self) -> None:
+        """A forward pass of the whole model ends."""
         self.last = self.now
 
     def forward(self, group: Group) -> tuple[list[Group], int]:
-        """A group begins its forward pass. Its place in the pass."""
+        """A group begins its forward pass. Returns the pass's groups so far, and the group's place among them."""
         place = len(self.now)
         self.now.append(group)
         self.bring(group)

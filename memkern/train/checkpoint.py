@@ -1,4 +1,4 @@
-"""Checkpoint files: replaced atomically, and loaded with ``weights_only=True``; and what else a run writes."""
+"""The files of a training run: checkpoints, loaded with ``weights_only=True``; each file is replaced atomically."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from ..techniques.options import OptionError, refused
 from .loop import FORMAT
 
-RESULTS = ("results.json", "losses.png")
+RESULTS = ("results.json", "losses.png")  # in the folder of --out
 
 
 def save(path: Path, state: dict[str, Any]) -> None:
@@ -38,7 +38,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def check_save(name: str, path: Path, out: Path | None) -> None:
-    """Raises OptionError for what is no place for a checkpoint: one replaces its own kind, no text and no device."""
+    """Raises OptionError unless a checkpoint can be written to the path, which is new or has one, not another file."""
     target = Path(os.path.realpath(path))  # in contrast to Path.resolve no error for a loop of links
     # torch.save writes a zip archive. An empty file is as a new one.
     is_one = target.is_file() and (target.stat().st_size == 0 or zipfile.is_zipfile(target))

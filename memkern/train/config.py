@@ -39,7 +39,7 @@ RATES = {
     "muon": (1e-3, 0.1),
 }
 
-LR_RULES = {"none": lambda factor: 1.0, "sqrt": math.sqrt, "linear": float}
+LR_RULES = {"none": lambda factor: 1.0, "sqrt": math.sqrt, "linear": float}  # of --batch-factor, to the rate's factor
 
 # RATES are those of small models from random weights: factors for transformers' models.
 FROM_CONFIG = 0.3  # AdamW 3e-4

@@ -31,7 +31,7 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """The ids of all texts, 1-D on the CPU."""
+    """The token ids of all texts, 1-D on the CPU."""
 
     train: Tensor
     validation: Tensor
@@ -76,7 +76,7 @@ class Corpus:
 
 
 def windows(ids: Tensor, starts: Tensor, config: TrainConfig) -> Iterator[Batch]:
-    """The windows that begin there, in micro-batches."""
+    """The windows that begin at ``starts``, in micro-batches."""
     for some in starts.split(config.micro_batch):
         taken = ids[some[:, None] + torch.arange(config.seq_len + 1)].long()
         yield taken[:, :-1], taken[:, 1:]

@@ -1,4 +1,4 @@
-"""Several processes: which micro-batches each has, DDP and FSDP2, and state dicts of whole tensors."""
+"""Training in several processes: the micro-batches of each, DDP and FSDP2, and state dicts of whole tensors."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def gathered(value: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def joined() -> Iterator[None]:
-    """torch.distributed's group, where torchrun has started several: gloo on the CPU, nccl on CUDA devices.
+    """Makes torch.distributed's group, if torchrun has started several: gloo on the CPU, nccl on CUDA devices.
 
-    Ends that which one process has needed for its weights on the host, too. Raises OptionError for variables of the
-    environment that torch.distributed cannot use.
+    The group ends with the scope, also the one that a single process makes for weights on the host. Raises OptionError
+    for variables of the environment that torch.distributed cannot use.
     """
     had_one, given = dist.is_available() and dist.is_initialized(), os.environ.get("WORLD_SIZE", "1")
     if given != "1":
@@ -70,7 +70,7 @@ def check_micro_batches(config: TrainConfig) -> None:
 
 
 def data_parallel(objective: nn.Module, config: TrainConfig, device: torch.device) -> nn.Module:
-    """DDP around the objective, or ``fully_shard`` of its blocks and of itself, in place; alone, the objective."""
+    """DDP around the objective, or ``fully_shard`` of its blocks and itself, in place; in one process the objective."""
     if world() == 1 or config.weights_on_host:  # which is sharded already
         return objective
     if config.parallel == "ddp":

@@ -93,7 +93,7 @@ class History:
 
 
 FORMAT = [[field.name for field in dataclasses.fields(cls)] for cls in (TrainConfig, History)]
-"""Of checkpoints: those of a version with other options are refused."""
+"""The format of checkpoints: those of a version with other options are refused."""
 
 
 class Trainer:

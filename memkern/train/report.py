@@ -19,9 +19,10 @@ from .checkpoint import RESULTS, replacing
 from .interrupt import say
 from .loop import Trainer
 
-LINES = 20  # of progress
+LINES = 20  # of progress in a run
 Results = list[dict[str, Any]]  # of Trainer.result
 
+# label, key of Trainer.result, format
 ROWS: list[tuple[str, str, Callable[[Any], str]]] = [
     ("validation loss, nats per token", "validation_loss", "{:.4f}".format),
     ("optimizer state, MB", "optimizer_bytes", lambda count: f"{count / 1e6:.2f}"),

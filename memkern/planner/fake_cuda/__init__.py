@@ -1,4 +1,4 @@
-"""A torch without CUDA runs autograd on FakeTensors whose device is cuda, after :func:`install`.
+"""Fake CUDA: after :func:`install` a torch without CUDA runs autograd on FakeTensors whose device is cuda.
 
 On such tensors every operator is dispatched as on a GPU (boolean dropout masks, no CPU-only attention kernel) and
 computes nothing, so that the memory of a GPU can be counted on any machine. For counting only, in a process of its own:
