@@ -22,7 +22,7 @@ def reads(of_params: int, of_state: int) -> Callable[[int, int], int]:
 
 
 NOTHING, NORMS, CLASSIC_NORMS = reads(0, 0), reads(2, 1), reads(2, 0)
-"""The last two: for norms of parameters and updates, and of parameters and gradients."""
+"""Bytes read before the update: none; for norms of parameters and updates; for norms of parameters and gradients."""
 LAMB = {
     "memkern LAMB8bit": (optimizer_of("memkern.optim", "LAMB8bit"), NORMS),
     "memkern LAMB": (optimizer_of("memkern.optim", "LAMB"), NORMS),

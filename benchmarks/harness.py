@@ -129,7 +129,7 @@ class Clock:
         return statistics.median(times)
 
     def of_multiprocessors(self, call: Callable[[], object]) -> str:
-        """Their frequency while a call runs again and again, such as "1980 MHz"."""
+        """The multiprocessors' frequency while a call runs again and again, such as "1980 MHz"."""
         for _ in range(BUSY_CALLS):
             call()
         return machine.of_gpu("clocks.sm")
@@ -186,7 +186,7 @@ def largest_temporary(call: Callable[[], object], device: str) -> int:
 
 @contextlib.contextmanager
 def _all_threads_counted() -> Iterator[None]:
-    """The allocator's total has what threads free that the profiler does not record.
+    """The scope in which the allocator's total counts what threads free that the profiler does not record.
 
     gloo's threads are such: where one holds the last reference to a collective's buffer, the profiler has no event of
     its end, and the sum of its events grows by a buffer each time.
@@ -201,7 +201,7 @@ def _all_threads_counted() -> Iterator[None]:
 
 
 def _allocations(events: Iterable[Any]) -> Iterator[tuple[int, Any]]:
-    """When memory was allocated or freed, of the profiler's events and those inside of them."""
+    """The time and the fields of each allocation and free among the profiler's events and those inside of them."""
     left = list(events)
     while left:
         event = left.pop()

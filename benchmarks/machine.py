@@ -1,4 +1,4 @@
-"""Where, when and with what a figure was measured."""
+"""The provenance of a measured figure: date, commit, hardware, and the versions of Python, torch and memkern."""
 
 from __future__ import annotations
 

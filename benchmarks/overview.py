@@ -140,7 +140,7 @@ def _speed_columns(head: str, rows: list[list[str]]) -> str:
 
 
 def _ratio(rows: dict[tuple[str, ...], report.Row], case: str, ours: str, peer: str) -> str:
-    """Empty where one of the two was not measured."""
+    """memkern's time over the peer's; empty where one of the two was not measured."""
     mine, theirs = rows.get((case, ours)), rows.get((case, peer))
     if not mine or not theirs or not theirs["ms_median"]:
         return ""
@@ -267,12 +267,12 @@ def gpu_models_table(name: str = "gpu-models.csv") -> str:
 
 
 def gpu_compiled_table() -> str:
-    """The same of compiled models."""
+    """Compiled models on a GPU, with times and bytes over torch's."""
     return gpu_models_table("gpu-compiled.csv")
 
 
 def _compiled_rows(precisions: Iterable[str]) -> dict[tuple[str, ...], report.Row]:
-    """Of the models that have been counted in just these precisions."""
+    """The rows of the models that have been counted in just these precisions."""
     found = _last(machine.ROOT / "lab/results/saved-compiled.csv", "model", "precision", "mode")
     counted: dict[str, set[str]] = {}
     for model, precision, _ in found:
@@ -298,7 +298,7 @@ def compiled_table() -> str:
 
 
 def compiled_nets_table() -> str:
-    """The same of models that have been counted in fp32 alone."""
+    """What compiled models save, for those that have been counted in fp32 alone."""
     found = _compiled_rows(["fp32"])
     lines = ["| fp32 | compiled | exact | 8 bits | error |", "|---|" + "---:|" * (len(COMPILED) + 1)]
     for model in dict.fromkeys(key[0] for key in found):
@@ -344,7 +344,7 @@ CPU_MODES = {  # of lab.studies.compiled_steps --ways, in the words of the GPU's
 
 
 def gpu_points() -> Points:
-    """Of models on a GPU."""
+    """The points of models on a GPU."""
     found: Points = {}
     for name in ("gpu-compiled.csv", "gpu-models.csv"):
         rows = _last(name, "model", "precision", "mode")
@@ -357,7 +357,7 @@ def gpu_points() -> Points:
 
 
 def cpu_points() -> Points:
-    """Of models on a CPU."""
+    """The points of models on a CPU."""
     rows = _last(CPU_STEPS, "model", "precision", "mode", "budget")
     found: Points = {}
     for model, precision in dict.fromkeys((key[0], key[1]) for key in rows if key[2] == "checkpointing"):
@@ -389,7 +389,7 @@ def gpu_ways_table() -> str:
 
 
 def cpu_ways_table() -> str:
-    """Those of its second row."""
+    """The points of the picture's second row."""
     return _ways_table(cpu_points())
 
 

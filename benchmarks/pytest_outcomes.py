@@ -1,4 +1,4 @@
-"""A pytest plugin: ``--outcomes FILE`` adds what became of each test to a CSV, with the machine and the commit."""
+"""A pytest plugin: ``--outcomes FILE`` appends each test's outcome and seconds to a CSV, with machine and commit."""
 
 from __future__ import annotations
 

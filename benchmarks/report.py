@@ -1,4 +1,4 @@
-"""Results: the CSV that carries them, and the tables drawn from it."""
+"""The results' CSV files: rows are written and read here, and tables are made of them."""
 
 from __future__ import annotations
 

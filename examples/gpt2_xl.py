@@ -29,7 +29,7 @@ def main(steps: int = 5, sizes: dict[str, Any] = XL) -> list[float]:
 
     memkern.checkpoint_blocks(model)  # each block saves its input, and runs again
     memkern.compress(model)  # while it does, its GELU saves 3 bits
-    # The logits are never there as a whole.
+    # In chunks of classes: all logits never exist at once.
     loss_fn = memkern.nn.LinearCrossEntropy.from_linear(model.lm_head)
     optimizer = memkern.optim.StepInBackward(  # each gradient is stepped and freed as it comes
         memkern.optim.AdamW8bit, model.parameters(), lr=1e-4, master_weights="bf16+8"

@@ -23,7 +23,7 @@ TECHNIQUES = memkern.Techniques(precision="bf16", master_weights="bf16+8", state
 
 
 class WithLoss(torch.nn.Module):
-    """The logits are never there as a whole. The loss reads weights, so it is inside of what is streamed."""
+    """A model with its loss in chunks of logits. The loss reads weights, so it is inside of what is streamed."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()

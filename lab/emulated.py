@@ -1,4 +1,4 @@
-"""python -m lab.emulated: runs the kernels on emulated GPUs, and records of which sources they passed.
+"""python -m lab.emulated: tests the kernels on emulated GPUs, and records the hash of the sources that passed.
 
 The tests marked ``emulated`` take up to 40 minutes and depend on few files, so they run when one of these changed.
 lab/tests/test_emulated.py fails while the record is of other sources. Compilers are not part of the hash: another one

@@ -1,4 +1,4 @@
-"""What Inductor writes for a GPU, without one: the source of its Triton kernels, to be compiled and run elsewhere.
+"""Inductor's Triton kernels without a GPU: their source, and runs of it on the emulator of PTX.
 
 :func:`source` needs a process with fake CUDA (memkern.planner.fake_cuda). The kernels of its result run on CPU tensors
 inside of ``lab.emulators.triton_ptx.emulated()``.
@@ -54,7 +54,7 @@ def sources(functions: dict[str, tuple[Any, ...]]) -> dict[str, str]:
 
 
 class Kernel(NamedTuple):
-    """name, text: of a Triton function."""
+    """The name and the source of a Triton kernel."""
 
     name: str
     text: str
@@ -88,7 +88,7 @@ def kernels(program: str) -> list[Kernel]:
 
 
 class _Launched:
-    """A kernel in the place of Inductor's, which chooses a configuration. For tiles of one dimension."""
+    """Stands for Inductor's kernel object, which would choose a configuration. For tiles of one dimension."""
 
     def __init__(self, kernel: Kernel) -> None:
         self.function = kernel.function()

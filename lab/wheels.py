@@ -1,4 +1,4 @@
-"""python -m lab.wheels WHEEL... --python COMMAND...: which wheel runs with which Python and which torch.
+"""python -m lab.wheels WHEEL... --python COMMAND...: tries each wheel with each Python and its torch.
 
 Each COMMAND starts a Python that has torch. Each wheel that fits it by its tag is unpacked, imported there, and must
 give the SHA-256 of tests/fixtures/hashes.json for AdamW8bit, Lion8bit, activations and codecs on its C++ backend.

@@ -1,1 +1,1 @@
-"""What developers run by hand: mutations, and all that `make gpu` does."""
+"""Builds and releases: wheels, a project for Hugging Face's kernel-builder, and the checks of a release."""

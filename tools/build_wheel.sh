@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # usage: tools/build_wheel.sh PYTHON
-# One wheel for the platform in dist/, which auditwheel has tagged by the glibc that it needs. setup.py says what
+# Builds a wheel for the platform into dist/, tagged by auditwheel with the glibc that it needs. setup.py says what
 # MEMKERN_BUILD, MEMKERN_CUDA_ARCHS and MEMKERN_WHEEL choose; TOOLCHAIN is a script to source first, such as that of
 # a gcc-toolset, and TORCH the torch whose headers are used.
 set -euo pipefail

@@ -1,4 +1,4 @@
-"""What a release needs beside its build. Needs nothing but the standard library; docs/releasing.md has the whole way.
+"""Checks a release's version, and writes the repository's address into a build. Needs the standard library alone.
 
 python tools/release.py version REF: whether a tag such as refs/tags/v0.1.0 is that of memkern/_version.py. The version
 stands there alone: pyproject.toml reads it, and CHANGELOG.md and CITATION.cff must name the same. Of a ref that is no
@@ -6,6 +6,8 @@ tag only these are checked.
 
 python tools/release.py links URL REF: writes the repository's address into README.md and pyproject.toml, for a build
 alone. A package index shows the README without the repository, where relative links lead nowhere.
+
+docs/releasing.md has the whole way to a release.
 """
 
 from __future__ import annotations

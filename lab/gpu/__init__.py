@@ -1,1 +1,1 @@
-"""`make gpu`: builds, tests, measures and profiles on a machine with a GPU, in one call; parts.py lists the parts."""
+"""`make gpu`: builds, tests, measures and profiles on a machine with a GPU in one call. Its parts: __main__.py."""

@@ -1,4 +1,4 @@
-"""`make gpu`: what a GPU proves and measures, in the order in which it is wanted should the time run out.
+"""`make gpu`: the tests and measurements that need a GPU, the most wanted first should the time run out.
 
 Each part is a command with a limit in seconds. Its output goes to out/gpu/PART.log (in the folder $OUT, where that is
 set), its lines of JSON to results.jsonl there, for ``python -m lab.gpu.record``. A part that fails or lacks what it

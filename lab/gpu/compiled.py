@@ -1,4 +1,4 @@
-"""What compiled models cost on a GPU by what they save for their backward pass: ``python -m lab.gpu.compiled``.
+"""Time, memory and errors of compiled models on a GPU, by what they save for backward: ``python -m lab.gpu.compiled``.
 
 As models.py, with torch.compile and memkern.compile: a line of JSON for each model and contender. first_s: seconds of
 the first step, compilers included (a cache of Inductor's in build/gpu); fp32_error: of the gradients beside those of
@@ -27,9 +27,9 @@ from memkern.compiled.torch_internals import functorch_config
 
 from .models import GPT2, LLAMA_1B, SMALL, Prepare, Workload, about, gradients_of, loss_of, measured, of_mode
 
-STEPS = 3
-SECONDS = 100.0
-BUDGET = 0.5
+STEPS = 3  # of a round
+SECONDS = 100.0  # after which no contender begins
+BUDGET = 0.5  # torch.compile's activation_memory_budget
 
 
 class Contender(NamedTuple):

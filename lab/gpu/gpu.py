@@ -1,4 +1,4 @@
-"""The GPU that is here: what nvidia-smi says, else torch, else CUDA's driver; and the toolkit's programs."""
+"""Finds the machine's GPU, by nvidia-smi, else torch, else CUDA's driver, and the programs of the CUDA toolkit."""
 
 from __future__ import annotations
 

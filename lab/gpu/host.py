@@ -1,4 +1,4 @@
-"""Steps of states on the host, by the device and by the CPU, beside what others have: ``python -m lab.gpu.host``.
+"""Times of optimizer steps with states on the host, by the device and by the CPU: ``python -m lab.gpu.host``.
 
 A bf16 model of a billion parameters in matrices of 16 M, whose gradients are those of sums. A line of JSON each: the
 median milliseconds of a backward pass and a step until the device is done, the states' bytes that went each way and

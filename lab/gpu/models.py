@@ -1,4 +1,4 @@
-"""What whole models cost on a GPU by what they save for their backward pass: ``python -m lab.gpu.models``.
+"""Time, memory and errors of whole models on a GPU, by what they save for backward: ``python -m lab.gpu.models``.
 
 Models of transformers with random weights (tests/support/zoo.py), forward and backward pass without the optimizer.
 A line of JSON for each model and mode: ms of a step, the median over rounds of STEPS steps that nothing waits between;

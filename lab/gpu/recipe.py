@@ -1,4 +1,4 @@
-"""GPT-2-XL trained on 12 GiB of a GPU, and by torch on all of it: ``python -m lab.gpu.recipe``.
+"""Trains GPT-2-XL on 12 GiB of a GPU, and by torch on all of it: ``python -m lab.gpu.recipe``.
 
 The loop that `python -m memkern plan --model gpt2-xl --memory 12GiB --batch-size 8 --step-in-backward` prints, on
 random tokens, in a process that torch's allocator gives 12 GiB; then fp32 weights, bf16 autocast and torch's fused

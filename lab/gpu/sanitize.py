@@ -1,4 +1,4 @@
-"""compute-sanitizer's tools over small.py, side by side, the most valuable first: ``python -m lab.gpu.sanitize``."""
+"""Runs small.py under compute-sanitizer's tools, the most valuable first: ``python -m lab.gpu.sanitize``."""
 
 from __future__ import annotations
 

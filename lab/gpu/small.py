@@ -1,4 +1,4 @@
-"""A few steps, codes, norms and activations on a GPU, small enough for compute-sanitizer."""
+"""What sanitize.py runs: a few steps, codes, norms and activations on a GPU, small enough for compute-sanitizer."""
 
 from __future__ import annotations
 

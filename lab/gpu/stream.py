@@ -1,4 +1,4 @@
-"""Llama-3.1-8B with its weights on the host, on 12 GiB of a GPU, and on the device: ``python -m lab.gpu.stream``.
+"""Trains Llama-3.1-8B with weights on the host, on 12 GiB of a GPU, and on the device: ``python -m lab.gpu.stream``.
 
 The planner's loop on random tokens, two sequences of 8,192 a step, checkpoints in codes. The weights are made on the
 host: one layer's, repeated. The streamed run is in a process that torch's allocator gives 12 GiB. A line of JSON each:
@@ -27,7 +27,7 @@ GIB = 2**30
 STEPS = 5
 LIMIT_GIB = 12.0
 RUNS = {"on the device": None, "on the host, 12 GiB": "layers"}
-"""weights_on_host of each."""
+"""The value of weights_on_host in each run."""
 
 
 class Sizes(NamedTuple):

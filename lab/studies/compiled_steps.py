@@ -1,4 +1,4 @@
-"""Steps of compiled models: peak, time and compile time, by what is saved and by memory_budget.
+"""Measures steps of compiled models on a CPU: peak, time and compile time, by what is saved and by memory_budget.
 
 Models of zoo.py, one sequence, Inductor, beside the same model under torch.compile. Saved: memkern.memory.saved_bytes.
 Peak: of torch's CPU allocator in a forward and backward pass, gradients included. Time: processor time, the lowest of
@@ -56,7 +56,7 @@ class Contender(NamedTuple):
 
 BITS: dict[str, Any] = {"torch": None, "exact": "exact", "8": 8}
 EAGER = {"eager" if mode == "torch" else mode: way for mode, way in gpu_models.MODES.items()}
-"""Ways without a compiler, which change a model in place. After "eager", torch is torch.compile."""
+"""Ways without a compiler, which change a model in place. torch alone is "eager" here: "torch" is torch.compile."""
 WAYS: list[tuple[str, float | None]] = [
     *((mode, None) for mode in EAGER),
     ("torch", 0.5),

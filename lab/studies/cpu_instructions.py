@@ -36,7 +36,7 @@ COLUMNS = (*report.PROVENANCE, "instruction_set", "kernel", "instructions")
 
 
 def _addresses(nm: str, program: Path, isa: str) -> tuple[str, str]:
-    """Those of an instruction set's functions, which the linker has put side by side."""
+    """The first address of an instruction set's functions, which the linker has put side by side, and the one after."""
     lines = subprocess.run([nm, "-n", program], capture_output=True, text=True, check=True).stdout.splitlines()
     symbols = [found for line in lines if (found := re.match(r"(\w+) [tTwW] (.*)", line))]
     own = [i for i, symbol in enumerate(symbols) if f"{len(isa)}{isa}" in symbol[2]]
@@ -44,11 +44,11 @@ def _addresses(nm: str, program: Path, isa: str) -> tuple[str, str]:
 
 
 _INSTRUCTION = re.compile(r"0x(\w+): +\w+( \w+)* {2,}\w")
-"""Its address, bytes and name; bytes after the eighth stand in a line of their own, without a name."""
+"""A listed instruction's address, bytes and name; bytes after the eighth have a line of their own, without a name."""
 
 
 def _executed(log: Path) -> int:
-    """A basic block is listed when it is translated, and named by its address whenever it runs."""
+    """The instructions executed, by qemu's log: it lists a basic block once, and names its address at each run."""
     sizes: dict[int, int] = {}
     block, total = None, 0
     with log.open(errors="replace") as lines:

@@ -1,4 +1,4 @@
-"""The step on the host beside the step in memory, and the loss in chunks.
+"""Times of HostOffload's step beside the step in memory, and times and peaks of the loss in chunks beside torch's.
 
 Medians of interleaved runs on the CPU. The step: four GPT-2 blocks and an embedding, 36 M parameters, a bf16 model with
 fp32's bits of its weights in both places; ``copies`` are those that a device with its own memory needs, made by the CPU
@@ -31,7 +31,7 @@ ROWS, WIDTH, CLASSES = 512, 384, 50257
 
 
 class Copies(Transfers):
-    """As if the device's memory were not the host's."""
+    """Transfers as if the device's memory were not the host's."""
 
     shares_memory = False
 

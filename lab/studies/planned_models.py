@@ -47,7 +47,7 @@ COLUMNS = (*report.PROVENANCE, "transformers", "type", "model", "outcome", "rule
 
 
 class TakesLong(BaseException):
-    """No Exception: the planner would take it for the model's."""
+    """A plan takes too long. Not an Exception, which the planner would take for the model's own."""
 
 
 def shallow(config: Any) -> Any:
@@ -101,8 +101,8 @@ def outcome(kind: str) -> tuple[str, str]:
 
 
 def _outcome(kind: str) -> tuple[str, str]:
-    """With few layers, or with all, where a model's other sizes depend on their number; batch normalization needs two
-    sequences."""
+    """The outcome with few layers, or with all, where a model's other sizes depend on their number; batch normalization
+    needs two sequences."""
     found = "not built: transformers makes no model of the default configuration here"
     for config, size in itertools.product(_built(kind), (1, 2)):
         techniques = memkern.Techniques(state_bits=8, micro_batch=size)

@@ -1,4 +1,4 @@
-"""Parts of all studies: a command with ``--out``, provenance, and rows that are written as they come."""
+"""Shared by all studies: a command with ``--out``, provenance, and rows that are written as they come."""
 
 from __future__ import annotations
 

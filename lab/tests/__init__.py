@@ -1,0 +1,1 @@
+"""Tests of benchmarks/ and lab/, and of the kernels on emulated GPUs."""

@@ -1,4 +1,4 @@
-"""The benchmarks run, name who is absent, take turns, and their results make the README's tables."""
+"""The benchmarks: all run, absent peers are named, contenders take turns, and results make the documents' tables."""
 
 import csv
 import os

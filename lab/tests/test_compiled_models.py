@@ -12,7 +12,7 @@ from lab.gpu import compiled, record
 from lab.studies import compiled_steps
 
 
-@pytest.mark.long  # before a lease
+@pytest.mark.long  # to be run before a GPU is leased
 def test_small_ones_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
     assert compiled.main(["--small", "--seconds", "1000"]) == 0

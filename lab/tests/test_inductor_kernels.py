@@ -1,4 +1,4 @@
-"""Codes in Inductor's kernels for a GPU: what they read, and their bits, of the PTX that Triton makes of them."""
+"""8-bit codes in Inductor's Triton kernels: what the kernels read, and the bits of their PTX on the emulator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What convolutions allocate inside, which their fake tensors do not show."""
+"""scratch_bytes bounds what convolutions allocate inside, which the planner's fake tensors do not show."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The emulator's checks find what they are for, in small kernels: races, bytes nobody wrote, barriers, addresses."""
+"""The PTX emulator finds planted faults in small kernels: races, bytes nobody wrote, barriers, addresses."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ TORCH_ADAMW = of("torch.optim", "AdamW", fused=True)
 LARS = {"momentum": 0.9, "trust_coeff": 1e-3, "decay": 1e-4}
 SGD = {"momentum": 0.9, "decay": 1e-4}
 LAMB = {"decay": 0.01}
-A = "torch AdamW"
+A = "torch AdamW"  # the original of AdamW contenders
 EAGER = "without torch.compile"
 
 ALL = (

@@ -181,7 +181,7 @@ def worse_table() -> str:
 
 
 def papers_table() -> str:
-    """The seeds' papers beside the same comparison here: difference, its error."""
+    """What papers published beside the same comparison here: the difference and its standard error."""
 
     def here(task: str, name: str, other: str | None = None) -> str:
         one = compared()[task, name]
@@ -286,6 +286,6 @@ def _draw_task(axis: Any, found: list[Compared], task: str) -> None:
 
 
 def write() -> None:
-    """docs/evidence.md and the picture."""
+    """Writes docs/evidence.md and the picture."""
     PAGE.write_text(overview.fill(PAGE.read_text(), TABLES))
     print(PAGE, draw(), sep="\n")

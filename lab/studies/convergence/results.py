@@ -78,7 +78,7 @@ class Compared(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """By the difference at the same rate."""
+        """The difference at the same rate in words."""
         if self.why:
             return ""
         if not math.isfinite(self.loss):

@@ -1,4 +1,4 @@
-"""One run, and the order of runs: a grid of four rates with seed 0, then the best with other seeds."""
+"""A training run, and the order of runs: a grid of four learning rates with seed 0, then the best with other seeds."""
 
 from __future__ import annotations
 

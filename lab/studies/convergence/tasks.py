@@ -1,4 +1,4 @@
-"""The tasks: a model, the batches of a step, and the loss after training. Each asks something else of a state.
+"""The tasks: a model, the batches of a step, and the loss after training.
 
 All depend on the seed and the step alone. Models have about 40,000 to 250,000 parameters, so that a run takes seconds
 on one core, and most of their elements are in tensors that 8-bit optimizers code (4,096 elements or more).
@@ -40,7 +40,7 @@ def rates(*first: float) -> dict[str, float]:
 
 
 class Task:
-    """What tasks share. ``first``: the lowest rates. ``extends``: whether a grid moves on where its edge is best."""
+    """Base of the tasks. ``first``: the lowest rates. ``extends``: whether a grid moves on where its edge is best."""
 
     name = what = ""
     steps = 150
