@@ -34,6 +34,7 @@ ROUNDS = 20
 
 FUSED = ("torch AdamW fused", optimizer_of("torch.optim", "AdamW", fused=True), NOTHING)
 FOREACH = ("torch AdamW foreach", optimizer_of("torch.optim", "AdamW", foreach=True), NOTHING)
+# By memkern's class, its peers: label, constructor, bytes read before the update.
 OTHERS: dict[str, list[tuple[str, Any, Any]]] = {
     "AdamW8bit": [
         FUSED,
@@ -51,7 +52,8 @@ OF_BF16: dict[str, list[tuple[str, Any, Any]]] = {
         ("flashoptim AdamW, plain weights", optimizer_of("flashoptim", "FlashAdamW", master_weight_bits=None), NOTHING),
     ],
 }
-"""flashoptim's default has 8 more bits of each bf16 weight, as memkern's bf16+8 has: like beside like."""
+"""More contenders with bf16 weights. flashoptim's default has 8 more bits of each weight, as memkern's bf16+8 has."""
+# memkern's classes: options, bytes read before the update.
 OURS: dict[str, tuple[dict[str, Any], Callable[[int, int], int]]] = {
     "AdamW8bit": ({}, NOTHING),
     "Lion8bit": ({}, NOTHING),

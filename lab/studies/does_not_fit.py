@@ -27,7 +27,7 @@ from memkern import functional, optim
 from memkern.optim.offload.transfers import Transfers
 
 COLUMNS = (*report.PROVENANCE, "what", "dtype", "way", "ms", "ratio", "peak_mb")
-ROWS, WIDTH, CLASSES = 512, 384, 50257
+ROWS, WIDTH, CLASSES = 512, 384, 50257  # of the loss
 
 
 class Copies(Transfers):
@@ -37,6 +37,8 @@ class Copies(Transfers):
 
 
 class CopyingHostOffload(optim.HostOffload):
+    """HostOffload with the copies that a device with its own memory needs."""
+
     _transfers_of = staticmethod(lambda device: Copies())
 
 

@@ -1,4 +1,4 @@
-"""lab/gpu/compiled.py on the CPU, and how its rows are recorded."""
+"""lab/gpu/compiled.py on the CPU, how its rows are recorded, and Inductor's peak under a memory budget."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lab.studies import compiled_steps
 
 
 @pytest.mark.long  # to be run before a GPU is leased
-def test_small_ones_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
+def test_small_models_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
     assert compiled.main(["--small", "--seconds", "1000"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
@@ -39,7 +39,7 @@ def test_rows_are_recorded(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_budget_does_not_raise_inductors_peak() -> None:
-    """Inductor orders and fuses what the count of a peak takes as it stands in the graph: 1 % was measured."""
+    """memkern counts a peak in the order of the graph, which Inductor changes: a peak 1 % higher was measured."""
     pytest.importorskip("transformers")
     with compiled_steps.compiling(empty=True):
         more, less = (compiled_steps.contender("Llama", "fp32", 512, "exact", budget, 2) for budget in (0.7, 0.4))

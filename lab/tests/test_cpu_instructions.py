@@ -17,7 +17,7 @@ def test_the_table_is_of_the_results(isa: str) -> None:
     assert f"| {isa} | {line} |" in (RESULTS.parents[1] / "docs/benchmarks.md").read_text()
 
 
-def test_neon_takes_at_most_twice_avx2_s() -> None:
+def test_neon_takes_at_most_twice_the_instructions_of_avx2() -> None:
     with (RESULTS / "cpu-instructions.csv").open(newline="") as file:
         rows = {(row["instruction_set"], row["kernel"]): float(row["instructions"]) for row in csv.DictReader(file)}
     for kernel in KERNELS:

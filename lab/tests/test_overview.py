@@ -40,7 +40,7 @@ def test_what_was_not_measured_has_no_figure() -> None:
 
 
 def test_the_readme_says_the_errors_of_the_models() -> None:
-    """Its sentence on gradients, beside the rows of docs/choosing.md and docs/compiled.md."""
+    """The README's sentence on gradients has the figures of the rows of docs/choosing.md and docs/compiled.md."""
     text = " ".join((machine.ROOT / "README.md").read_text().split())
     rows = [line for line in overview.models_table().splitlines() if line.startswith("| `")]
     said = re.findall(r"([\d.]+) % in the median of the models that were counted and ([\d.]+) % in the worst", text)

@@ -1,4 +1,4 @@
-"""lab.studies.planned_models: of which model types a step can be planned."""
+"""lab.studies.planned_models: for which share of transformers' model types a step can be planned."""
 
 from __future__ import annotations
 

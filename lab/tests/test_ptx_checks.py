@@ -13,6 +13,8 @@ from lab.emulators.ptx_emulator import Memory, Module, PtxError, launch, pack
 pytestmark = pytest.mark.full
 THREADS, BLOCKS = 64, 2
 # Thread i of the grid has number %r3, of its block %r1; %rd3 is the address of x[i], %rd4 that of y[i]; %r4 is 4 %r1.
+# %r6 is the address of the thread's word of shared memory, %r8 that of its neighbour's. %p1 holds for 7 threads of a
+# block, %p2 for its first warp, %p3 for its first thread, %p6 for the first of the grid, %p7 for the second block.
 KERNEL = """
 .version 8.0
 .target sm_90
@@ -37,7 +39,7 @@ VECTOR = "and.b32 %r9, %r3, 3; setp.eq.u32 %p5, %r9, 0; @%p5 ld.global.v4.u32 {%
 # One word that lanes of a warp read, and that one of them writes then.
 ALL_READ = "@%p3 st.shared.u32 [room], %r1; bar.sync 0; @!%p2 bra END; ld.shared.u32 %r9, [room]; "
 ONE_WRITES = "@%p3 st.shared.u32 [room], %r9;\nEND:\n"
-FINE = {
+FINE = {  # bodies without a fault
     "a barrier between": OWN + BARRIER + OTHERS + BARRIER + OWN,
     "a barrier of the warp between": OWN + "bar.warp.sync -1; " + OTHERS + "bar.warp.sync -1; " + OWN,
     "each its own": OWN + "ld.shared.u32 %r9, [%r6]; st.global.u32 [%rd4], %r9; ld.global.u32 %r9, [%rd4];",
@@ -66,7 +68,7 @@ OUTSIDE = {
     "a vector over the end": VECTOR,
 }
 SEVEN = "@%p1 ret; shfl.sync.bfly.b32 %r9, %r1, 1, 31, -1;"
-OTHER_FAULTS = {
+OTHER_FAULTS = {  # body, part of the error
     "a barrier for seven threads": ("@%p1 bar.sync 0;", "wait at a barrier for others"),
     "two barriers": (
         "@%p2 bra LOW; bar.sync 0; bra.uni END;\nLOW:\n bar.sync 0;\nEND:\n",
@@ -77,7 +79,7 @@ OTHER_FAULTS = {
     "a word before shared memory": (OWN + BARRIER + "ld.shared.u32 %r9, [%r6+-4];", "outside of shared memory"),
     "a word past shared memory": (OWN + BARRIER + "ld.shared.u32 %r9, [%r6+4];", "outside of shared memory"),
 }
-FAULTS: dict[str, tuple[str, type[PtxError], str]] = {
+FAULTS: dict[str, tuple[str, type[PtxError], str]] = {  # body, error, part of its text
     **{f"race: {name}": (body, RaceError, "") for name, body in RACES.items()},
     **{f"init: {name}": (body, InitError, "nobody wrote") for name, body in NOT_WRITTEN.items()},
     **{f"memory: {name}": (body, PtxError, "outside of all buffers") for name, body in OUTSIDE.items()},

@@ -40,7 +40,7 @@ def each(body: str, x: torch.Tensor, n: int | None = None, offset: int = 0) -> t
 
 
 X = torch.randn(1000, generator=torch.Generator().manual_seed(1)) * 3
-BODIES: dict[str, tuple[str, Any]] = {
+BODIES: dict[str, tuple[str, Any]] = {  # body, the function that it computes
     "a product and a sum": (
         "mul.rn.f32 %f3, %f1, 0f40400000; add.rn.f32 %f2, %f3, %f1;",
         lambda x: x * 3 + x,
@@ -94,7 +94,7 @@ def test_computes(name: str) -> None:
     assert torch.equal(each(body, x), expected(x))
 
 
-REFUSED = {
+REFUSED = {  # body, options of each(), part of the error
     "a store behind the end": ("mov.f32 %f2, %f1;", {"offset": 4}, "outside of all buffers"),
     "a store at an odd place": ("mov.f32 %f2, %f1;", {"offset": 2}, "not a multiple of 4"),
     "an unknown instruction": ("sin.approx.f32 %f2, %f1;", {}, "unknown instruction"),

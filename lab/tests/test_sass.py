@@ -6,7 +6,7 @@ from lab.emulators.sass import Instruction, shortest_loop
 
 
 def code(text: str) -> list[Instruction]:
-    """An instruction a line, sixteen bytes apart; what stands before a colon names it as a target."""
+    """An instruction a line, sixteen bytes apart; a name before a colon makes it a branch's target."""
     lines = [line.strip().rpartition(": ") for line in text.strip().splitlines()]
     places = {name: f"{16 * n:#x}" for n, (name, _, _) in enumerate(lines) if name}
     words = ([places.get(word, word) for word in rest.split()] for _, _, rest in lines)
@@ -17,7 +17,7 @@ def opcodes(text: str, **wanted: int) -> str:
     return " ".join(i.opcode for i in shortest_loop(code(text), wanted))
 
 
-ONE_AROUND_ANOTHER = """
+NESTED_LOOPS = """
     batch: LDG R1
     turn: LDGSTS [R2]
     @P1 BRA slow
@@ -32,12 +32,12 @@ ONE_AROUND_ANOTHER = """
 """
 
 
-def test_the_way_with_what_is_wanted() -> None:
-    assert opcodes(ONE_AROUND_ANOTHER, LDGSTS=1) == "LDGSTS BRA FADD BRA"
-    assert opcodes(ONE_AROUND_ANOTHER, LDG=1, LDGSTS=1) == "LDG LDGSTS BRA FADD BRA STG BRA"
-    assert opcodes(ONE_AROUND_ANOTHER, LDGSTS=2, STG=1) == "LDG LDGSTS BRA FADD BRA LDGSTS BRA FADD BRA STG BRA"
-    assert opcodes(ONE_AROUND_ANOTHER, LDGSTS=1, FMUL=2) == "LDGSTS BRA FMUL FMUL BRA FADD BRA"
-    assert opcodes(ONE_AROUND_ANOTHER, LDG=1, STG=2) == "", "there is none"
+def test_the_shortest_way_with_the_wanted_instructions() -> None:
+    assert opcodes(NESTED_LOOPS, LDGSTS=1) == "LDGSTS BRA FADD BRA"
+    assert opcodes(NESTED_LOOPS, LDG=1, LDGSTS=1) == "LDG LDGSTS BRA FADD BRA STG BRA"
+    assert opcodes(NESTED_LOOPS, LDGSTS=2, STG=1) == "LDG LDGSTS BRA FADD BRA LDGSTS BRA FADD BRA STG BRA"
+    assert opcodes(NESTED_LOOPS, LDGSTS=1, FMUL=2) == "LDGSTS BRA FMUL FMUL BRA FADD BRA"
+    assert opcodes(NESTED_LOOPS, LDG=1, STG=2) == "", "there is none"
 
 
 def test_a_loop_is_left_by_a_call_that_does_not_return() -> None:

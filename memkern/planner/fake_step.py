@@ -41,7 +41,7 @@ def chunked_loss(model: Any, batch: dict[str, Any], chunk: int) -> Tensor:
 
 
 def traces(source: Source, techniques: Techniques, device: str) -> tuple[list[Trace], int]:
-    """Traces for :func:`memkern.planner.trace.peaks`: for a model with like blocks two, with few of them."""
+    """``traces`` and ``more`` of :func:`memkern.planner.trace.peaks`: of few blocks where a model has like blocks."""
     if techniques.loss_chunk and not source.is_language_model:
         raise not_allowed("loss_chunk", techniques.loss_chunk, "None for a model that is no language model")
     if isinstance(source, Configured):
@@ -55,7 +55,7 @@ def traces(source: Source, techniques: Techniques, device: str) -> tuple[list[Tr
 def _of_equal_blocks(source: Configured, techniques: Techniques, device: str) -> tuple[list[Trace], int] | None:
     """Traces of two models with few blocks, the second with one more, where all blocks are alike.
 
-    Where one of several has a checkpoint, several blocks are what one is here.
+    With a checkpoint around every n-th block, n blocks count as one.
     """
     depth, each = source.depth, techniques.checkpoint_every
     if depth is None or depth <= each * (FEW + 1):
@@ -116,7 +116,7 @@ def trace(source: Source, techniques: Techniques, device: str) -> Trace:
 
 @contextlib.contextmanager
 def _as_on_real_tensors() -> Iterator[None]:
-    """What transformers does with real tensors, where it looks at values or where fake ones know less.
+    """Has transformers do what it does with real tensors, where it looks at values or where fake ones know less.
 
     Positions of packed sequences cannot be looked at: attention is masked as for one sequence. The fake grouped product
     of matrices takes bf16 alone: other dtypes use transformers' own operator, which returns and saves the same.
@@ -139,7 +139,7 @@ def _as_on_real_tensors() -> Iterator[None]:
 
 
 def _format(x: Tensor, spec: str) -> str:
-    """A number in a text, such as the name of an expert."""
+    """Formats a fake number, as in the name of an expert."""
     return format(x.item(), spec) if x.dim() == 0 else object.__format__(x, spec)
 
 

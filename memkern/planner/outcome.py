@@ -91,6 +91,7 @@ def rows(plan: Plan) -> Iterator[tuple[str, Prediction]]:
 
 
 def text(plan: Plan) -> str:
+    """The plan as printed: a table of the predictions, and the verdict."""
     above, below = plan.band
     is_large = max(p.peak - p.categories["process and context"] for _, p in rows(plan)) >= GIB
     unit, name_of_unit, digits = (GIB, "GiB", 2) if is_large else (MIB, "MiB", 1)
@@ -136,6 +137,7 @@ def rounded_up(size: int) -> str:
 
 
 def verdict(plan: Plan) -> Iterator[str]:
+    """The lines below the table: what fits, with its training loop, or the least that could."""
     p = plan.recommended
     if p is None:
         yield f"Does not fit: the least that could is {rounded_up(plan.least)} GiB, with {plan.together.techniques}."

@@ -207,6 +207,7 @@ def _alone(predictor: Predictor, rows: dict[str, dict[str, Any]]) -> tuple[dict[
 
 
 def _choose(predictor: Predictor, chooser: Chooser, memory: int, rows: dict[str, dict[str, Any]]) -> Plan:
+    """The plan: predictions for all rows, and the fastest techniques that fit."""
     source, given, batch_size = predictor.source, chooser.given, chooser.batch_size
     alone, ruled_out = _alone(predictor, rows)
     limit = int(memory / (1 + BAND[predictor.counted_on][0]))

@@ -207,7 +207,7 @@ def _mutated(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def _selecting_all(func: Any, args: Any, kwargs: Any) -> Any:
-    """What an operator whose outcome depends on unknown values returns."""
+    """What an operator whose outcome depends on unknown values returns: all elements, or false."""
     if func is aten._local_scalar_dense.default and args[0].dtype == torch.bool:
         return False
     if func is aten.nonzero.default:

@@ -194,7 +194,7 @@ def stream(model: nn.Module, device: torch.device, *, pin_memory: bool = True) -
 
 
 class Streamed:
-    """A model whose weights are on the host: its groups, and the hooks that go on with their copies."""
+    """A model whose weights are on the host: its groups, and the hooks that begin their copies and wait for them."""
 
     def __init__(self, model: Any, groups: list[Any], device: torch.device, streams: Any = None) -> None:
         self.model, self.device = model, device

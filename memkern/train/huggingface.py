@@ -69,14 +69,14 @@ def build(config: TrainConfig) -> nn.Module:
 
 
 def load_tokenizer(config: TrainConfig) -> Any:
-    """The model's own, or None for bytes. Raises OptionError for a tokenizer that has more ids than the model."""
+    """The model's tokenizer, or None for bytes. Raises OptionError for a tokenizer that has more ids than the model."""
     from transformers import AutoTokenizer
 
     name, size, tokenizer = config.model, load_config(config).get_text_config().vocab_size, None
     if not config.bytes:
         with refused("model", f"{name!r} given, whose tokenizer cannot be used; allowed: with --bytes"):
             tokenizer = AutoTokenizer.from_pretrained(name, **SAFE)
-            # Without files transformers makes one.
+            # Without a tokenizer's files transformers makes an empty one.
             if {*tokenizer("memkern")["input_ids"]} <= {*tokenizer.all_special_ids}:
                 raise ValueError("it knows no text")
     least = 256 if tokenizer is None else len(tokenizer)

@@ -119,7 +119,7 @@ class Trainer:
         self.scheduler = warmup_cosine(self.optimizer, warmup=config.warmup_steps, steps=config.steps)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.autocast == "fp16")
         if distributed.rank():
-            torch.manual_seed(config.seed + distributed.rank())  # dropout's
+            torch.manual_seed(config.seed + distributed.rank())  # for dropout
         self.steps_done = 0
         self.history = History()
 

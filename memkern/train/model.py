@@ -56,7 +56,7 @@ class GPT(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """GPT-2's: N(0, 0.02^2), divided by sqrt(2 layers) where a layer adds to the residual stream."""
+        """GPT-2's initial values: N(0, 0.02^2), divided by sqrt(2 layers) where a layer adds to the residual stream."""
         for name, parameter in self.named_parameters():
             if name.endswith(("out.weight", "down.weight")):
                 nn.init.normal_(parameter, std=0.02 / (2 * len(self.blocks)) ** 0.5)
