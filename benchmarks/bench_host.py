@@ -53,7 +53,7 @@ def cases(size: int, device: str) -> list[Case]:
 
     def case(name: str, norm: float | None) -> Case:
         def group(times: int) -> dict[str, Any]:
-            """Of a contender that reads or writes the gradients so often before its update."""
+            """Options of a contender that reads or writes the gradients so many times before its update."""
             return {"shapes": shapes, "device": device, "reads": lambda params, state: times * params if norm else 0}
 
         ours = optimizer_of("memkern.optim", "AdamW8bit", master_weights="bf16+8", max_grad_norm=norm)

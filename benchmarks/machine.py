@@ -23,7 +23,7 @@ def _output(*command: str) -> str:
 
 
 def of_gpu(field: str) -> str:
-    """What nvidia-smi says of the first GPU."""
+    """A field that nvidia-smi reports of the first GPU."""
     return _output("nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader").partition("\n")[0] or "unknown"
 
 

@@ -89,7 +89,7 @@ def title(rows: Sequence[Row], topic: str) -> str:
 
 
 def case_table(case_rows: Sequence[Row], topic: str) -> Table:
-    """For the terminal: the figures, the spread, and the notes below."""
+    """A case's table for the terminal: the figures, the spread, and the notes below."""
     notes = [f"{row['contender']}: {row['note']}" for row in case_rows if row["note"]]
     table = Table(
         title=title(case_rows, topic),
@@ -109,7 +109,7 @@ def case_table(case_rows: Sequence[Row], topic: str) -> Table:
 
 
 def conditions(rows: Sequence[Row]) -> str:
-    """What a run's figures depend on."""
+    """A run's provenance in one line: what its figures depend on."""
     commits = {row["commit"] + (" with changes" if row["dirty"] == "yes" else "") for row in rows}
     return "; ".join(
         (

@@ -43,7 +43,7 @@ PARTS: dict[str, tuple[int, list[str]]] = {
 
 
 def environment() -> dict[str, Any]:
-    """What the results are of."""
+    """The first row of the results: what they were measured with."""
     import torch
 
     gpu = find_gpu()

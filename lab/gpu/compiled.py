@@ -48,7 +48,7 @@ CONTENDERS = {
         torch.compile, lambda: functorch_config.patch(activation_memory_budget=BUDGET)
     ),
 }
-"""In the order in which they are wanted should the time run out."""
+"""The most wanted first, should the time run out."""
 _FEW = {"n_layer": 4}, {"num_hidden_layers": 4}
 WORKLOADS = (
     Workload("GPT-2, 124 M", "GPT-2", GPT2, 8, 1024, "bf16 autocast"),
@@ -71,7 +71,7 @@ def with_loss(prepare: Prepare) -> Prepare:
 
 
 def exact_gradients(work: Workload, device: str) -> dict[str, torch.Tensor]:
-    """Of fp32, without a compiler."""
+    """The gradients in fp32 without a compiler."""
     model, forward = loss_of(work._replace(precision="fp32"), of_mode("torch"), device)
     forward().backward()
     return gradients_of(model)

@@ -126,7 +126,7 @@ def saved(elements: int, dtype: str, device: str) -> harness.Case:
 
 
 def cases(device: str, large: int, gpt2: int, elements: int) -> Iterator[harness.Case]:
-    """In the order in which they are wanted should the time run out."""
+    """All cases, the most wanted first, should the time run out."""
     one, many = [(max(1, large // 4096), 4096)], gpt2_shapes(gpt2)
     for dtype in ("bf16", "fp32"):
         yield steps("AdamW8bit", one, dtype, device)

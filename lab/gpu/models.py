@@ -29,7 +29,7 @@ from tests.support import zoo
 
 STEPS, ROUNDS = 5, 3
 Prepare = Callable[[nn.Module], Callable[..., Any]]
-"""From a model to what is called in its place."""
+"""Prepares a model, and returns what is called in its place."""
 
 
 class Workload(NamedTuple):
@@ -178,7 +178,7 @@ def of_mode(mode: str) -> Prepare:
 
 
 def about(work: Workload) -> dict[str, object]:
-    """What all of a workload's rows begin with."""
+    """The columns that all rows of a workload begin with."""
     names = {"sequences": work.sequences, "tokens": work.tokens, "precision": work.precision}
     return {"model": work.name, **names}
 

@@ -1,4 +1,4 @@
-"""What sanitize.py runs: a few steps, codes, norms and activations on a GPU, small enough for compute-sanitizer."""
+"""The run that sanitize.py watches: a few steps, codes, norms and activations of small tensors on a GPU."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ RUNS = {"on the device": None, "on the host, 12 GiB": "layers"}
 
 
 class Sizes(NamedTuple):
-    """Of the whole model; --layers gives fewer blocks."""
+    """Sizes of the model and its batch; the defaults are Llama-3.1-8B's, --layers gives fewer blocks."""
 
     hidden: int = 4096
     inner: int = 14336

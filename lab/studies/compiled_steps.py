@@ -110,7 +110,7 @@ def contender(name: str, precision: str, tokens: int, mode: str, budget: float |
 
 
 def _nothing(*tensors: object) -> None:
-    """In place of a kernel."""
+    """Does nothing, in place of a kernel."""
 
 
 @contextlib.contextmanager

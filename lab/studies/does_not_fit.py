@@ -115,7 +115,7 @@ def resident(key: str) -> int:
 
 
 def one_loss(way: str, dtype: torch.dtype) -> None:
-    """In a process of its own: prints the seconds of a run and its peak."""
+    """Prints the seconds of a loss and its peak; run in a process of its own."""
     torch.manual_seed(0)
     x = torch.randn(ROWS, WIDTH).to(dtype).requires_grad_()
     weight = (torch.randn(CLASSES, WIDTH) * 0.02).to(dtype).requires_grad_()

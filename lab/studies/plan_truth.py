@@ -148,7 +148,7 @@ def predicted(case: Case) -> int:
 
 
 def measure(case: Case) -> dict[str, int]:
-    """What is predicted, by how much the resident set grows at most, and the peak of torch's allocator."""
+    """The predicted bytes, the largest growth of the resident set, and the peak of torch's allocator."""
     import torch
 
     from benchmarks.harness import largest_temporary

@@ -84,7 +84,7 @@ def _built(kind: str) -> Iterator[Any]:
 
 
 def outcome(kind: str) -> tuple[str, str]:
-    """What came of a plan: "planned" or the error, and what was ruled out."""
+    """The outcome of a plan: "planned" or the error, and what was ruled out."""
 
     def timeout(*_: object) -> None:
         raise TakesLong

@@ -73,7 +73,7 @@ def compared(actual: Gradients, expected: Gradients) -> tuple[float, float]:
 
 
 def _held(node: Any) -> Iterator[Tensor]:
-    """What a node holds: a compiled function's saved tensors, or those that an operation of torch has saved."""
+    """The tensors that a node of autograd's graph holds: those that a compiled function or an operation has saved."""
     names = ["saved_tensors"] if hasattr(node, "saved_tensors") else [a for a in dir(node) if a.startswith("_saved_")]
     for name in names:
         found = getattr(node, name)

@@ -41,7 +41,7 @@ def test_the_shortest_way_with_the_wanted_instructions() -> None:
 
 
 def test_a_loop_is_left_by_a_call_that_does_not_return() -> None:
-    """As ptxas for sm_80 does; the other one is a function, from which no way is followed back."""
+    """ptxas for sm_80 leaves a loop so. A call of a function returns, but no way is followed back from the function."""
     left_by_a_call = """
         batch: LDG R1
         CALL.REL.NOINC function

@@ -141,7 +141,7 @@ class _Compiled:
 
 
 def _saved_by(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int]:
-    """What a call returns, and the bytes that it saves but parameters, by hooks that call those of the caller."""
+    """A call's result, and the bytes that it saves but parameters, by hooks that call those of the caller."""
     saved: dict[int, torch.UntypedStorage] = {}
     pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False) or (lambda x: x, lambda x: x)
 

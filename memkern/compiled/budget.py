@@ -43,7 +43,7 @@ computed again only where nothing else saves less: Inductor fuses layers that re
 for the last. A Llama of two layers had a peak of 1.10 of torch.compile's, and has 0.89."""
 
 _STEPS = 12
-"""In how many steps products are added to those that are computed again: a cut and a peak for each."""
+"""The number of steps in which products are added to those that are computed again: a cut and a peak for each."""
 
 
 def check(budget: Any) -> None:

@@ -36,7 +36,7 @@ def check_backend(name: str | None) -> None:
 
 
 def backend_for(x: Tensor, name: str | None) -> str:
-    """What encodes and decodes a tensor: what is asked for or is the device's default, where it is possible."""
+    """The backend that codes a tensor: the named one or the device's default where it is possible, else "ops"."""
     if name is None:
         name = "inductor" if x.device.type == "cuda" and torch.version.hip is None else "ops"
     return name if name == "ops" or (_can_be_in_blocks(x) and fused.is_possible(x, BLOCK_SIZE)) else "ops"

@@ -37,7 +37,7 @@ class Limits(NamedTuple):
 
 
 def _root(y: Tensor) -> Tensor:
-    """Of min(|y|, 1 - |y|); a softmax may exceed 1 by rounding."""
+    """The root of min(|y|, 1 - |y|); a softmax may exceed 1 by rounding."""
     y = y.abs()
     return torch.minimum(y, 1 - y).clamp_min_(0).sqrt_()
 

@@ -38,7 +38,7 @@ def _is_square(operation: Operation) -> bool:
 
 
 def _is_mean_of_many(operation: Operation) -> bool:
-    """With a guard for symbolic sizes: what may be coded depends on it."""
+    """Whether an operation is a mean over many elements; with a guard for symbolic sizes, as codes depend on it."""
     if operation.name != "mean":
         return False
     of, mean = value(operation.first_source), value(operation.nodes[0])

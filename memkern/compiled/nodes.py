@@ -27,7 +27,7 @@ NOT_AGAIN = "memkern_not_again"
 NOT_CODED = "memkern_not_coded"
 """The key of what has a norm's mean in it: codes are too coarse for a difference from it."""
 _SYMBOL = 2**12
-"""What stands for a symbol of a size, not its hint: the first call's sizes must not decide for those of later ones."""
+"""The number for a symbol of a size, in place of its hint: the first call's sizes must not decide for later ones."""
 
 
 def packet(node: Any) -> Any:

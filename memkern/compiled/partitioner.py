@@ -42,7 +42,7 @@ def _save_reductions(graph: fx.Graph) -> None:
 
 
 class Partitioner(CustomPartitionerFn):
-    """What a compiled model saves: ``torch.compile(model, options={"custom_partitioner_fn": Partitioner(8)})``.
+    """Decides what a compiled model saves: ``torch.compile(model, options={"custom_partitioner_fn": Partitioner(8)})``.
 
     bits: 8, or "exact", which rounds nothing: elementwise operations before a product are computed again.
     memory_budget, activations, codec_backend: as of :func:`memkern.compile`.
@@ -180,7 +180,7 @@ class _Saved:
         self._rebuild()
 
     def _candidates(self, in_order: bool) -> list[tuple[fx.Node, list[fx.Node], str]]:
-        """What may be coded: a value, those views of it that are saved, and the codec.
+        """The values that may be coded, each with those views of it that are saved, and the codec.
 
         in_order: those first that cost the least time for a byte. Attention runs again if an input is coded; a distance
         from a limit costs a root and more codes; of 4 bytes three are saved, of 2 one.

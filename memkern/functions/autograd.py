@@ -23,9 +23,9 @@ class SavesLess(torch.autograd.Function):
 
     reason = "a few-bit activation saves its derivative rounded"
     transformed: type[torch.autograd.Function]
-    """The same function with a jvp, which raises, for torch.func. TorchDynamo takes no function that has one."""
+    """This function with a jvp, which raises, for torch.func. TorchDynamo takes no function that has one."""
     eager: type[torch.autograd.Function]
-    """The same with a context in forward: what is saved is then no result, and is freed as torch's own would be."""
+    """This function with a context in forward: what is saved is then no result, and is freed as torch's own is."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

@@ -20,7 +20,7 @@ MIN_CHUNK = 128  # with fewer columns a matrix product is slow
 
 
 class _Rows(NamedTuple):
-    """What the loss has of each row beside its logits; float tensors of shape (tokens,)."""
+    """The target and the factors of each row's loss; float tensors of shape (tokens,)."""
 
     target: Tensor
     """The class, 0 where the row is ignored."""
@@ -97,7 +97,7 @@ class _LinearCrossEntropy(SavesLess):
 
 
 def _finite(highest: Tensor) -> Tensor:
-    """What is subtracted of logits before exp: their maximum, but 0 for one that is infinite."""
+    """The number subtracted from logits before exp: their maximum, but 0 for one that is infinite."""
     return torch.where(highest.isinf(), 0, highest)
 
 

@@ -15,7 +15,7 @@ MIN_TOKENS = 128  # with fewer tokens the input takes little memory, and the gra
 
 
 def projected_tokens(share: float, tokens: int) -> int:
-    """How many tokens' worth of projections are saved."""
+    """k: the number of projected tokens that are saved."""
     return max(1, round(share * tokens))
 
 

@@ -22,7 +22,7 @@ class _Place(NamedTuple):
 
 
 class _Passes:
-    """Where the blocks' passes begin, and what is before and after them."""
+    """The clocks at which blocks' passes begin, the loss begins, and the last backward pass ends."""
 
     def __init__(self, trace: Trace) -> None:
         begins, ends = zip(*trace.blocks, strict=True)

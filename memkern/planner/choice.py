@@ -108,7 +108,7 @@ class Chooser:
         return list(found)
 
     def smallest(self) -> Prediction:
-        """All techniques but randomized linear layers, with the way of holding gradients that needs least."""
+        """The smallest prediction: all techniques but randomized linear layers, gradients held in the smallest way."""
         least: dict[Any, Techniques] = {}
 
         def size(techniques: Techniques) -> tuple[int, int]:

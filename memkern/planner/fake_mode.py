@@ -27,7 +27,7 @@ _is_cacheable: dict[Any, bool] = {}  # by operator
 
 
 class _NotCached(Exception):
-    """What an operator returns depends on more than the metadata of its arguments, or is not known to."""
+    """A call that the cache cannot have: its result may depend on more than the metadata of its arguments."""
 
 
 class FakeMode(FakeTensorMode):
@@ -153,13 +153,13 @@ def _maker(out: Any, args: Any) -> Callable[[FakeMode, Any], Any] | None:
 
 
 def _empty(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """On the meta device: in 2 us, where the call of torch.ops.aten.empty_strided takes 15."""
+    """An empty tensor on the meta device: in 2 us, where the call of torch.ops.aten.empty_strided takes 15."""
     with _DisableTorchFunction():
         return torch.empty_strided(shape, stride, dtype=dtype, device=_meta)
 
 
 def _storages(args: Any) -> dict[int, int]:
-    """From the storage of a tensor argument to the argument's index, -1 for tensors in lists."""
+    """The index of each tensor argument by its storage, -1 for tensors in lists."""
     found: dict[int, int] = {}
     for i, x in enumerate(args):
         if isinstance(x, Tensor):

@@ -25,7 +25,7 @@ MANY = 2**30  # for limits that a plan must not reach
 
 
 class _Kernel:
-    """In place of what Inductor compiles: Triton's are run, C++'s called."""
+    """Does nothing, in place of a kernel that Inductor compiles: Triton's are run, C++'s called."""
 
     def run(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -34,12 +34,12 @@ class _Kernel:
 
 
 class _Session:
-    """What lasts over several traces, in which equal graphs are compiled once."""
+    """The state of :func:`session`, which may hold several traces: equal graphs are compiled once."""
 
     entered = False
     mode: FakeMode | None = None
-    """Of the trace that runs: a backward pass on a GPU has a thread of its own, without modes."""
-    codes: ClassVar[set[Any]] = set()
+    """The mode of the trace that runs: a backward pass on a GPU has a thread of its own, without modes."""
+    codes: ClassVar[set[Any]] = set()  # of functions whose graphs are forgotten at the end
 
 
 @contextlib.contextmanager
@@ -125,7 +125,7 @@ def _on_cpu(folder: Any) -> Any:
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """In place of what asks for an address."""
+    """Does nothing, in place of a function that asks for an address."""
 
 
 def _compiled(*args: Any, **kwargs: Any) -> _Kernel:

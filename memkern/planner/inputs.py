@@ -167,7 +167,7 @@ class Inputs:
         return made
 
     def _shape(self, name: str) -> tuple[int, ...] | None:
-        """That of one sequence; None for what it is not known of."""
+        """The shape of an input of one sequence; None where it is not known."""
         config = self.config
         if name in TOKENS:
             choices = (CHOICES,) if self.name.endswith("MultipleChoice") else ()

@@ -31,7 +31,7 @@ ON_CPU_TENSORS = "cuda, on fake CPU tensors"
 MARGIN = {"cpu": 0.02, "cuda": 0.03, ON_CPU_TENSORS: 0.15}
 """Added, as a share of what a step allocates: for scratch memory inside operators, and for fragmentation."""
 BAND = {"cpu": (0.01, 0.05), "cuda": (0.01, 0.07), ON_CPU_TENSORS: (0.05, 0.25)}
-"""How far the truth may be above a prediction, and below it."""
+"""Shares of a prediction by which the truth may be above it, and below it."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -152,7 +152,7 @@ def aligned(few: Trace, many: Trace) -> dict[str, list[tuple[int, int]]] | None:
 
 
 def _common(a: Sequence[Operator], b: Sequence[Operator]) -> int:
-    """How many operators both begin with."""
+    """The number of equal operators that both begin with."""
     pairs = enumerate(zip(a, b, strict=False))
     return next((k for k, (x, y) in pairs if x != y), min(len(a), len(b)))
 
@@ -200,7 +200,7 @@ def record(
     """
     operators: list[Operator] = []
     sums: dict[Storage, Storage] = {}
-    """From the sum of two gradients to the first of them, which autograd overwrites if nothing else refers to it."""
+    """The first of two gradients by their sum, which autograd overwrites if nothing else refers to it."""
     accumulated: dict[Storage, int] = {}
 
     def on_operator(func: Any, args: Any, kwargs: Any, out: Any) -> None:
@@ -284,11 +284,11 @@ def _in_place_sums(
 
 
 def scratch_bytes(func: Any, args: Any, out: Any) -> int:
-    """At most, on the CPU: a convolution's input, weight and output (or its gradient) once more in oneDNN's layouts.
+    """The most bytes that an operator allocates inside on the CPU: for a convolution, copies in oneDNN's layouts.
 
-    There the input channels are a multiple of 16, and half precision is fp32 in the backward pass
-    (lab/tests/test_plan_scratch.py measures it). Where oneDNN has no bf16, as without AVX-512, torch makes a matrix of
-    the windows of all outputs.
+    These are its input, its weight, and its output or the gradient of that. There the input channels are a multiple of
+    16, and half precision is fp32 in the backward pass (lab/tests/test_plan_scratch.py measures it). Where oneDNN has
+    no bf16, as without AVX-512, torch makes a matrix of the windows of all outputs.
     """
     if func not in CONVOLUTIONS or args[0].device.type != "cpu":
         return 0

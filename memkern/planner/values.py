@@ -93,7 +93,7 @@ class Values:
             del self._found[key]
 
     def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What the operator returns for its arguments' values. Raises _Unknown where one has none."""
+        """The operator's result for its arguments' values. Raises _Unknown where one has none."""
         if func in EMPTY or torch.Tag.nondeterministic_seeded in func.tags:
             raise _Unknown
         if func not in OF_A_SHAPE and self._is_of_weights(args):
@@ -224,7 +224,7 @@ def _is_mask(index: Tensor | None) -> bool:
 
 
 def _all_of(mask: Tensor) -> Tensor:
-    """As many indices as a mask has elements."""
+    """Indices as if a mask selected all: as many as it has elements."""
     return torch.zeros(mask.numel(), mask.dim(), dtype=torch.long, device=mask.device)
 
 

@@ -33,7 +33,7 @@ ROWS: list[tuple[str, str, Callable[[Any], str]]] = [
 
 
 def progress(trainers: Sequence[Trainer]) -> Callable[[Trainer], None]:
-    """What to call with a trainer after its every step: it prints a line at every twentieth of the steps."""
+    """A function to call with a trainer after each step: it prints a line at every twentieth of the steps."""
     began, first = time.monotonic(), sum(trainer.steps_done for trainer in trainers)
 
     def show(trainer: Trainer) -> None:

@@ -48,7 +48,7 @@ def attempt(task: Task, contender: Contender, lr: float, seed: int) -> tuple[Out
 
 
 def complete(task: Task, contender: Contender, path: Path) -> None:
-    """All runs of a contender in a task that the file lacks."""
+    """Runs all of a contender in a task that the file lacks."""
     if contender.package in ONE_MODULE and version(contender.package) == "absent":
         return  # the other one is installed
     found = results.read(path)

@@ -138,7 +138,7 @@ def gefen(package: str, **options: Any) -> Make:
 
 
 def ademamix(module: str, cls: str) -> Make:
-    """With the warm-ups of alpha and beta3 over the whole run, as its paper has them."""
+    """AdEMAMix with the warm-ups of alpha and beta3 over the whole run, as its paper has them."""
 
     def make(model: nn.Module, lr: float, task: Task) -> Any:
         return of(module, cls, t_alpha=task.steps, t_beta3=task.steps)(model, lr, task)

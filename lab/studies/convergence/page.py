@@ -39,7 +39,7 @@ def compared() -> dict[tuple[str, str], Compared]:
 
 
 def cell(one: Compared) -> str:
-    """What the table of all tasks says: the difference where there is one, bold where it is beyond two errors."""
+    """A cell of the table of all tasks: the difference where there is one, bold where it is beyond two errors."""
     if one.why:
         return "" if one.why == NOT_YET else "−"
     if one.verdict in ("original", "diverged", "no original"):
@@ -163,7 +163,7 @@ def cost() -> str:
 
 
 def worse_table() -> str:
-    """Of memkern and torch, what is beyond two standard errors above its original, at the same rate or at the best."""
+    """memkern's and torch's contenders more than two standard errors worse than their original, or diverged."""
     lines = [
         "| task | contender | − original | relative to the loss | − original at its best |",
         "|---|---|---:|---:|---:|",

@@ -155,7 +155,7 @@ def _best(task: Task, contender: Contender, rows: Sequence[report.Row]) -> Compa
 
 
 def compare(rows: Sequence[report.Row]) -> dict[tuple[str, str], Compared]:
-    """By task and contender, in the order of TASKS and CONTENDERS."""
+    """The comparisons by task and contender, in the order of TASKS and CONTENDERS."""
     found = {(t.name, c.name): _best(t, c, rows) for t in TASKS.values() for c in CONTENDERS.values()}
     for (task, name), one in found.items():
         original = found[task, one.contender.original]

@@ -21,7 +21,7 @@ TUNING_SEED = 0  # the rate is chosen with this seed, and the comparison uses se
 
 
 class Outcome(NamedTuple):
-    """What a run leaves: the columns of the results."""
+    """The figures of a run: columns of the results."""
 
     loss: float
     bytes_per_param: float  # stored weights and optimizer states
