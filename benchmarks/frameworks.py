@@ -19,7 +19,7 @@ COLUMNS = (*report.PROVENANCE, "framework", "version", "feature", "tests", "outc
 CSV = RESULTS / "frameworks.csv"
 PAGE = machine.ROOT / "docs" / "frameworks.md"
 MARKERS = re.compile(r"(<!-- features -->\n).*?(<!-- /features -->)", re.DOTALL)
-_PLAIN = re.compile(r"\d+(\.\d+)*")  # of a version, without a local part such as +cpu
+_PLAIN = re.compile(r"\d+(\.\d+)*")  # a version without its local part, such as +cpu
 
 
 def row(framework: str, feature: str, outcomes: Sequence[str]) -> report.Row:

@@ -21,7 +21,7 @@ from benchmarks import ROOT
 
 from .gpu import find_gpu, output, tool
 
-RESULTS = (":!benchmarks/results", ":!lab/results")  # what measuring itself changes
+RESULTS = (":!benchmarks/results", ":!lab/results")  # files that measuring itself changes
 
 
 def module(name: str, *arguments: str) -> list[str]:
@@ -47,7 +47,7 @@ def environment() -> dict[str, Any]:
     import torch
 
     gpu = find_gpu()
-    told = os.environ.get("MEMKERN_COMMIT")  # of a copy of a commit's tree, whose .git is of another or lacks
+    told = os.environ.get("MEMKERN_COMMIT")  # for a copy of a commit's tree without .git, or with another's
     return {
         "gpu": gpu and gpu.name,
         "capability": gpu and gpu.capability,

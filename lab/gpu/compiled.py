@@ -49,7 +49,7 @@ CONTENDERS = {
     ),
 }
 """The most wanted first, should the time run out."""
-_FEW = {"n_layer": 4}, {"num_hidden_layers": 4}
+_FEW = {"n_layer": 4}, {"num_hidden_layers": 4}  # of GPT-2, of Llama
 WORKLOADS = (
     Workload("GPT-2, 124 M", "GPT-2", GPT2, 8, 1024, "bf16 autocast"),
     Workload("Llama, 4 layers", "Llama", LLAMA_1B | _FEW[1], 4, 2048, "bf16 autocast"),

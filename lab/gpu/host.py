@@ -37,7 +37,7 @@ def torchao(params: Any) -> Any:
 def deepspeed(params: Any) -> Any:
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    params[:] = [nn.Parameter(p.detach().float().cpu()) for p in params]  # it steps what is on the host
+    params[:] = [nn.Parameter(p.detach().float().cpu()) for p in params]  # DeepSpeed steps parameters on the host
     return DeepSpeedCPUAdam(params)
 
 
@@ -55,7 +55,7 @@ WAYS: dict[str, Callable[[Any], Any]] = {
     "step_on=cpu": host,
     "step_on=cpu, gradients too": lambda params: host(params, offload_gradients=True),
 }
-OTHERS = {
+OTHERS = {  # package: label, constructor
     "torchao": ("torchao CPUOffloadOptimizer", torchao),
     "deepspeed": ("DeepSpeedCPUAdam, no transfers", deepspeed),
 }
@@ -99,7 +99,7 @@ def main(argv: list[str] | None = None) -> int:
     for name, make in ways.items():
         try:
             row = measured(name, make, count, width, device)
-        except Exception as error:  # of others' classes, any
+        except Exception as error:  # others' classes may raise anything
             row, failed = {"way": name, "error": f"{type(error).__name__}: {str(error)[:200]}"}, name in WAYS
         print(json.dumps(row), flush=True)
     return int(failed)

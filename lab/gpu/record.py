@@ -21,6 +21,7 @@ import memkern
 from benchmarks import machine, report
 from benchmarks.harness import Result
 
+# The columns of the results, by part of `make gpu`.
 MODELS = (
     *("model", "sequences", "tokens", "precision", "mode", "ms", "kernels_ms", "saved_mib", "peak_mib"),
     *("model_mib", "gradient_error", "cosine", "error"),

@@ -12,8 +12,8 @@ from benchmarks import ROOT
 from .gpu import tool
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-# Each tensor in memory of its own. torch cuts large segments into tensors: inside of one nothing is out of bounds, and
-# what an earlier tensor left is not uninitialized.
+# An allocation for each tensor. torch cuts large segments into tensors: inside of a segment nothing is out of bounds,
+# and what an earlier tensor left is not uninitialized.
 ALONE = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
 

@@ -26,7 +26,10 @@ CPP, PYTHON, TRITON = "csrc/**/*", "memkern/**/*.py", "memkern/triton/**/*.py"
 
 
 class Mutation(NamedTuple):
-    """tests: functions that catch it; select: a ``-k`` expression that chooses among their cases."""
+    """``old`` becomes ``new`` in the one file of the pattern ``files`` that has it.
+
+    tests: functions that catch it; select: a ``-k`` expression that chooses among their cases.
+    """
 
     label: str
     files: str

@@ -24,10 +24,10 @@ from memkern.planner.inputs import class_of_type
 from memkern.planner.models import resolve
 from memkern.techniques.options import OptionError
 
-DEPTHS = (
+DEPTHS = (  # names of the number of layers in configurations
     "num_hidden_layers", "encoder_layers", "decoder_layers", "num_layers", "num_decoder_layers", "n_layer", "n_layers",
 )  # fmt: skip
-LAYERS, TOKENS, SECONDS = 2, 64, 100
+LAYERS, TOKENS, SECONDS = 2, 64, 100  # SECONDS: the limit of a plan
 LACKS: dict[str, dict[str, Any]] = {
     "blip-2": {"image_token_index": 0},
     "deepseek_v2": {"num_experts_per_tok": 2},
@@ -55,7 +55,7 @@ def shallow(config: Any) -> Any:
     for name in DEPTHS:
         depth = getattr(config, name, None)
         if isinstance(depth, int) and depth > LAYERS:
-            with contextlib.suppress(NotImplementedError):  # where it follows from others
+            with contextlib.suppress(NotImplementedError):  # raised by transformers where it follows from other numbers
                 setattr(config, name, LAYERS)
     for value in vars(config).values():
         if hasattr(value, "to_dict"):
@@ -90,7 +90,7 @@ def outcome(kind: str) -> tuple[str, str]:
         raise TakesLong
 
     before = signal.signal(signal.SIGPROF, timeout)
-    signal.setitimer(signal.ITIMER_PROF, SECONDS)  # of the processor, which others use too
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)  # processor time, as others use the processor too
     try:
         return _outcome(kind)
     except TakesLong:

@@ -120,7 +120,7 @@ class Chooser:
             shape = (techniques.micro_batch, techniques.step_in_backward, on_host)
             least.setdefault(shape, techniques)
         frugal = [self.frugal(techniques) for techniques in least.values()]
-        running = [*filter(self.predictor.runs, frugal)] or frugal[:1]  # which raises the reason
+        running = [*filter(self.predictor.runs, frugal)] or frugal[:1]  # whose prediction raises the reason
         fitting = [*filter(self._host_fits, running)] or running
         return min(map(self.predictor.predict, fitting), key=lambda p: p.peak)
 
@@ -151,7 +151,8 @@ class Chooser:
             found = self.predictor.predict(techniques.replace(micro_batch=size))
             if self.host_memory is None:
                 return found.peak
-            return max(found.peak, int(memory * found.host / self.host_memory))  # as a share of what there is
+            # The host's used share, as bytes of the device's memory, which both are compared with.
+            return max(found.peak, int(memory * found.host / self.host_memory))
 
         fits, fails, tried = techniques.micro_batch, MAX_MICRO_BATCH + 1, 2 * techniques.micro_batch
         while fails - fits > 1:

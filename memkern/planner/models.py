@@ -97,7 +97,7 @@ class Configured:
         depth = _number(self.config, "num_hidden_layers")
         try:
             return None if depth is None else self.with_depth(depth).config.num_hidden_layers
-        except NotImplementedError:  # transformers', where it follows from others
+        except NotImplementedError:  # raised by transformers where it follows from other numbers
             return None
 
     def with_depth(self, depth: int) -> Configured:

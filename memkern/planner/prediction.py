@@ -101,7 +101,7 @@ class Predictor:
 
             def checked(techniques: Techniques) -> Any:
                 if isinstance(outcome := found(techniques), OptionError):
-                    raise outcome.with_traceback(None)  # which would grow with each time
+                    raise outcome.with_traceback(None)  # a traceback would grow each time
                 return outcome
 
             return checked
@@ -272,7 +272,7 @@ class Predictor:
         if techniques.weights_on_host:
             root = sizes.root - sizes.first - sizes.last
             held = Streamed(sizes.first, sizes.block, sizes.last, root, sizes.tensor)
-        key = (tuple(map(id, traces)), more, free_gradients, held)  # the traces are kept
+        key = (tuple(map(id, traces)), more, free_gradients, held)  # ids of traces that are kept
         if key not in self._found_peaks:
             self._found_peaks[key] = peaks(
                 traces, more, beside=held and held.beside, free_gradients=free_gradients, unit=UNIT[self.device],

@@ -118,7 +118,7 @@ class Streamed:
 
     @staticmethod
     def _end_of_head(trace: Trace, block: int) -> int:
-        """When the last of the gradients was accumulated that come before those of the last block."""
+        """The clock of the last gradient outside of the blocks that is accumulated before the last block's."""
         outside = [at for s, at in trace.accumulated.items() if s not in trace.of_blocks]
         return max((at for at in outside if trace.middle < at < block), default=trace.middle)
 

@@ -56,7 +56,7 @@ def given_options(args: argparse.Namespace) -> dict[str, Any]:
     if "data" in given:
         given["data"] = tuple(given["data"])
     if given.get("optimizer", "").startswith("torch-"):
-        given.setdefault("state_bits", 32)  # torch's have no other
+        given.setdefault("state_bits", 32)  # torch's optimizers have no other
     if args.batch_size is not None:
         given |= micro_batches(args.batch_size, given.get("micro_batch"), given.get("accumulation"))
     return given
@@ -109,7 +109,7 @@ def main(args: argparse.Namespace) -> None:
         if state:
             with refused("resume", f"{str(args.resume)!r} given, which cannot be continued"):
                 trainers[0].load_state_dict(state)
-            state = None  # now a copy of what the model and the optimizer have
+            state = None  # frees it: the model and the optimizer have copies
         for name in ("out", "export") if rank() == 0 else ():
             if folder := getattr(args, name):
                 checkpoint.check_folder(name, folder, empty=name == "export")

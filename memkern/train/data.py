@@ -154,7 +154,7 @@ def read(path: Path) -> str:
             raise ValueError(f"a {path.suffix} file")
         with path.open("rb") as file:
             head = file.read(8192)
-            if 0 in head:  # git's rule
+            if 0 in head:  # git's rule for binary files
                 raise ValueError("a binary file")
             return (head + file.read()).decode("utf-8-sig")
 

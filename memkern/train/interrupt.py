@@ -80,7 +80,7 @@ def say(text: str, stream: str = "stdout") -> None:
     """Prints a line. One that cannot be written (a closed pipe, a full disk) is lost, and so are the following ones."""
     file = getattr(sys, stream)
     try:
-        if file is not None:  # closed: >&-
+        if file is not None:  # None where the shell has closed it (>&-)
             print(text, file=file, flush=True)
     except (OSError, ValueError):
         with contextlib.suppress(OSError, ValueError):  # what is in its buffer would fail at exit, too

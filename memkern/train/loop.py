@@ -231,7 +231,7 @@ class Trainer:
 
         optimizer_bytes: of this process, which with FSDP2 has the states of its shards.
         """
-        median = statistics.median(self.history.seconds[:-1] or self.history.seconds)  # the last one counted bytes
+        median = statistics.median(self.history.seconds[:-1] or self.history.seconds)  # the last counted saved bytes
         return {
             "optimizer": self.config.label,
             "parameters": sum(parameter.numel() for parameter in self.model.parameters()),

@@ -24,7 +24,7 @@ from .contenders import CONTENDERS, ONE_MODULE, Contender, version
 from .runs import Key, Outcome, Study, key, run
 from .tasks import TASKS, LargeBatch, Task
 
-AGAIN = Path("out/convergence")  # of single runs, which are not to be mixed with the results
+AGAIN = Path("out/convergence")  # for single runs, which are not to be mixed with the results
 
 
 def row(
@@ -50,11 +50,11 @@ def attempt(task: Task, contender: Contender, lr: float, seed: int) -> tuple[Out
 def complete(task: Task, contender: Contender, path: Path) -> None:
     """Runs all of a contender in a task that the file lacks."""
     if contender.package in ONE_MODULE and version(contender.package) == "absent":
-        return  # the other one is installed
+        return  # the other package of this module is installed
     found = results.read(path)
     mine = [r for r in found if (r["task"], r["contender"]) == (task.name, contender.name)]
     if any(not r["loss"] for r in mine):
-        return  # it cannot run, and has its reason
+        return  # it cannot run, and a row has the reason
     provenance = machine.provenance("cpu")
     # What could not run at the small batch has no rate for a large one.
     small = [r for r in found if (r["task"], r["contender"]) == ("batch-x1", contender.name) and not r["loss"]]

@@ -71,7 +71,7 @@ def of(module: str, cls: str, decay: float | None = None, **options: Any) -> Mak
     return make
 
 
-ADAMW_LR = 3e-3  # of what Muon leaves to AdamW
+ADAMW_LR = 3e-3  # of parameters that Muon leaves to AdamW
 
 
 class TorchMuon:

@@ -25,8 +25,8 @@ class Outcome(NamedTuple):
 
     loss: float
     bytes_per_param: float  # stored weights and optimizer states
-    coded_share: float  # of the parameters, those without a state of 16 bits or more per element
-    saved_kb: float  # by the forward pass of a batch for its backward pass
+    coded_share: float  # of the parameters: those without a state of 16 bits or more per element
+    saved_kb: float  # saved by the forward pass of a batch for its backward pass
     step_ns: float  # processor time of optimizer.step(), per parameter
     run_ms: float  # processor time of a whole training step
 
@@ -100,7 +100,7 @@ class Run:
     def train(self) -> Outcome:
         from memkern import memory
 
-        torch.manual_seed(self.seed)  # of what draws while it trains; the model's weights are there
+        torch.manual_seed(self.seed)  # for what draws random numbers in training; the weights are made already
         begin = time.process_time()
         for step in range(self.task.steps):
             self._step(step)
