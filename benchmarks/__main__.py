@@ -1,4 +1,4 @@
-"""python -m benchmarks: measures, prints a table per case, writes the CSV and draws it.
+"""python -m benchmarks: runs the benchmarks, prints a table per case, writes the CSV and draws it.
 
 python -m benchmarks table: writes the tables of the README and of docs/benchmarks.md, and the README's picture, from
 the results that are there.

@@ -1,4 +1,4 @@
-"""python tools/hub_kernel.py OUT: memkern as a project of Hugging Face's kernel-builder, from the sources of this tree.
+"""python tools/hub_kernel.py OUT: writes memkern as a project of Hugging Face's kernel-builder, from this tree.
 
 OUT/build.toml names csrc/ (copied), with setup.py's flags, and OUT/torch-ext/memkern/ has the Python side: package/ is
 memkern/ without what needs other packages than torch (train, planner, integrations), and __init__.py exports what is

@@ -1,4 +1,4 @@
-"""Headline times, each beside torch's own and others' that are installed: ``python -m lab.gpu.headline cuda|triton``.
+"""Times of the main kernels beside torch's and others' that are installed: ``python -m lab.gpu.headline cuda|triton``.
 
 AdamW8bit, Lion8bit, LAMB8bit and LARS8bit over one tensor of 1e9 parameters and over GPT-2's 148 tensors, fp32 and
 bf16; 3-bit GELU; the gradients' norm; power codes of saved tensors. A line of JSON for each contender, as soon as its

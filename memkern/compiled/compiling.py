@@ -1,4 +1,4 @@
-"""``memkern.compile``: torch.compile, and what the compiled model saves for its backward pass by memkern's rules."""
+"""``memkern.compile``, and the backends "memkern" and "memkern_8bit" of torch.compile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Inputs that are saved for the backward pass, such as a convolution's weights, in the layout that they have.
+"""Has inputs that are saved for the backward pass, such as a convolution's weights, saved in their own layout.
 
 Where a graph has convolutions Inductor saves four-dimensional inputs as copies in channels_last, beside the inputs that
 the caller holds anyway: 44.7 MiB for ResNet-18, where eager torch saves 3.5 of what is computed. So the forward pass

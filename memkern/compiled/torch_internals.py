@@ -1,4 +1,4 @@
-"""The names of torch that no version promises to keep, all of them in one place.
+"""torch's private names that the partitioner needs, in one place: no version promises to keep them.
 
 ``Partitioner`` is a subclass of torch's ``CustomPartitionerFn``, which Inductor calls with the joint graph of the
 forward and the backward pass.

@@ -1,4 +1,4 @@
-"""Which techniques to use: the fastest set that fits, and the largest micro-batch with it."""
+"""Chooses techniques: the fastest set that fits, and the largest micro-batch with it."""
 
 from __future__ import annotations
 

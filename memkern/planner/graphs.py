@@ -1,4 +1,4 @@
-"""Compiled blocks on fake tensors: the buffers of Inductor's graphs, without its kernels.
+"""Runs compiled blocks on fake tensors: Inductor's graphs allocate their buffers, and their kernels do nothing.
 
 dynamo, AOTAutograd, the partitioner and Inductor's scheduler run as for real tensors. What Inductor writes allocates a
 buffer for each result of a fused kernel and frees it after its last use, so that fake tensors show what a graph

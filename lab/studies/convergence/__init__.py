@@ -1,4 +1,4 @@
-"""Does it train as well: memkern's optimizers and those of peers, at equal steps and tuned rates, on six small tasks.
+"""Compares the losses of memkern's optimizers and peers' at equal steps and tuned rates, on six small tasks.
 
 tasks.py has the models and their data, contenders.py the optimizers, runs.py the method, results.py the statistics,
 page.py the tables and the picture of docs/evidence.md.
