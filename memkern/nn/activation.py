@@ -32,36 +32,34 @@ def _joined(*parts: str) -> str:
     return ", ".join(filter(None, parts))
 
 
-class GELU(nn.GELU):
+class GELU(_ShowsBits, nn.GELU):
     """GELU; ``keep``, what is saved for backward: see :func:`memkern.functional.gelu`."""
 
     def __init__(self, approximate: str = "none", *, bits: int = 3, keep: str = "codes") -> None:
-        super().__init__(approximate)
-        check_bits(bits)
+        super().__init__(approximate, bits=bits)
         F.check_keep(keep)
-        self.bits, self.keep = bits, keep
+        self.keep = keep
 
     def forward(self, input: Tensor) -> Tensor:
         return F.gelu(input, self.approximate, bits=self.bits, keep=self.keep)
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, bits={self.bits}, keep={self.keep!r}"
+        return f"{super().extra_repr()}, keep={self.keep!r}"
 
 
-class SiLU(nn.SiLU):
+class SiLU(_ShowsBits, nn.SiLU):
     """SiLU; ``keep``, what is saved for backward: see :func:`memkern.functional.gelu`."""
 
     def __init__(self, inplace: bool = False, *, bits: int = 3, keep: str = "codes") -> None:
-        super().__init__(inplace)
-        check_bits(bits)
+        super().__init__(inplace, bits=bits)
         F.check_keep(keep, inplace)
-        self.bits, self.keep = bits, keep
+        self.keep = keep
 
     def forward(self, input: Tensor) -> Tensor:
         return F.silu(input, self.inplace, bits=self.bits, keep=self.keep)
 
     def extra_repr(self) -> str:
-        return _joined(super().extra_repr(), f"bits={self.bits}, keep={self.keep!r}")
+        return f"{super().extra_repr()}, keep={self.keep!r}"
 
 
 class Tanh(_ShowsBits, nn.Tanh):
@@ -105,19 +103,17 @@ class Mish(_ShowsBits, nn.Mish):
         return F.mish(input, self.inplace, bits=self.bits)
 
 
-class Hardswish(nn.Hardswish):
+class Hardswish(_ShowsBits, nn.Hardswish):
     """``x min(max(x + 3, 0), 6) / 6``."""
 
     def __init__(self, inplace: bool = False, *, bits: int = 3) -> None:
-        super().__init__(inplace)
-        check_bits(bits)
-        self.bits = bits
+        super().__init__(inplace, bits=bits)
 
     def forward(self, input: Tensor) -> Tensor:
         return F.hardswish(input, self.inplace, bits=self.bits)
 
     def extra_repr(self) -> str:
-        return _joined("inplace=True" if self.inplace else "", f"bits={self.bits}")
+        return _joined("inplace=True" if self.inplace else "", super().extra_repr())
 
 
 class QuickGELU(_ShowsBits):

@@ -19,7 +19,6 @@ from memkern.optim import muon_step
 from tests.support.helpers import assert_same
 from tests.support.ranks import Ranks
 
-Placed = Callable[[Tensor, int], Any]
 """Places the whole tensor of a number; None where this rank has no such parameter."""
 
 

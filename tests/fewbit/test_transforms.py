@@ -16,8 +16,6 @@ from memkern import functional
 from memkern.fewbit.tables import LEVELS
 from tests.support.helpers import assert_same
 
-W1, W2 = torch.randn(24, 12) * 0.3, torch.randn(12, 24) * 0.3
-B1, B2 = torch.randn(24), torch.randn(12)
 R = torch.randn(20, 12)
 
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {

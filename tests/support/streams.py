@@ -9,13 +9,11 @@ the tensor is freed: torch's allocator gives it to what that stream does next.
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 
 class RaceError(AssertionError):
@@ -71,7 +69,6 @@ class Streams:
         self.now = self.compute
         self.queries, self.late = 0, late
         self.history: dict[Any, list[Access]] = defaultdict(list)
-        self.errors: list[RaceError] = []  # of frees, which happen where nothing can be raised
 
     def Stream(self, device: torch.device) -> Stream:
         return Stream(self, next(self.names))
@@ -103,21 +100,3 @@ class Streams:
                 if (writes or old.writes) and clock[old.stream] < old.time:
                     raise RaceError(f"{what} of {name}, and before it {old.what} of {old.stream}")
             self.history[place] = [new] if writes else [*(a for a in history if a.stream != name), new]
-
-    # ---- memory
-
-    def device_memory(self, x: Tensor) -> list[Any]:
-        """The place of a device's tensor, whose free is noted."""
-        storage = x.untyped_storage()
-        place = ("device", storage._cdata)
-        if place not in self.history:
-            self.history[place] = []
-            weakref.finalize(storage, self._freed, place)
-        return [place]
-
-    def _freed(self, place: Any) -> None:
-        try:
-            self.access([place], True, "a free", self.compute)
-        except RaceError as error:
-            self.errors.append(error)
-        self.history.pop(place, None)
