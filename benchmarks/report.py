@@ -38,7 +38,7 @@ def headings(topic: str, shown: Sequence[tuple[str, str, str]]) -> list[str]:
 
 def topic_of(path: Path) -> str:
     """The topic of a results file, whose name is TOPIC_HARDWARE.csv."""
-    return path.stem.split("_")[0]
+    return path.stem.rpartition("_")[0]
 
 
 def rows(provenance: dict[str, str], results: Iterable[Result]) -> list[Row]:
