@@ -32,7 +32,7 @@ def results(tmp_path_factory):
     rows = {}
     for path in out.glob("*.csv"):
         with path.open(newline="") as file:
-            rows[path.name.split("_")[0]] = list(csv.DictReader(file))
+            rows[report.topic_of(path)] = list(csv.DictReader(file))
     return out, rows
 
 
