@@ -1,9 +1,10 @@
-"""The optimizer's step on the host, for weights that stay there: bf16 weights with 8-bit errors and 8-bit states.
+"""Optimizer steps on the CPU, as they are taken where weights and states are offloaded to the host.
 
-Beside DeepSpeed's CPUAdam, which ZeRO-Offload steps with, in its three forms: fp32 weights; bf16 weights with states in
-fp32; all in bf16 (no form has an error or an fp32 copy beside bf16 weights). ZeRO-Offload's conversions of gradients to
-fp32 and of weights to bf16, around the fp32 form, are not counted. Clipped: to a norm of 1, memkern's by
-``max_grad_norm``, the others' by torch's ``clip_grad_norm_``, which reads the gradients, then reads and writes them.
+memkern's AdamW8bit of bf16 weights whose rounding errors are kept in 8 bits stands beside torch's fused AdamW and
+DeepSpeed's CPUAdam, ZeRO-Offload's optimizer: of fp32 weights, of bf16 weights with fp32 states, and all in bf16.
+ZeRO-Offload's conversions of gradients to fp32 and of weights to bf16 are not counted. Clipping is to a norm of 1:
+memkern's by ``max_grad_norm``, the others' by torch's ``clip_grad_norm_``, which reads the gradients, then reads and
+writes them.
 """
 
 from __future__ import annotations

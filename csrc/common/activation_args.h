@@ -40,6 +40,8 @@ inline void fill_levels(const Doubles& levels, int64_t bits, float (&table)[1 <<
     table[i] = i < levels.size() ? static_cast<float>(levels[i]) : 0.0f;
 }
 
+// The polynomials of a derivative as a function of the output, below and above the minimum
+// (core/activation.h).
 inline TwoBranch two_branch_of(double minimum, const Doubles& falling, const Doubles& rising,
                                double falling_reach, double rising_reach) {
   MEMKERN_CHECK(falling.size() == rising.size() && !rising.empty() && rising.size() <= kMaxCoefficients,
@@ -57,6 +59,7 @@ inline TwoBranch two_branch_of(double minimum, const Doubles& falling, const Dou
   return v;
 }
 
+// Checks the activation's output, from which few_bit_backward_from_output computes the derivative.
 inline void check_output(const Tensor& output, const Tensor& grad) {
   MEMKERN_CHECK(is_float_type(output.scalar_type()) && same_layout(output, grad),
                 "output must be float32, bfloat16 or float16 and have grad's shape and strides");

@@ -49,6 +49,7 @@ template <class F> MEMKERN_FN F muon_momentum(F g, F& m, const MuonScalars& s) {
   return s.nesterov ? s.update(g, m) : m;
 }
 
+// The new parameter; o: the orthogonalized update.
 template <class F> MEMKERN_FN F muon_parameter(F p, F o, const MuonScalars& s) {
   return fma(o, F(s.minus_rate), p * F(s.decay));
 }

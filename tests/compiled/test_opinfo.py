@@ -1,4 +1,4 @@
-"""Every operation of torch on its OpInfo sample, compiled: "exact" has torch's gradients, 8 bits are near them."""
+"""Every operation of torch on its OpInfo samples, compiled by memkern: torch's gradients (exact), or near them (8 bits)."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def encode(backend: str, x: Tensor, table: Levels) -> Tensor:
 def test_codes_are_what_the_table_says(table: Levels) -> None:
     x = torch.cat([around(table), values("odd").flatten()])
     codes = encode("reference", x, table)
-    u = x if table.symmetry == 0 else x.abs()
+    u = x if table.symmetry == 0 else x.abs()  # 0: PLAIN, 2: ODD
     for value, size, code in zip(x.tolist(), u.tolist(), decode(codes, x.numel()).tolist(), strict=True):
         expected = 0
         for threshold, flip in zip(table.thresholds, table.flips, strict=True):

@@ -1,7 +1,7 @@
 """A program that trains with weights on the host and prints how many bytes of host memory that takes.
 
-``python -m tests.stream.host_bytes adamw``: the resident set after a step, and its peak, without what the process had
-before the model and what a forward and backward pass of one block takes on the CPU, which is the device here.
+``python -m tests.stream.host_bytes adamw`` prints the growth of the process's resident set: after training ("rest") and
+at the optimizer's steps ("peak"). What libraries and threads take is there before it is measured.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def run(name: str, blocks: int, steps: int) -> tuple[int, int, int]:
 def main(name: str) -> None:
     torch.set_num_threads(1)
     return_freed_memory()
-    run(name, 2, 3)  # libraries, threads and buffers
+    run(name, 2, 3)  # warm-up: libraries, threads and buffers
     return_freed_memory()
     before = resident()
     params, after, most = run(name, BLOCKS, 3)

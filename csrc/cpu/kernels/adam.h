@@ -84,6 +84,7 @@ void adam_run_fp32(const Job<typename Rule::Scalars>& job, int64_t begin, int64_
   });
 }
 
+// The function for a tensor's dtypes and codec: adam_run or adam_run_fp32.
 template <class Rule> auto adam_runs(const StepTensor& t) {
   return with_types(t, [&](auto p, auto g) -> decltype(Job<typename Rule::Scalars>::run) {
     using P = decltype(p);
