@@ -1,4 +1,4 @@
-"""Every operation of torch on its OpInfo samples, compiled by memkern: torch's gradients (exact), or near them (8 bits)."""
+"""Every operation of torch on its OpInfo samples, compiled: "exact" has its gradients, and 8 bits are near them."""
 
 from __future__ import annotations
 
