@@ -29,12 +29,13 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize(("name", "bytes_per_parameter"), first_full([("adamw", 5.0625), ("muon", 4.03125)]))
 def test_bytes_of_the_host(name: str, bytes_per_parameter: float) -> None:
     """The resident set: weight 2, error 1, moments with their scales; at the peak a few blocks' weights and gradients,
-    which are the device's and under way. 3 % for what malloc and Python have beside them."""
+    which are the device's and under way. 5 % for what malloc and Python have beside them, 1 % in most runs and 3.3 % in
+    one on a busy machine. One byte a parameter too many would be 20 %."""
     command = [sys.executable, "-m", "tests.stream.host_bytes", name]
     found = json.loads(subprocess.run(command, check=True, capture_output=True, cwd=ROOT, timeout=300).stdout)
     expected = bytes_per_parameter * found["params"]
-    assert found["rest"] == pytest.approx(expected, rel=0.03)
-    assert found["peak"] < 1.03 * expected + 8 * found["block"]
+    assert found["rest"] == pytest.approx(expected, rel=0.05)
+    assert found["peak"] < 1.05 * expected + 8 * found["block"]
 
 
 class Counted:
