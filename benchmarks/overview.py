@@ -36,7 +36,7 @@ MODES = {"compress": "`compress(model)`"}
 Rows = dict[tuple[str, ...], report.Row]
 
 
-def _last(name: str | Path, *columns: str) -> dict[tuple[str, ...], report.Row]:
+def _last(name: str, *columns: str) -> dict[tuple[str, ...], report.Row]:
     """The last row of each case of a results file, by the columns that name it."""
     with (RESULTS / name).open(newline="") as file:
         return {tuple(row[column] for column in columns): row for row in csv.DictReader(file)}
@@ -83,7 +83,7 @@ def savings() -> Iterator[tuple[str, str, tuple[str, float], list[tuple[str, flo
             ("`compress(model)`", kb["compress, 3 bits"]),
         ],
     )
-    compiled = _last(machine.ROOT / "lab/results/saved-compiled.csv", "model", "precision", "mode")
+    compiled = _last("saved-compiled.csv", "model", "precision", "mode")
     for model, precision in (("GPT-2", "fp32"), ("Llama", "fp32"), ("Llama", "bf16 autocast")):
         of = {mode: compiled[model, precision, mode] for mode in COMPILED}
         kilobytes = {mode: float(row["saved_per_token"]) / 1000 for mode, row in of.items()}
@@ -273,7 +273,7 @@ def gpu_compiled_table() -> str:
 
 def _compiled_rows(precisions: Iterable[str]) -> dict[tuple[str, ...], report.Row]:
     """The rows of the models that have been counted in just these precisions."""
-    found = _last(machine.ROOT / "lab/results/saved-compiled.csv", "model", "precision", "mode")
+    found = _last("saved-compiled.csv", "model", "precision", "mode")
     counted: dict[str, set[str]] = {}
     for model, precision, _ in found:
         counted.setdefault(model, set()).add(precision)
@@ -310,7 +310,7 @@ def compiled_nets_table() -> str:
 
 def compiled_blocks_table() -> str:
     """Blocks that are compiled by themselves, beside the whole model (lab.studies.compiled_steps --blocks)."""
-    found = _last(CPU_STEPS, "model", "mode", "budget")
+    found = _last("compiled-steps.csv", "model", "mode", "budget")
     heads = "first step", "time", "saved", "peak"
     lines = ["| over torch.compile of the whole | | " + " | ".join(heads) + " |", "|---|---|" + "---:|" * len(heads)]
     for model in dict.fromkeys(model for model, mode, _ in found if mode.startswith("blocks")):
@@ -330,7 +330,6 @@ def compiled_blocks_table() -> str:
 
 Points = dict[str, dict[str, tuple[float, float, float]]]
 """By model and way of saving less: the time of a step, its peak, and what is saved, each over torch's own."""
-CPU_STEPS = machine.ROOT / "lab/results/compiled-steps.csv"
 CPU_MODES = {  # of lab.studies.compiled_steps --ways, in the words of the GPU's rows
     ("eager", ""): "torch",
     ("checkpointing", ""): "checkpointing",
@@ -358,7 +357,7 @@ def gpu_points() -> Points:
 
 def cpu_points() -> Points:
     """The points of models on a CPU."""
-    rows = _last(CPU_STEPS, "model", "precision", "mode", "budget")
+    rows = _last("compiled-steps.csv", "model", "precision", "mode", "budget")
     found: Points = {}
     for model, precision in dict.fromkeys((key[0], key[1]) for key in rows if key[2] == "checkpointing"):
         torchs = rows[model, precision, "eager", ""]

@@ -20,7 +20,7 @@ from unittest import mock
 import torch
 
 import memkern
-from benchmarks import report
+from benchmarks import RESULTS, report
 from benchmarks.harness import largest_temporary
 from lab.gpu import models as gpu_models
 from lab.studies import study
@@ -176,7 +176,7 @@ def rows(
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = study.parser("compiled_steps", __doc__)
+    parser = study.parser("compiled_steps", __doc__, RESULTS)
     parser.add_argument("--models", nargs="+", choices=zoo.MODELS, default=["GPT-2", "BERT", "ViT", "Llama"])
     parser.add_argument("--precision", choices=PRECISIONS, default="fp32")
     parser.add_argument("--tokens", type=int, default=1024)

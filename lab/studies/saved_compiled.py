@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks import report
+from benchmarks import RESULTS, report
 from lab.studies import study
 from memkern.memory import LiveBytes
 from tests.support import zoo
@@ -130,7 +130,7 @@ def rows(names: list[str], precisions: list[str], tokens: int) -> Iterator[dict[
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = study.parser("saved_compiled", __doc__)
+    parser = study.parser("saved_compiled", __doc__, RESULTS)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
     parser.add_argument("--tokens", type=int, default=512)

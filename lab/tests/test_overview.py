@@ -14,7 +14,6 @@ from benchmarks import machine, overview
 from benchmarks.__main__ import PAGES, filled
 
 RESULTS = overview.RESULTS
-COMPILED = machine.ROOT / "lab/results/saved-compiled.csv"
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -47,7 +46,7 @@ def test_the_readme_says_the_errors_of_the_models() -> None:
     cells = [row.strip("| ").split(" | ")[-2:] for row in rows]
     few_bits = max(median for median, _ in cells)[:-2], max((w for _, w in cells), key=_number).split()[0]
     errors: dict[str, list[float]] = {}
-    for (precision, mode, _), row in overview._last(COMPILED, "precision", "mode", "model").items():
+    for (precision, mode, _), row in overview._last("saved-compiled.csv", "precision", "mode", "model").items():
         if mode == "8":
             errors.setdefault(precision, []).append(100 * float(row["gradient_error"]))
     codes = max(map(statistics.median, errors.values())), max(map(max, errors.values()))
