@@ -17,6 +17,8 @@ from tests.support import cache
 from tests.support.simt import build
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported: no test asks the network
+# Inductor takes the instruction sets that the processor names, without compiling a program for each (30 s).
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 pytest.register_assert_rewrite("tests.support.generic_tests")
 pytest_plugins = [
