@@ -1,4 +1,4 @@
-"""Few-bit activations: codes and gradients against the tables, outputs against torch's, in place, bad arguments."""
+"""Few-bit activations give the codes and gradients of their tables, and torch's outputs, also in place."""
 
 from itertools import product
 from typing import Any
@@ -57,11 +57,11 @@ def encode(backend: str, x: Tensor, table: Levels) -> Tensor:
 def test_codes_are_what_the_table_says(table: Levels) -> None:
     x = torch.cat([around(table), values("odd").flatten()])
     codes = encode("reference", x, table)
-    u = x if table.symmetry == 0 else x.abs()  # 0: PLAIN, 2: ODD
-    for value, size, code in zip(x.tolist(), u.tolist(), decode(codes, x.numel()).tolist(), strict=True):
+    inputs = x if table.symmetry == 0 else x.abs()  # 0: PLAIN, 2: ODD
+    for value, compared, code in zip(x.tolist(), inputs.tolist(), decode(codes, x.numel()).tolist(), strict=True):
         expected = 0
         for threshold, flip in zip(table.thresholds, table.flips, strict=True):
-            expected ^= flip if size > torch.tensor(threshold).item() else 0
+            expected ^= flip if compared > torch.tensor(threshold).item() else 0
         if table.symmetry == 2 and value < 0:
             expected ^= 1 << (table.bits - 1)
         assert code == expected, value
@@ -75,7 +75,7 @@ def test_planes(backend: str, layout: str, bits: int) -> None:
     x = values(layout)
     codes = encode(backend, x, LEVELS["gelu", bits]).cpu()
     assert codes.shape == (bits, plane_bytes(x.numel()))
-    assert 8 * codes.numel() < bits * x.numel() + 8 * 64
+    assert 8 * codes.numel() < bits * x.numel() + 8 * 64  # padding is less than 64 bytes
     unpacked = (codes[:, :, None] >> torch.arange(8) & 1).view(bits, -1)
     assert not unpacked[:, x.numel() :].any(), "padding must be zeros"
     # Plane p, byte i, bit j: bit p of the code of element 8 i + j, in memory order.
@@ -212,10 +212,10 @@ def test_in_place_on_a_view() -> None:
 def test_in_place_is_seen_by_autograds_checks() -> None:
     x = torch.randn(8, requires_grad=True)
     h = x * 1
-    kept = h * h  # keeps h
+    y = h * h  # saves h for its backward pass
     ACTIVATIONS["relu"](h, inplace=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        kept.sum().backward()
+        y.sum().backward()
 
 
 # ---- from the output
@@ -223,20 +223,17 @@ def test_in_place_is_seen_by_autograds_checks() -> None:
 
 @pytest.mark.parametrize("name", TWO_BRANCHES)
 def test_derivative_from_the_output(name: str) -> None:
-    from memkern import functional
-
-    fn, args = (functional.silu, ()) if name == "silu" else (functional.gelu, ("tanh" if "tanh" in name else "none",))
-    own = F.silu if name == "silu" else lambda x: F.gelu(x, approximate=args[0])
+    activation = ACTIVATIONS[name.replace("_", " ")]
     x = torch.randn(200_000, generator=torch.Generator().manual_seed(0))
-    errors = {}
+    rms_errors = {}
     for dtype in (torch.float32, torch.bfloat16):
-        y, dx = gradients(lambda t: fn(t, *args, keep="output"), x.to(dtype), torch.ones(200_000, dtype=dtype))
-        assert_same(y, own(x.to(dtype)))
-        truth = gradients(own, x.to(dtype).double(), torch.ones(200_000).double())[1]
-        errors[dtype] = float((dx.double() - truth).pow(2).mean().sqrt())
+        y, dx = gradients(lambda t: activation.ours(t, keep="output"), x.to(dtype), torch.ones(200_000, dtype=dtype))
+        assert_same(y, activation.torch(x.to(dtype)))
+        truth = gradients(activation.torch, x.to(dtype).double(), torch.ones(200_000).double())[1]
+        rms_errors[dtype] = float((dx.double() - truth).pow(2).mean().sqrt())
         assert float((dx.double() - truth).abs().max()) < (0.03 if dtype == torch.bfloat16 else 1e-3)
-    assert errors[torch.float32] < 8e-5
-    assert errors[torch.bfloat16] < 2.3e-3
+    assert rms_errors[torch.float32] < 8e-5  # docs/numerics.md states both
+    assert rms_errors[torch.bfloat16] < 2.3e-3
 
 
 @pytest.mark.parametrize("layout", ["odd", "channels_last", "every second", "expanded", "empty", "0-dim"])
@@ -270,7 +267,7 @@ def test_a_slope_of_minus_zero_is_not_that_of_zero() -> None:
 
 GELU, SILU = ACTIVATIONS["gelu"].ours, ACTIVATIONS["silu"].ours
 X = torch.ones(4, requires_grad=True)
-BAD: dict[str, tuple[Any, str]] = {
+BAD: dict[str, tuple[Any, str]] = {  # a call, and the message of its ValueError
     "bits 0": (lambda: GELU(X, bits=0), "bits must be an integer from 1 to 4, got 0"),
     "bits 5": (lambda: GELU(X, bits=5), "bits must be .* got 5"),
     "bits 2.0": (lambda: GELU(X, bits=2.0), "bits must be .* got 2.0"),
@@ -293,5 +290,5 @@ def test_bad_arguments_name_themselves(case: str, grad: bool) -> None:
         call()
 
 
-def test_every_layout_is_dense_or_not() -> None:
+def test_layout_of_takes_every_dense_layout() -> None:
     assert all(layout_of(values(layout), 8) for layout in DENSE)

@@ -1,4 +1,4 @@
-"""Few-bit activations: saved bytes; autograd, autocast, checkpoints and torch.compile; the modules of memkern.nn."""
+"""Few-bit activations save as many bits as they say; they work with autograd, autocast, checkpoints, torch.compile."""
 
 import copy
 import functools
@@ -18,18 +18,17 @@ from memkern.memory import saved_bytes
 from tests.support.activation_helpers import ACTIVATIONS, gradients, over_activations, over_bits, values
 from tests.support.helpers import assert_same, first_quick, needs_cpp, on, over_cpu
 
-# ---- what is kept
+# ---- saved bytes
 
 
 @over_activations
 @over_bits
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_truly_so_many_bits_are_kept(name: str, bits: int, dtype: torch.dtype) -> None:
+def test_an_activation_saves_as_many_bits_as_it_says(name: str, bits: int, dtype: torch.dtype) -> None:
     activation = ACTIVATIONS[name]
     x = torch.randn(1000, 77, dtype=dtype, requires_grad=True)
-    kept = saved_bytes(lambda: activation(x, bits))
-    least = (bits if activation.has_bits else 1) * x.numel() / 8
-    assert least <= kept <= least + 64
+    code_bytes = (bits if activation.has_bits else 1) * x.numel() / 8
+    assert code_bytes <= saved_bytes(lambda: activation(x, bits)) <= code_bytes + 64  # 64: padding
 
 
 @needs_cpp
@@ -37,7 +36,7 @@ def test_truly_so_many_bits_are_kept(name: str, bits: int, dtype: torch.dtype) -
 def test_each_pass_goes_through_the_dispatcher_once(keep: str) -> None:
     """The profiler sees every operation, also one that is called inside of another."""
 
-    def ours(profile: torch.autograd.profiler.profile) -> list[str]:
+    def memkern_ops(profile: torch.autograd.profiler.profile) -> list[str]:
         return [event.name for event in profile.function_events if event.name.startswith("memkern")]
 
     x = torch.randn(100, 7, requires_grad=True)
@@ -46,19 +45,19 @@ def test_each_pass_goes_through_the_dispatcher_once(keep: str) -> None:
             y = functional.gelu(x, keep=keep)
         with torch.autograd.profiler.profile() as backward:
             y.backward(torch.ones_like(y))
-    assert ours(forward) == ["memkern::few_bit_encode"]
+    assert memkern_ops(forward) == ["memkern::few_bit_encode"]
     assert sum(event.name == "aten::gelu" for event in forward.function_events) == 1
-    once = "memkern::few_bit_backward" if keep == "codes" else "memkern::few_bit_backward_from_output"
-    assert ours(backward) == [once]
+    expected = "memkern::few_bit_backward" if keep == "codes" else "memkern::few_bit_backward_from_output"
+    assert memkern_ops(backward) == [expected]
 
 
-def test_output_and_a_bit_are_kept() -> None:
+def test_from_the_output_saves_it_and_a_bit() -> None:
     x = torch.randn(1000, 77, requires_grad=True)
     assert 0 <= saved_bytes(lambda: functional.gelu(x, keep="output")) - x.nbytes - x.numel() / 8 <= 64
 
 
 @over_activations
-def test_nothing_is_kept_in_vain(name: str) -> None:
+def test_nothing_is_saved_without_a_gradient(name: str) -> None:
     activation = ACTIVATIONS[name]
     x = torch.randn(100, requires_grad=True)
 
@@ -168,7 +167,7 @@ COMPILED: dict[str, Callable[[Tensor], Tensor]] = {
 def test_compile_without_a_graph_break(case: str) -> None:
     fn = COMPILED[case]
     torch._dynamo.reset()
-    dynamic = case in ("gelu", "hardtanh", "softshrink")
+    dynamic = case in ("gelu", "hardtanh", "softshrink")  # the others are compiled again for the second shape
     compiled = torch.compile(fn, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     for rows in (5, 6):
         x = torch.randn(rows, 7)
@@ -192,12 +191,12 @@ MODULES += [nn.ReLU, nn.LeakyReLU, nn.Hardtanh, nn.Hardsigmoid, nn.Hardshrink, n
 
 @pytest.mark.parametrize("cls", MODULES, ids=lambda c: c.__name__)
 def test_modules_are_torchs(cls: Any) -> None:
-    own = getattr(torch.nn, cls.__name__)
-    assert issubclass(cls, own)
-    ours, theirs = (inspect.signature(c).parameters for c in (cls, own))
+    torch_class = getattr(torch.nn, cls.__name__)
+    assert issubclass(cls, torch_class)
+    ours, theirs = (inspect.signature(c).parameters for c in (cls, torch_class))
     theirs = {name: p for name, p in theirs.items() if name not in ("args", "kwargs")}
-    assert [p for p in ours if p not in ("bits", "keep", "args", "kwargs")] == [*theirs]
-    assert all(ours[p].default == theirs[p].default for p in theirs)
+    assert [name for name in ours if name not in ("bits", "keep", "args", "kwargs")] == [*theirs]
+    assert all(ours[name].default == p.default for name, p in theirs.items())
     required = [0.0 for p in theirs.values() if p.default is p.empty]
     assert not cls(*required).state_dict()
 
@@ -216,17 +215,7 @@ def test_modules_call_their_function(name: str, bits: int) -> None:
 
 def test_modules_in_place() -> None:
     x = torch.randn(9)
-    classes = [
-        nn.SiLU,
-        nn.Mish,
-        nn.Hardswish,
-        nn.ReLU,
-        nn.LeakyReLU,
-        nn.ELU,
-        nn.CELU,
-        nn.SELU,
-        nn.Hardsigmoid,
-    ]
+    classes = [nn.SiLU, nn.Mish, nn.Hardswish, nn.ReLU, nn.LeakyReLU, nn.ELU, nn.CELU, nn.SELU, nn.Hardsigmoid]
     for cls in (*classes, functools.partial(nn.Threshold, 0.0, 0.0)):
         h = x.clone()
         assert cls(inplace=True)(h) is h

@@ -1,4 +1,4 @@
-"""fit_levels: it fits the tables that memkern.fewbit.tables has, and no neighbouring table has a smaller error."""
+"""fit_levels finds the tables in memkern.fewbit.tables, and a table next to a fitted one has a larger error."""
 
 import math
 import re
@@ -23,7 +23,7 @@ from tests.support.helpers import assert_same, first_quick, hard
 ROOT = Path(__file__).parents[2]
 over_names = pytest.mark.parametrize("name", DERIVATIVES)
 
-# fewbit's 3-bit GELU, 2023: mean squared error of the derivative for x ~ N(0, s^2).
+# Of the 3-bit GELU of the library fewbit (2023), by sigma: mean squared error of the derivative, x ~ N(0, sigma^2).
 FEWBIT = {0.25: 5.24e-3, 0.5: 4.68e-3, 1.0: 3.38e-3, 2.0: 2.10e-3, 3.0: 1.50e-3}
 
 
@@ -81,7 +81,7 @@ def test_3_bit_gelu_levels() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "bits", "levels", "error"),
+    ("name", "bits", "levels", "error"),  # the least mean squared error, and its levels where they are compared
     [
         ("gelu", 1, [0.0908, 0.9092], 3.84e-2),
         ("gelu", 2, [-0.0464, 0.3127, 0.6873, 1.0464], 8.00e-3),
@@ -91,26 +91,25 @@ def test_3_bit_gelu_levels() -> None:
 )
 def test_best_levels_for_n_0_1(name: str, bits: int, levels: list[float] | None, error: float) -> None:
     fit = fit_levels(DERIVATIVES[name], bits, sigmas=(1.0,))
-    assert fit.errors[1.0] <= error * 1.003
+    assert fit.errors[1.0] <= error * 1.003  # the errors above are rounded
     if levels:
         assert sorted(fit.levels.levels) == pytest.approx(levels, abs=2e-4)
 
 
 @over_names
 @over_bits
-def test_symmetry_is_seen(name: str, bits: int) -> None:
+def test_tables_have_the_symmetry_of_the_derivative(name: str, bits: int) -> None:
     table = LEVELS[name, bits]
     expected = {"tanh": EVEN, "sigmoid": EVEN, "softsign": EVEN, "mish": PLAIN, "elu": PLAIN}.get(name, ODD)
     assert table.symmetry == expected
     if expected == ODD:
         half = 2 ** (bits - 1)
-        assert [a + b for a, b in zip(table.levels[:half], table.levels[half:], strict=True)] == pytest.approx(
-            [1.0] * half, abs=2e-6
-        )
+        sums = [a + b for a, b in zip(table.levels[:half], table.levels[half:], strict=True)]
+        assert sums == pytest.approx([1.0] * half, abs=2e-6)  # levels are written with six digits
         assert len(table.thresholds) < 2**bits
 
 
-# Activations whose tables are made of another's: parameters, and how much larger the mean error is than the least.
+# Activations whose tables are another's, scaled: parameters, and the most of the mean error over that of an own table.
 MADE_OF_OTHERS = {
     "elu": ((1.0, 0.0), 1.2),
     "elu 0.3": ((0.3, 0.0), 1.01),
@@ -196,12 +195,11 @@ def test_few_bit_wraps_any_function() -> None:
     module = nn.few_bit(squared_relu, lambda x: 2 * x.clamp(min=0), 4, sigmas=(1.0,))
     assert "squared_relu" in repr(module)
     x, grad = hard((37, 53), 0, scale=1.0), hard((37, 53), 1)
-    for layout in (x, x.t(), x[:, ::3], x.bfloat16()):
-        g = grad[: layout.shape[0], : layout.shape[1]] if layout.shape[0] == 37 else grad.t()
-        y, dx = gradients(module, layout, g.to(layout.dtype))
-        assert_same(y, squared_relu(layout))
-        expected = (g.to(layout.dtype).float() * module.levels.derivative(layout)).to(layout.dtype)
-        assert torch.equal(dx, expected)
+    for view in (x, x.t(), x[:, ::3], x.bfloat16()):
+        g = (grad[:, : view.shape[1]] if len(view) == len(x) else grad.t()).to(view.dtype)
+        y, dx = gradients(module, view, g)
+        assert_same(y, squared_relu(view))
+        assert torch.equal(dx, (g.float() * module.levels.derivative(view)).to(view.dtype))
     with torch.no_grad():
         assert_same(module(x), squared_relu(x))
 

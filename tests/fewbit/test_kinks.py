@@ -1,4 +1,4 @@
-"""Few-bit activations at their kinks: derivatives where they jump, and at the numbers next to that."""
+"""Where torch's derivatives jump, and at the numbers next to that, those of few-bit activations are torch's or near."""
 
 from typing import Any
 
@@ -15,21 +15,21 @@ from tests.support.helpers import hard, on, over_cpu
 @pytest.mark.parametrize("beta", [1.0, 0.5, 3.0])
 @pytest.mark.parametrize("threshold", [20.0, 5.0, 2.0, 1.0, 0.0, -1.0])
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
-def test_softplus_above_its_threshold_is_x(bits: int, threshold: float, beta: float) -> None:
+def test_softplus_has_derivative_1_above_its_threshold(bits: int, threshold: float, beta: float) -> None:
     x = torch.linspace(-8, 8, 1001, requires_grad=True)
 
     def error(threshold: float) -> Tensor:
-        (found,) = torch.autograd.grad(memkern.functional.softplus(x, beta, threshold, bits=bits).sum(), x)
+        (dx,) = torch.autograd.grad(memkern.functional.softplus(x, beta, threshold, bits=bits).sum(), x)
         (expected,) = torch.autograd.grad(F.softplus(x, beta, threshold).sum(), x)
-        return (found - expected).abs()
+        return (dx - expected).abs()
 
-    largest_of_table = max(float(error(1e9).max()), 1 - max(LEVELS["softplus", bits].levels))
-    assert error(threshold).max() < largest_of_table + 1e-6
+    table_error = max(float(error(1e9).max()), 1 - max(LEVELS["softplus", bits].levels))  # 1e9: no threshold
+    assert error(threshold).max() < table_error + 1e-6
     if threshold <= 1 and bits > 2:
         assert (error(threshold)[beta * x.detach() > threshold] == 0).all()
 
 
-# Functions whose derivatives are exact, with their arguments. 0.3 and 1.1 are no bf16 numbers.
+# Functions whose derivatives are exact: the name, and the arguments after x. 0.3 and 1.1 are no bf16 numbers.
 EXACT: dict[str, tuple[str, tuple[float, ...]]] = {
     "relu": ("relu", ()),
     "leaky_relu": ("leaky_relu", ()),
@@ -60,18 +60,18 @@ def test_exact_derivatives_at_kinks_are_torchs(backend: str, case: str, dtype: t
     name, arguments = EXACT[case]
     x = kinks(dtype)
     with on(backend):
-        (found,) = torch.autograd.grad(getattr(memkern.functional, name)(x, *arguments).sum(), x)
+        (dx,) = torch.autograd.grad(getattr(memkern.functional, name)(x, *arguments).sum(), x)
     (expected,) = torch.autograd.grad(getattr(F, name)(x, *arguments).sum(), x)
-    assert torch.equal(found, expected)
+    assert torch.equal(dx, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", NEAR)
 def test_derivatives_at_kinks_are_near_torchs(name: str, dtype: torch.dtype) -> None:
     x = kinks(dtype)
-    (found,) = torch.autograd.grad(getattr(memkern.functional, name)(x, bits=4).sum(), x)
+    (dx,) = torch.autograd.grad(getattr(memkern.functional, name)(x, bits=4).sum(), x)
     (expected,) = torch.autograd.grad(getattr(F, name)(x).sum(), x)
-    assert (found - expected).abs().max() < NEAR[name]
+    assert (dx - expected).abs().max() < NEAR[name]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -79,6 +79,6 @@ def test_derivatives_at_kinks_are_near_torchs(name: str, dtype: torch.dtype) -> 
 def test_derivatives_of_elu_right_of_0_are_torchs(name: str, arguments: Any, dtype: torch.dtype) -> None:
     x = torch.linspace(1e-3, 8, 1001).to(dtype).requires_grad_()
     grad = hard(x.shape, 1).to(dtype)
-    (found,) = torch.autograd.grad(getattr(memkern.functional, name)(x, *arguments, bits=1), x, grad)
+    (dx,) = torch.autograd.grad(getattr(memkern.functional, name)(x, *arguments, bits=1), x, grad)
     (expected,) = torch.autograd.grad(getattr(F, name)(x, *arguments), x, grad)
-    assert torch.equal(found, expected)
+    assert torch.equal(dx, expected)

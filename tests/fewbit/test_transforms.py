@@ -1,4 +1,4 @@
-"""torch.func through memkern's functions; second derivatives and forward mode raise and name memkern.restore."""
+"""memkern's functions work in torch.func; second derivatives and forward mode raise and name memkern.restore."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from memkern import functional
 from memkern.fewbit.tables import LEVELS
 from tests.support.helpers import assert_same
 
-R = torch.randn(20, 12)
+COTANGENT = torch.randn(20, 12)
 
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,
@@ -43,13 +43,12 @@ def gradient(loss: Callable[..., Tensor], x: Tensor) -> Tensor:
     return torch.autograd.grad(loss(x), x)[0]
 
 
-def compare(name: str, found: Tensor, expected: Tensor) -> None:
-    """Asserts the same bits; closeness alone for matrix products, results of other strides, and GLUs, whose
-    derivatives are composed of several operations here."""
+def compare(name: str, actual: Tensor, expected: Tensor) -> None:
+    """Asserts the same bits; for GLUs and derivatives from the output, which several operations compute, closeness."""
     if any(word in name for word in ("glu", "output")):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
     else:
-        assert_same(found.contiguous(), expected.contiguous())
+        assert_same(actual.contiguous(), expected.contiguous())
 
 
 SHAPES = {
@@ -84,8 +83,8 @@ def test_jacobians(name: str) -> None:
         cotangent = torch.zeros(y.numel()).index_fill_(0, torch.tensor(i), 1.0).view_as(y)
         rows.append(back(cotangent)[0])
         compare(name, rows[-1], gradient(lambda t, c=cotangent: (fn(t) * c).sum(), x))
-    found = jacrev(fn)(x)
-    torch.testing.assert_close(found.reshape(y.numel(), *x.shape), torch.stack(rows), rtol=1e-6, atol=1e-6)
+    jacobian = jacrev(fn)(x)
+    torch.testing.assert_close(jacobian.reshape(y.numel(), *x.shape), torch.stack(rows), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("batched", ["x", "weight"])
@@ -95,22 +94,22 @@ def test_randomized_linear(batched: str) -> None:
 
     def loss(x: Tensor, weight: Tensor) -> Tensor:
         y = functional.randomized_linear(x, weight, share=0.5, min_tokens=0)
-        return (y * R[:, :1]).sum()
+        return (y * COTANGENT[:, :1]).sum()
 
     def exact(x: Tensor, weight: Tensor) -> Tensor:
-        return (F.linear(x, weight) * R[:, :1]).sum()
+        return (F.linear(x, weight) * COTANGENT[:, :1]).sum()
 
     dims = (0, None) if batched == "x" else (None, 0)
     args = (x, weight[0]) if batched == "x" else (x[0], weight)
-    found = vmap(grad(loss, argnums=(0, 1)), in_dims=dims, randomness="different")(*args)
+    actual = vmap(grad(loss, argnums=(0, 1)), in_dims=dims, randomness="different")(*args)
     expected = vmap(grad(exact, argnums=(0, 1)), in_dims=dims)(*args)
-    torch.testing.assert_close(found[0], expected[0])
+    torch.testing.assert_close(actual[0], expected[0])
     mean = torch.stack(
         [vmap(grad(loss, argnums=1), in_dims=dims, randomness="different")(*args) for _ in range(400)]
     ).mean(0)
     error = (mean - expected[1]).norm() / expected[1].norm()
     assert error < 0.15  # 1 / sqrt(400) of an estimate whose own error is about its size
-    assert not torch.equal(found[1], expected[1])
+    assert not torch.equal(actual[1], expected[1])
     with pytest.raises(RuntimeError, match="randomness"):
         vmap(grad(loss, argnums=1), in_dims=dims)(*args)
 
@@ -139,9 +138,9 @@ def test_gradients_of_examples_of_a_compressed_model() -> None:
     grads, losses = vmap(grad_and_value(loss), in_dims=(None, 0, 0))(params, x, y)
     for i in range(len(x)):
         model.zero_grad()
-        one = F.mse_loss(model(x[i : i + 1])[0], y[i])
-        one.backward()
-        torch.testing.assert_close(losses[i], one.detach())
+        expected_loss = F.mse_loss(model(x[i : i + 1])[0], y[i])
+        expected_loss.backward()
+        torch.testing.assert_close(losses[i], expected_loss.detach())
         for name, p in model.named_parameters():
             torch.testing.assert_close(grads[name][i], p.grad)
 
@@ -157,13 +156,13 @@ def test_second_derivatives_raise(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_exact_ones_have_second_derivatives(name: str) -> None:
+def test_exact_functions_have_second_derivatives(name: str) -> None:
     x, loss = torch.randn(3, 12, dtype=torch.float64), FUNCTIONS[name]
-    found = grad(lambda t: grad(lambda s: loss(s).sum())(t).sum())(x)
+    actual = grad(lambda t: grad(lambda s: loss(s).sum())(t).sum())(x)
     x.requires_grad_()
     (first,) = torch.autograd.grad(loss(x).sum(), x, create_graph=True)
     (expected,) = torch.autograd.grad(first.sum(), x)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(actual, expected)
 
 
 @over_functions
@@ -178,11 +177,11 @@ def test_forward_mode_raises(name: str) -> None:
 
 
 @over_functions
-def test_forward_mode_without_gradients_is_torchs(name: str) -> None:
+def test_forward_mode_without_gradients_gives_the_tangent(name: str) -> None:
     if name == "in place":
         return
     fn, x = FUNCTIONS[name], torch.randn(3, 12)
     y, tangent = jvp(fn, (x,), (torch.ones(3, 12),))
-    small = 1e-3 * torch.ones(3, 12)
-    torch.testing.assert_close(tangent, (fn(x + small) - fn(x - small)) / 2e-3, rtol=2e-2, atol=2e-2)
+    eps = 1e-3
+    torch.testing.assert_close(tangent, (fn(x + eps) - fn(x - eps)) / (2 * eps), rtol=2e-2, atol=2e-2)
     assert_same(y, fn(x))
