@@ -11,7 +11,7 @@ from tests.support.activation_kernels import RARE, assert_near
 from tests.support.helpers import assert_same, on, over_dtypes, over_gpu
 
 LARGE = 2_200_000_011  # more than 2**31 elements, and a short last group
-# Default parameters of the activations that have some.
+# Parameters a and b of the activations that have some, as in ACTIVATIONS: the defaults, but for threshold.
 DEFAULTS = {
     "softplus": (1.0, 20.0),
     "leaky_relu": (0.01, 0.0),
@@ -33,16 +33,16 @@ def test_forward_is_near_torchs(backend: str, name: str, dtype: torch.dtype) -> 
     x = torch.randn(2**20, device="cuda").to(dtype).requires_grad_()
     with on(backend):
         y = activation(x)
-    own = activation.torch(x)
+    expected = activation.torch(x)
     if name in NUMBERS:
         assert_near(y.detach(), x.detach(), name, *DEFAULTS.get(name, ()))
     if name not in ROUNDED_TWICE and dtype != torch.float32:
-        bits, others = (t.detach().view(torch.int16).int() for t in (y, own))
-        apart = (bits - others).abs()
-        if name == "gelu":  # left of -3 it is x (1 + erf) / 2 with few bits left of the sum, and there are two erfs
-            apart = apart[x > -3]
-        assert int(apart.max()) <= 1
-        assert float((apart > 0).float().mean()) <= RARE
+        actual_bits, expected_bits = (t.detach().view(torch.int16).int() for t in (y, expected))
+        ulps = (actual_bits - expected_bits).abs()
+        if name == "gelu":  # left of -3 the sum in x (1 + erf) / 2 keeps few bits, and torch computes another erf
+            ulps = ulps[x > -3]
+        assert int(ulps.max()) <= 1
+        assert float((ulps > 0).float().mean()) <= RARE
 
 
 @over_gpu
@@ -56,8 +56,8 @@ def test_large_tensors(backend: str) -> None:
         dx = _ops.few_bit_backward(x, codes, table.levels)
         for start in (0, 2**30, 2**31 - 64, LARGE // 128 * 128 - 1024):
             part = slice(start, min(start + 1100, LARGE))
-            few = _ops.few_bit_encode(x[part].contiguous(), table)[:, :100]
-            assert_same(codes[:, start // 8 : start // 8 + 100].contiguous(), few.contiguous())
+            part_codes = _ops.few_bit_encode(x[part].contiguous(), table)[:, :100]  # a plane's 100 bytes: 800 elements
+            assert_same(codes[:, start // 8 : start // 8 + 100].contiguous(), part_codes.contiguous())
             expected = x[part].float() * table.derivative(x[part])
             assert torch.equal(dx[part], expected.bfloat16())
 
@@ -66,10 +66,7 @@ def test_large_tensors(backend: str) -> None:
 def test_autocast_as_torchs(backend: str) -> None:
     x = torch.randn(1000, device="cuda", dtype=torch.bfloat16)
     with on(backend), torch.autocast("cuda", dtype=torch.bfloat16):
-        for ours, own in (
-            (functional.softplus, torch.nn.functional.softplus),
-            (functional.gelu, torch.nn.functional.gelu),
-        ):
-            y, dx = gradients(ours, x)
-            expected, expected_dx = gradients(own, x)
+        for name in ("softplus", "gelu"):
+            y, dx = gradients(getattr(functional, name), x)
+            expected, expected_dx = gradients(getattr(torch.nn.functional, name), x)
             assert (y.dtype, dx.dtype) == (expected.dtype, expected_dx.dtype)

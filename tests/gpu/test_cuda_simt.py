@@ -1,8 +1,7 @@
-"""What the CUDA kernels compiled by g++ (tests/support/simt) show beside the reference's bits, which they give in every
-case of tests/kernels: GELU's two ways, sums where fp64 is slow, host scalars, launches, captures, sanitizers.
+"""The CUDA kernels compiled by g++ (tests/support/simt): GELU, sums where fp64 is slow, host scalars, launches, graphs.
 
-What this proves is the arithmetic, the indexing, the tables and the launches; not the timing, and not what the GPU's
-memory does with two threads at once.
+That they give the reference's bits is tested in tests/kernels. Arithmetic, indexing, tables and launches are those of
+a GPU here; timing, and what its memory does with two threads at once, are not.
 """
 
 from __future__ import annotations
@@ -50,8 +49,9 @@ pytestmark = [
 
 over_orders = pytest.mark.parametrize("order", ["fwd", "rev", "rand"])
 over_steps = pytest.mark.parametrize("name", STEP_OPS)
-MOST_LAUNCHES = {name: 7 if op.has_trust_ratios else 4 for name, op in OPS.items()}
-MOST_LAUNCHES["muon_momentum_"] = 7  # a table, three kernels, another table for the sums, two more
+# The table, the scalars, the update by each codec; with trust ratios the norms by each codec and the ratios as well.
+MAX_LAUNCHES = {name: 7 if op.has_trust_ratios else 4 for name, op in OPS.items()}
+MAX_LAUNCHES["muon_momentum_"] = 7  # a table, three kernels, a second table for the sums, two kernels
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def graph(library: CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[CDLL]:
 
 @pytest.fixture(autouse=True)
 def _loaded(library: CDLL) -> None:
-    pass
+    """Every test calls the ops of the library."""
 
 
 # ---- the kernels
@@ -78,10 +78,11 @@ def _loaded(library: CDLL) -> None:
 @pytest.mark.parametrize("words", ["few whole", "few,"])
 def test_general_kernels_in_place_of_fast_paths(words: str, simt_library: tuple[CDLL, Path]) -> None:
     """MEMKERN_CUDA_FAST=0, which is read once: in a process of its own, with the reference's bits there too."""
-    nothing_found(simt_library[1], words, MEMKERN_CUDA_FAST="0")
+    assert_cases_pass(simt_library[1], words, MEMKERN_CUDA_FAST="0")
 
 
-def nothing_found(library: Path, words: str = "", order: str = "fwd", **environment: str) -> None:
+def assert_cases_pass(library: Path, words: str = "", order: str = "fwd", **environment: str) -> None:
+    """Runs the cases of tests/kernels whose names contain ``words`` in another process. order: of threads."""
     run = subprocess.run(
         [sys.executable, "-m", "tests.support.kernels", f"simt-{order}", str(library), words],
         env={**os.environ, "PYTHONPATH": str(build.ROOT), **environment}, cwd=build.ROOT,
@@ -117,7 +118,7 @@ def test_forward_of_every_bf16() -> None:
 
 
 def rounded_alike(direction: int) -> Tensor:
-    """Numbers whose squares all lose a third of an ulp or more in fp32, of about one size."""
+    """Numbers from 1 to 1.0625 whose squares fp32 rounds by over a quarter of an ulp, all up (1) or all down (-1)."""
     x = torch.linspace(1, 1.0625, 2**20)
     error = (x * x).double() - x.double().square()
     return x[error * direction > 2.0**-25]
@@ -139,20 +140,19 @@ RANGES = {
 
 @pytest.mark.parametrize("case", RANGES)
 def test_norm_where_fp64_is_slow(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within 1e-7, as csrc/cuda/squares.cuh rounds three times on the way to a sum: 3 * 2^-24 of a square, half of that
-    of a norm."""
+    """csrc/cuda/squares.cuh rounds a sum's terms three times, by 3 * 2^-24 at most, and so a norm by half of that."""
     monkeypatch.setenv("SIMT_SLOW_FP64", "1")
     x = RANGES[case]
     norm = torch.zeros((), dtype=torch.float64)
     torch.ops.memkern_simt.grad_norm_(norm, [x], None)
     error = float(norm / x.double().norm()) - 1
     assert abs(error) < 1e-7
-    if "rounded" in case:  # so it was the sum in fp32
+    if "rounded" in case:  # an error this large shows that the sum was in fp32
         assert abs(error) > 1e-8
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_no_norm_where_fp64_is_slow(value: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nan_and_inf_reach_the_norm_where_fp64_is_slow(value: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SIMT_SLOW_FP64", "1")
     norm = torch.zeros((), dtype=torch.float64)
     torch.ops.memkern_simt.grad_norm_(norm, [torch.ones(100).index_fill(0, torch.tensor(50), value)], None)
@@ -193,16 +193,16 @@ def test_numbers_on_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 @over_steps
 def test_optimizers_take_turns(name: str) -> None:
-    """Two with the same first parameter and as many tensors share a place in memory, and neither sees the other's."""
-    one, other = step_args(name), step_args(name, codec=(1, 0))
-    other = other._replace(params=[one.params[0], *other.params[1:]])
-    expected = [cloned(one), cloned(other)]
+    """Two with the same first parameter and number of tensors share a cached table; each step writes its own there."""
+    first, second = step_args(name), step_args(name, codec=(1, 0))
+    second = second._replace(params=[first.params[0], *second.params[1:]])
+    expected = [cloned(first), cloned(second)]
     expected[1] = expected[1]._replace(params=[expected[0].params[0], *expected[1].params[1:]])
     for _ in range(2):
-        for args, alike in zip((one, other), expected, strict=True):
+        for args, expected_args in zip((first, second), expected, strict=True):
             getattr(torch.ops.memkern_simt, name)(*args)
-            getattr(reference, name)(alike)
-    assert_same([[*one], [*other]], [[*args] for args in expected])
+            getattr(reference, name)(expected_args)
+    assert_same([[*first], [*second]], [[*args] for args in expected])
 
 
 @pytest.mark.parametrize("n", [1, 148, 1000])
@@ -215,8 +215,8 @@ def test_launches_are_few_whatever_the_number_of_tensors(n: int, graph: CDLL, mo
     monkeypatch.setenv("SIMT_CAPTURE", "1")
     torch.ops.memkern_simt.lion_step_(*args)
     monkeypatch.delenv("SIMT_CAPTURE")
-    chunks = -(-n * 120 // 31744) - 1  # a graph holds the whole table
-    assert graph.memkern_simt_launches() <= MOST_LAUNCHES["lion_step_"] + chunks
+    chunks = -(-n * 120 // 31744) - 1  # a graph writes all of its table, 120 bytes a tensor, kLargeChunk a launch
+    assert graph.memkern_simt_launches() <= MAX_LAUNCHES["lion_step_"] + chunks
     graph.memkern_simt_replay()
     for _ in range(2):
         reference.lion_step_(expected)
@@ -227,35 +227,36 @@ def test_launches_are_few_whatever_the_number_of_tensors(n: int, graph: CDLL, mo
 def test_a_graph_replays_while_lr_changes(name: str, graph: CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
     layouts = MATRICES[:6] if name in MUON else [*LAYOUTS]
     args = arguments(name, layouts=layouts, **SCALER | {"found_inf": torch.tensor(0.0)})
-    own = StepArgs(*args[-len(StepArgs._fields) :])
-    step_, expected = getattr(torch.ops.memkern_simt, name), copy.deepcopy(args)
+    step = StepArgs(*args[-len(StepArgs._fields) :])
+    op, expected = getattr(torch.ops.memkern_simt, name), copy.deepcopy(args)
 
     def compare(what: str, grads: Sequence[Tensor]) -> None:
-        now = with_gradients(expected, grads)
-        for mine, given in zip(StepArgs(*now[-len(own) :]).lr, own.lr, strict=True):
-            mine.copy_(given)
-        StepArgs(*now[-len(own) :]).found_inf.copy_(own.found_inf)
-        REFERENCE.call(name, *now)
-        same(with_gradients(args, grads), now, what, 1e-12)
+        expected_args = with_gradients(expected, grads)
+        expected_step = StepArgs(*expected_args[-len(step) :])
+        for expected_lr, lr in zip(expected_step.lr, step.lr, strict=True):
+            expected_lr.copy_(lr)
+        expected_step.found_inf.copy_(step.found_inf)
+        REFERENCE.call(name, *expected_args)
+        same(with_gradients(args, grads), expected_args, what, 1e-12)
 
-    step_(*args)  # the table is known when the graph is captured
-    compare("before", own.grads)
+    op(*args)  # the table is known when the graph is captured
+    compare("before", step.grads)
     monkeypatch.setenv("SIMT_CAPTURE", "1")
-    step_(*args)
+    op(*args)
     monkeypatch.delenv("SIMT_CAPTURE")
     same(args, expected, "nothing runs while a graph is captured", 1e-12)
-    assert graph.memkern_simt_launches() <= MOST_LAUNCHES[name]
-    for step in range(3):
-        for rate in own.lr:
-            rate.mul_(0.7)
-        own.found_inf.fill_(step == 1)
-        for g, fresh in zip(own.grads, gradients(own.params, step + 5, [F32]), strict=True):
-            g.copy_(fresh)
+    assert graph.memkern_simt_launches() <= MAX_LAUNCHES[name]
+    for i in range(3):
+        for lr in step.lr:
+            lr.mul_(0.7)
+        step.found_inf.fill_(i == 1)
+        for g, new_g in zip(step.grads, gradients(step.params, i + 5, [F32]), strict=True):
+            g.copy_(new_g)
         graph.memkern_simt_replay()
-        compare(f"replay {step}", own.grads)
-        other = gradients(own.params, step + 50, [F32])  # other tensors: another table
-        step_(*with_gradients(args, other))
-        compare(f"eager step {step}", other)
+        compare(f"replay {i}", step.grads)
+        other_grads = gradients(step.params, i + 50, [F32])  # other tensors: another table
+        op(*with_gradients(args, other_grads))
+        compare(f"eager step {i}", other_grads)
 
 
 # ---- memory
@@ -263,15 +264,15 @@ def test_a_graph_replays_while_lr_changes(name: str, graph: CDLL, monkeypatch: p
 
 @pytest.mark.long
 def test_sanitizers_find_nothing() -> None:
-    def path(name: str) -> str:
+    def library_path(name: str) -> str:
         return subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True).stdout.strip()
 
-    runtime = [path(name) for name in ("libasan.so", "libubsan.so", "libstdc++.so")]
+    runtime = [library_path(name) for name in ("libasan.so", "libubsan.so", "libstdc++.so")]
     if not all(os.path.isabs(name) for name in runtime):
         pytest.skip("g++ has no libasan or libubsan beside it")
     flags = ("-Og", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-sanitize=alignment")
     folder = cache.built("simt-sanitized", lambda folder: build.compile_library(folder, *flags), flags)
-    nothing_found(
+    assert_cases_pass(
         folder / build.LIBRARY, order="rand",
         LD_PRELOAD=" ".join(runtime), ASAN_OPTIONS="detect_leaks=0:detect_stack_use_after_return=0",
     )  # fmt: skip

@@ -27,7 +27,7 @@ over_builds = pytest.mark.parametrize(
 )
 
 
-def make(build: type, device: str, seed: int = 0, **options: Any) -> tuple[list[Any], torch.optim.Optimizer]:
+def make_optimizer(build: type, device: str, seed: int = 0, **options: Any) -> tuple[list[Any], torch.optim.Optimizer]:
     params = [torch.nn.Parameter(hard(shape, seed + i, scale=0.1).to(device)) for i, shape in enumerate(SHAPES)]
     return params, build(params, min_8bit_size=0, weight_decay=0.1, **options)
 
@@ -46,9 +46,9 @@ def rate(step: int) -> float:
     return 1e-2 * 0.8**step
 
 
-def expected(build: type, steps: int = STEPS, **options: Any) -> dict[str, Any]:
-    """The reference's result, on the CPU, of steps while a scheduler changes lr."""
-    params, optimizer = make(build, "cpu", lr=torch.tensor(rate(0), dtype=torch.float64), **options)
+def reference_snapshot(build: type, steps: int = STEPS, **options: Any) -> dict[str, Any]:
+    """Parameters and states after steps of the reference, on the CPU, while a scheduler changes lr."""
+    params, optimizer = make_optimizer(build, "cpu", lr=torch.tensor(rate(0), dtype=torch.float64), **options)
     with on("reference"):
         for step in range(steps):
             optimizer.param_groups[0]["lr"].fill_(rate(step))
@@ -68,8 +68,8 @@ def skip_layerwise_bits(build: type) -> None:
 @over_gpu
 @over_builds
 def test_a_graph_replays_while_a_scheduler_changes_lr(backend: str, build: type) -> None:
-    params, optimizer = make(build, "cuda", lr=rate(0), capturable=True)
-    other_params, other = make(build, "cuda", seed=50)
+    params, optimizer = make_optimizer(build, "cuda", lr=rate(0), capturable=True)
+    other_params, other = make_optimizer(build, "cuda", seed=50)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.8**step)
     side = torch.cuda.Stream()
     with on(backend):
@@ -88,7 +88,7 @@ def test_a_graph_replays_while_a_scheduler_changes_lr(backend: str, build: type)
             set_gradients(other_params, step)  # an eager step in between leaves the graph alone
             other.step()
     actual = snapshot(optimizer)
-    params, eager = make(build, "cuda", lr=torch.tensor(rate(0), dtype=torch.float64, device="cuda"))
+    params, eager = make_optimizer(build, "cuda", lr=torch.tensor(rate(0), dtype=torch.float64, device="cuda"))
     with on(backend):
         for step in range(STEPS):
             eager.param_groups[0]["lr"].copy_(optimizer.param_groups[0]["initial_lr"] * 0.8**step)
@@ -100,7 +100,7 @@ def test_a_graph_replays_while_a_scheduler_changes_lr(backend: str, build: type)
 @over_gpu
 @over_builds
 def test_streams_do_not_disturb_each_other(backend: str, build: type) -> None:
-    runs = [make(build, "cuda", lr=torch.tensor(rate(0), dtype=torch.float64)) for _ in range(3)]
+    runs = [make_optimizer(build, "cuda", lr=torch.tensor(rate(0), dtype=torch.float64)) for _ in range(3)]
     streams = [torch.cuda.Stream() for _ in runs]
     torch.cuda.synchronize()
     with on(backend):
@@ -114,7 +114,7 @@ def test_streams_do_not_disturb_each_other(backend: str, build: type) -> None:
     for _, optimizer in runs[1:]:
         assert_same(snapshot(optimizer), snapshot(runs[0][1]))
     skip_layerwise_bits(build)
-    assert_same(snapshot(runs[0][1]), expected(build))
+    assert_same(snapshot(runs[0][1]), reference_snapshot(build))
 
 
 @over_gpu
@@ -129,13 +129,13 @@ def test_two_devices_in_one_optimizer(backend: str) -> None:
             optimizer.param_groups[0]["lr"].fill_(rate(step))
             set_gradients(params, step)
             optimizer.step()
-    assert_same(snapshot(optimizer), expected(optim.AdamW8bit))
+    assert_same(snapshot(optimizer), reference_snapshot(optim.AdamW8bit))
 
 
 @over_gpu
 @pytest.mark.parametrize("stray", ["exp_avg", "exp_avg_scale", "step"])
 def test_a_state_left_on_the_cpu_is_refused(backend: str, stray: str) -> None:
-    params, optimizer = make(optim.AdamW8bit, "cuda")
+    params, optimizer = make_optimizer(optim.AdamW8bit, "cuda")
     with on(backend):
         set_gradients(params, 0)
         optimizer.step()
@@ -155,10 +155,10 @@ def test_a_state_left_on_the_cpu_is_refused(backend: str, stray: str) -> None:
 def test_a_scaler_skips_what_is_not_finite_and_never_waits(backend: str, build: type) -> None:
     skip_layerwise_bits(build)
     runs = []
-    for device, b in (("cuda", backend), ("cpu", "reference")):
-        params, optimizer = make(build, device, lr=1e-2)
+    for device, op_backend in (("cuda", backend), ("cpu", "reference")):
+        params, optimizer = make_optimizer(build, device, lr=1e-2)
         scaler = GradScaler(device, init_scale=2.0**10, growth_interval=2)
-        with on(b):
+        with on(op_backend):
             for step in range(STEPS):
                 optimizer.zero_grad()
                 for i, p in enumerate(params):
@@ -175,9 +175,9 @@ def test_a_scaler_skips_what_is_not_finite_and_never_waits(backend: str, build: 
 # ---- waiting, memory, launches
 
 
-def steady(build: type, backend: str, **options: Any) -> tuple[list[Any], Callable[[], None]]:
-    """An optimizer after its first steps, and its step."""
-    params, optimizer = make(build, "cuda", lr=1e-2, **options)
+def warmed_up(build: type, backend: str, **options: Any) -> tuple[list[Any], Callable[[], None]]:
+    """Parameters, and the step of an optimizer that has made its first three."""
+    params, optimizer = make_optimizer(build, "cuda", lr=1e-2, **options)
 
     def step() -> None:
         with on(backend):
@@ -194,7 +194,7 @@ def steady(build: type, backend: str, **options: Any) -> tuple[list[Any], Callab
 @over_builds
 @pytest.mark.parametrize("max_grad_norm", [None, 1.0])
 def test_a_step_does_not_wait_and_allocates_nothing(backend: str, build: type, max_grad_norm: float | None) -> None:
-    params, step = steady(build, backend, max_grad_norm=max_grad_norm)
+    params, step = warmed_up(build, backend, max_grad_norm=max_grad_norm)
     set_gradients(params, 9)
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
@@ -229,8 +229,8 @@ def test_launches_are_few_whatever_the_number_of_tensors(backend: str, build: ty
     # Neither copies and fills, nor the step's own range, which torch 2.11 lists among the device's events too.
     kernels = [name for name in on_device if not name.startswith(("Mem", "Optimizer.step"))]
     # The table where gradients are new ones, a prologue, the update; layer by layer the norms and the ratios as well.
-    most = 5 if build in (optim.LAMB8bit, optim.LARS8bit) else 4
-    assert 1 <= len(kernels) <= most, kernels
+    max_launches = 5 if build in (optim.LAMB8bit, optim.LARS8bit) else 4
+    assert 1 <= len(kernels) <= max_launches, kernels
 
 
 # ---- large tensors
@@ -249,7 +249,7 @@ def windows(block: int) -> dict[str, slice]:
     }
 
 
-def needs(gigabytes: float) -> None:
+def skip_below(gigabytes: float) -> None:
     """Skips a test where less GPU memory is free."""
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info()[0] / 1e9
@@ -261,7 +261,7 @@ def needs(gigabytes: float) -> None:
 @over_gpu
 @pytest.mark.parametrize("build", [optim.AdamW8bit, optim.Lion8bit], ids=name_of)
 def test_more_elements_than_32_bits_count(backend: str, build: type) -> None:
-    needs(20)
+    skip_below(gigabytes=20)
     torch.manual_seed(0)
     p = torch.nn.Parameter(torch.empty(LARGE, dtype=torch.bfloat16, device="cuda").normal_(0, 0.1))
     optimizer = build([p], lr=1e-2, weight_decay=0.1)
@@ -289,7 +289,7 @@ def test_more_elements_than_32_bits_count(backend: str, build: type) -> None:
 @large
 @over_gpu
 def test_codes_of_more_elements_than_32_bits_count(backend: str) -> None:
-    needs(16)
+    skip_below(gigabytes=16)
     x = torch.empty(LARGE, dtype=torch.bfloat16, device="cuda").normal_()
     with on(backend):
         codes, scale = memkern.quantize_blockwise(x, block_size=128)

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.skipif(missing is not None, reason=str(missing))]
 
 CASES = "tests/kernels/test_cases.py"
 QUANTIZERS = [f"tests/quant/test_{name}.py" for name in ("blockwise", "dither", "layout")]
-INTERPRETED = {  # what pytest runs; what is taken of it has the mark `interpreted` (tests/support/interpreted.py)
+INTERPRETED = {  # pytest's arguments; of these tests those marked `interpreted` run (tests/support/interpreted.py)
     "activations": [CASES, "tests/fewbit/test_activation.py", "-k", "few_bit or fewbit"],
     "quantizers": [CASES, *QUANTIZERS, "-k", "quant or norm"],
     **{name: [CASES, "-k", name] for name in ("adam_step", "lamb_step", "lars_step", "lion_step", "sgd_step", "muon")},
@@ -42,11 +42,11 @@ def test_older_tritons_can_parse_the_kernels() -> None:
 TIERS = {"weights": pytest.mark.long, "ops": pytest.mark.full, "optimizers": pytest.mark.full}
 
 
-@pytest.mark.parametrize("what", [pytest.param(w, marks=TIERS.get(w, pytest.mark.emulated)) for w in INTERPRETED])
-def test_interpreted(what: str) -> None:
-    what_to_run, options = INTERPRETED[what], ["-q", "-x", "-m", "", "-p", "no:cacheprovider"]
+@pytest.mark.parametrize("tests", [pytest.param(t, marks=TIERS.get(t, pytest.mark.emulated)) for t in INTERPRETED])
+def test_interpreted(tests: str) -> None:
+    options = ["-q", "-x", "-m", "", "-p", "no:cacheprovider"]
     result = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, *what_to_run],
+        [sys.executable, "-m", "pytest", *options, *INTERPRETED[tests]],
         cwd=ROOT,
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,

@@ -1,4 +1,4 @@
-"""The host's side of the Triton backend, with Triton's real launcher and a driver that only notes what is launched."""
+"""The host's side of the Triton backend: Triton's own launcher, with a driver that notes what it is to launch."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ class Place(NamedTuple):
 
 
 class NotingDriver:
-    """Stands for the driver of GPUs of compute capability 9.0."""
+    """Stands for the driver of two GPUs of compute capability 9.0, and notes every launch."""
 
     def __init__(self) -> None:
-        self.launched: list[tuple[Any, ...]] = []
+        self.launched: list[tuple[Any, ...]] = []  # (name, grid size, exit hook, the kernel's arguments...)
         self.places: list[Place] = []
         self.utils = self
         self.device = 0
         self.streams = {0: 100, 1: 200}  # the current ones
 
     def launcher_cls(self, source: Any, metadata: Any) -> Any:
-        def launch(*args: Any) -> None:
+        def launch(*args: Any) -> None:  # grid of three, stream, function, metadata, its copy, two hooks, arguments
             stream, (name, loaded_for) = args[3:5]
             assert name == metadata.name
             self.launched.append((name, args[0], *args[8:]))
@@ -205,10 +205,10 @@ def test_launches_are_of_the_tensors_device_and_its_stream(two_devices: NotingDr
 
 
 def test_a_plans_step_waits_for_its_last_one(two_devices: NotingDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stream may be another one with the handle of one that was destroyed, while that one's kernels run."""
+    """A new stream may have the handle of a destroyed one, whose kernels may still read the plan's table."""
     noted, upload = two_devices, DeviceTable.upload
 
-    def copied(memory: DeviceTable, *values: Any) -> None:
+    def note_upload(memory: DeviceTable, *values: Any) -> None:
         noted.launched.append(("upload",))
         upload(memory, *values)
 
@@ -216,7 +216,7 @@ def test_a_plans_step_waits_for_its_last_one(two_devices: NotingDriver, monkeypa
         lion_places(noted, args)
         return [name for name, *_ in noted.launched]
 
-    monkeypatch.setattr(DeviceTable, "upload", copied)
+    monkeypatch.setattr(DeviceTable, "upload", note_upload)
     args = placed(step_args("lion_step_", ["1-D", "odd"]), OnDevice0)
     kernels = ["lion_prologue", "lion_tiles", "lion_tiles"]
     assert step(args) == ["upload", *kernels, "record"]
@@ -244,18 +244,18 @@ def test_norm_is_checked_where_the_plan_is_cached(noted: NotingDriver) -> None:
 
 
 class PoolOfThisThread(TorchDispatchMode):
-    """What this thread allocates, as torch's allocator serves a graph's pool while torch.compile warms up for it."""
+    """Notes the storages that this thread allocates, as if from a graph's pool while torch.compile warms up."""
 
     def __init__(self) -> None:
         super().__init__()
         self.storages: list[StorageWeakRef] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = function(*args, **(kwargs or {}))
-        given = {x.untyped_storage()._cdata for x in args if isinstance(x, torch.Tensor)}
-        if isinstance(made, torch.Tensor) and made.untyped_storage()._cdata not in given:  # not a view
-            self.storages.append(StorageWeakRef(made.untyped_storage()))
-        return made
+        result = function(*args, **(kwargs or {}))
+        inputs = {x.untyped_storage()._cdata for x in args if isinstance(x, torch.Tensor)}
+        if isinstance(result, torch.Tensor) and result.untyped_storage()._cdata not in inputs:  # not a view
+            self.storages.append(StorageWeakRef(result.untyped_storage()))
+        return result
 
     def live(self) -> set[int]:
         return {x.cdata for x in self.storages if not x.expired()}
@@ -318,13 +318,13 @@ def test_tables_of_the_dynamic_codec_are_made_in_another_thread(
     two_devices: NotingDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[int] = []
-    real = torch.tensor
+    torch_tensor = torch.tensor
 
-    def made(*args: Any, device: torch.device, **options: Any) -> torch.Tensor:
+    def note_thread(*args: Any, device: torch.device, **options: Any) -> torch.Tensor:
         threads.append(threading.get_ident())
-        return real(*args, **options)
+        return torch_tensor(*args, **options)
 
-    monkeypatch.setattr(torch, "tensor", made)
+    monkeypatch.setattr(torch, "tensor", note_thread)
     codec.dynamic_tables.cache_clear()
     codec.dynamic_tables(torch.device("cuda", 0))
     codec.dynamic_tables.cache_clear()
@@ -334,7 +334,7 @@ def test_tables_of_the_dynamic_codec_are_made_in_another_thread(
 
 # ---- slow fp64
 
-CAPABILITIES = {
+CAPABILITIES = {  # of compute, and whether fp64 is slow there
     **dict.fromkeys([(7, 0), (8, 0), (9, 0), (10, 0)], False),
     **dict.fromkeys([(7, 5), (8, 6), (8, 7), (8, 9), (10, 3), (12, 0), (12, 1)], True),
 }
@@ -343,20 +343,20 @@ CAPABILITIES = {
 @pytest.fixture
 def capability(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, tuple[int, int]]]:
     """The compute capabilities of devices, by index."""
-    found: dict[int, tuple[int, int]] = {}
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: found[device.index])
+    capabilities: dict[int, tuple[int, int]] = {}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capabilities[device.index])
     monkeypatch.setattr(torch.version, "hip", None)
     squares.slow_fp64.cache_clear()
-    yield found
+    yield capabilities
     squares.slow_fp64.cache_clear()
 
 
-@pytest.mark.parametrize("which", CAPABILITIES, ids=str)
+@pytest.mark.parametrize("version", CAPABILITIES, ids=str)
 def test_capabilities_with_slow_fp64(
-    which: tuple[int, int], capability: dict[int, tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+    version: tuple[int, int], capability: dict[int, tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    capability[0] = capability[1] = which
-    assert squares.slow_fp64(torch.device("cuda", 0)) == CAPABILITIES[which]
+    capability[0] = capability[1] = version
+    assert squares.slow_fp64(torch.device("cuda", 0)) == CAPABILITIES[version]
     assert not squares.slow_fp64(torch.device("cpu"))
     monkeypatch.setattr(torch.version, "hip", "7.0")
     assert not squares.slow_fp64(torch.device("cuda", 1))
@@ -387,11 +387,11 @@ def test_a_launch_keeps_a_kernel_for_each_constant() -> None:
             return self.compile
 
         def compile(self, *_: Any, slow: bool, **options: Any) -> Any:
-            found.append(("compiled", slow))
-            return {(1, 1, 1): lambda *args: found.append((slow, *args))}
+            notes.append(("compiled", slow))
+            return {(1, 1, 1): lambda *args: notes.append((slow, *args))}
 
-    found: list[Any] = []
+    notes: list[Any] = []
     kernel, launch = Kernel(), tensor_table.Launch(1)
     for slow in (True, False, True, False):
         launch(kernel, 7, slow=slow)
-    assert found == [("compiled", True), ("compiled", False), (True, 7, True), (False, 7, False)]
+    assert notes == [("compiled", True), ("compiled", False), (True, 7, True), (False, 7, False)]

@@ -1,6 +1,6 @@
-"""Sums of squares in the interpreter, as on devices with slow fp64: test_triton.py runs this file.
+"""Sums of squares in Triton's interpreter, as on devices with slow fp64. test_triton.py runs this file.
 
-What they are with fast fp64 is tested in tests/kernels.
+Those of devices with fast fp64 are tested in tests/kernels.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.support.kernels.arguments import LAYERWISE, MIXED, step_args
 
 pytestmark = interpreted()
 
-# Of a norm: half of what a product and two additions in fp32 are off by. What is required is 1e-7.
+# Relative error of a norm, half of its square's, which a product and two additions in fp32 round. Required: 1e-7.
 BOUND = 1.5 * 2**-24
 
 
@@ -46,7 +46,7 @@ def truth_of(*grads: Tensor) -> float:
 
 
 def worst_four(sign: int) -> Tensor:
-    """Of random fours those whose three roundings add up most, all upwards (1) or downwards (-1)."""
+    """The four of 2^18 random fours whose three roundings add up to the most, upwards (1) or downwards (-1)."""
     x = torch.rand((1 << 18, 4), generator=torch.Generator().manual_seed(0)) + 1
     a, b, c, d = x.square().unbind(1)
     truth = x.double().square().sum(1)
@@ -59,7 +59,7 @@ def of_all_magnitudes(n: int) -> Tensor:
 
 
 def mostly(value: float, elsewhere: float, n: int = 20_000) -> Tensor:
-    """One number in ten tiles is another."""
+    """Normal numbers times ``value``; the first of every ten tiles is ``elsewhere``."""
     x = torch.randn(n) * value
     x[:: 10 * TILE] = elsewhere
     return x
@@ -94,12 +94,12 @@ def test_norms(values: str) -> None:
 def test_roundings_that_add_up(sign: int) -> None:
     grad = worst_four(sign).repeat(2000)
     error = norm_of(grad) / truth_of(grad) - 1
-    assert 0.5 * BOUND < sign * error <= BOUND  # so large, they were summed in fp32
+    assert 0.5 * BOUND < sign * error <= BOUND  # an error this large shows that they were summed in fp32
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("other", [1.0, 1e-30, 1e30, 0.0])
-def test_what_is_not_finite(bad: float, other: float) -> None:
+def test_norms_that_are_not_finite(bad: float, other: float) -> None:
     grad = torch.full((3000,), other)
     grad[1500] = bad
     assert str(norm_of(grad)) == str(abs(bad))
@@ -118,15 +118,15 @@ def test_what_is_not_finite(bad: float, other: float) -> None:
 def test_only_values_that_fp32_cannot_square_take_fp64(
     value: float, dtype: tl.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found, sums_of_four = [], squares._sums_of_four
+    dtypes, sums_of_four = [], squares._sums_of_four
 
-    def noted(x: Any, *shape: Any) -> Any:
-        found.append(x.dtype)
+    def note_dtype(x: Any, *shape: Any) -> Any:
+        dtypes.append(x.dtype)
         return sums_of_four(x, *shape)
 
-    monkeypatch.setattr(squares, "_sums_of_four", noted)
+    monkeypatch.setattr(squares, "_sums_of_four", note_dtype)
     norm_of(torch.full((2 * TILE,), value))
-    assert found == [dtype] * 2
+    assert dtypes == [dtype] * 2
 
 
 def test_with_fast_fp64_each_square_is_added_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +142,7 @@ def test_with_fast_fp64_each_square_is_added_by_itself(monkeypatch: pytest.Monke
 
 
 def scaled(args: StepArgs, p: float, g: float) -> StepArgs:
-    """With parameters, and gradients and first moments, times a factor; without what is not finite."""
+    """Parameters times ``p``, gradients and first moments times ``g``; what is not finite becomes 1 before that."""
     coded = sum(m.dtype != torch.float32 for m in args.moment(0))
     first = len(args.moment(0))
     return args._replace(
@@ -157,16 +157,16 @@ FP32: dict[str, Any] = {"layouts": ("odd", "odd", "whole blocks", "whole blocks"
 SCALES = [(1.0, 1.0), (1e-30, 1e-30), (1e-25, 1.0), (1e-15, 1e-25), (1e-42, 1e-5), (1e15, 1.0), (1e30, 1e-30)]
 
 
-@pytest.mark.parametrize(("p", "g"), SCALES)
+@pytest.mark.parametrize(("p", "g"), SCALES)  # the factors of scaled()
 @pytest.mark.parametrize("name", LAYERWISE)
 def test_norms_of_layers(name: str, p: float, g: float) -> None:
     options = {"layouts": [*LAYOUTS], **MIXED} if p == g == 1.0 else FP32
     args = scaled(step_args(name, **options), p, g)
-    found, truth = (torch.zeros(len(args.params), 2, dtype=torch.float64) for _ in range(2))
-    for backend, sums in ((memkern.triton, found), (reference, truth)):
+    actual, truth = (torch.zeros(len(args.params), 2, dtype=torch.float64) for _ in range(2))
+    for backend, sums in ((memkern.triton, actual), (reference, truth)):
         getattr(backend, name)(args._replace(squares=sums, squares_only=True))
     assert truth.isfinite().all()
-    torch.testing.assert_close(found.sqrt(), truth.sqrt(), rtol=BOUND, atol=0)
+    torch.testing.assert_close(actual.sqrt(), truth.sqrt(), rtol=BOUND, atol=0)
 
 
 @pytest.mark.parametrize("name", LAYERWISE)

@@ -1,4 +1,4 @@
-"""Plans and graphs of the Triton backend, and GELU, in the interpreter, which test_triton.py runs this file in.
+"""Plans and graphs of the Triton backend, and its GELU, in Triton's interpreter. test_triton.py runs this file.
 
 That its kernels give the reference's bits is tested in tests/kernels.
 """
@@ -27,7 +27,7 @@ pytestmark = interpreted()
 
 
 def test_gelu_of_every_bf16() -> None:
-    assert compare_bf16_gelu(memkern.triton) == 11  # the interpreter's erf is exact
+    assert compare_bf16_gelu(memkern.triton) == 11  # values that an exact erf, as the interpreter's, rounds otherwise
 
 
 # ---- plans
@@ -44,7 +44,7 @@ def test_a_plan_is_kept_while_nothing_moves() -> None:
 
 
 def transposed(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The first one, in the same memory."""
+    """The tensors, the first of them transposed in the same memory."""
     return [tensors[0].t(), *tensors[1:]]
 
 
@@ -64,18 +64,18 @@ CHANGES: dict[str, Callable[[StepArgs], StepArgs]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_plan_follows_what_changes(change: str) -> None:
-    made = [step_args("lion_step_", ["whole blocks", *LAYOUTS], kinds="fp32", **MIXED) for _ in range(2)]
+    actual, expected = (step_args("lion_step_", ["whole blocks", *LAYOUTS], kinds="fp32", **MIXED) for _ in range(2))
     for step in range(2):
         if step:
-            made = [CHANGES[change](args) for args in made]
-        memkern.triton.lion_step_(made[0])
-        reference.lion_step_(made[1])
-    assert_same([*made[0]], [*made[1]])
+            actual, expected = CHANGES[change](actual), CHANGES[change](expected)
+        memkern.triton.lion_step_(actual)
+        reference.lion_step_(expected)
+    assert_same([*actual], [*expected])
 
 
 def test_plans_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_table, "MAX_PLANS", 8)
-    monkeypatch.setattr(tensor_table, "MAX_WORDS", 3_600)
+    monkeypatch.setattr(tensor_table, "MAX_WORDS", 3_600)  # of more than 8 plans and less than 20
     tensor_table._plans.clear()
     steps = [step_args("lion_step_", ["1-D"]) for _ in range(20)]
     for args in steps:
@@ -86,7 +86,7 @@ def test_plans_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_each_of_many_parameters_keeps_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As StepInBackward has it: the step of one parameter after the other, over and over."""
+    """As with StepInBackward: steps of one parameter after the other, over and over."""
     monkeypatch.setattr(tensor_table, "MAX_PLANS", 8)
     steps = [step_args("lion_step_", ["1-D"]) for _ in range(3 * tensor_table.MAX_PLANS)]
     for args in steps:
@@ -118,14 +118,14 @@ class Graph:
                 lambda *args, **constants: self.nodes.append((partial(launch, **constants), args)),
             )
 
-            def copied(memory: tensor_table.DeviceTable, begin: int, values: Any, source: Tensor | None = None) -> None:
+            def record(memory: tensor_table.DeviceTable, begin: int, values: Any, source: Tensor | None = None) -> None:
                 assert source is not None, "pinned memory cannot be allocated in a capture"
                 upload(memory, begin, values, source)
                 target = memory.table[begin : begin + len(source)]
                 target.fill_(-1)  # the copy is recorded, not made
                 self.nodes.append((lambda target, source: target.copy_(source), (target, source)))
 
-            patch.setattr(tensor_table.DeviceTable, "upload", copied)
+            patch.setattr(tensor_table.DeviceTable, "upload", record)
             step()
 
     def replay(self) -> None:
