@@ -1,6 +1,6 @@
-"""Every case of the tables on every backend that tests/ can run: the reference's bits, and refused arguments.
+"""Every backend that tests/ can run gives the reference's bits in every case, and refuses every bad argument.
 
-The tables: tests/support/kernels/cases.py and refused.py. Emulated GPUs run them in lab/tests.
+The tables of cases are tests/support/kernels/cases.py and refused.py. Emulated GPUs run them in lab/tests.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from tests.support.kernels.refused import FREED, REFUSED
 
 
 def pairs(cases: Iterable[str], leave_out: Container[str] = ()) -> list[Any]:
-    """Backends and the cases that they take."""
-    return [
-        pytest.param(backend, name, marks=[*kernels.marks, *([pytest.mark.full] if full else [])])
-        for name in cases  # the reference's results are those of the last case
-        for backend, kernels in BACKENDS.items()
-        if backend not in leave_out and (name not in CASES or kernels.takes(CASES[name]))
-        for full in [name in CASES and CASES[name].full]
-    ]
+    """Parameters (backend, case): each case by every backend that takes it, but for those left out."""
+    params = []
+    for name in cases:  # the outer loop, as only the last cases' results of the reference are kept
+        case = CASES.get(name)
+        full = [pytest.mark.full] if case and case.full else []
+        for backend, kernels in BACKENDS.items():
+            if backend not in leave_out and (case is None or kernels.takes(case)):
+                params.append(pytest.param(backend, name, marks=[*kernels.marks, *full]))
+    return params
 
 
 @pytest.fixture
@@ -46,11 +47,11 @@ def test_cases(kernels: Kernels, case: str) -> None:
     compare(kernels, CASES[case])
 
 
-ONE_OF_EACH = {"avx2", "avx512", "neon", "simt-rev", "simt-rand"}
+SAME_CHECKS = {"avx2", "avx512", "neon", "simt-rev", "simt-rand"}  # as of generic and of simt-fwd
 
 
 @interpreted()
-@pytest.mark.parametrize(("backend", "case"), pairs(REFUSED, leave_out=ONE_OF_EACH))
+@pytest.mark.parametrize(("backend", "case"), pairs(REFUSED, leave_out=SAME_CHECKS))
 def test_bad_arguments_change_nothing(kernels: Kernels, case: str) -> None:
     op, make, message = REFUSED[case]
     args = kernels.to(make())
@@ -60,11 +61,12 @@ def test_bad_arguments_change_nothing(kernels: Kernels, case: str) -> None:
     assert_same(kernels.back(args), kernels.back(before))
 
 
-ON_CPU = ONE_OF_EACH | {"reference", "cuda", *([] if INTERPRETED else ["triton"])}
+# The reference has no such check, and the tensors are on the CPU.
+NO_CHECK = SAME_CHECKS | {"reference", "cuda", *([] if INTERPRETED else ["triton"])}
 
 
 @interpreted()
-@pytest.mark.parametrize(("backend", "case"), pairs(FREED, leave_out=ON_CPU))
+@pytest.mark.parametrize(("backend", "case"), pairs(FREED, leave_out=NO_CHECK))
 def test_freed_memory_is_an_error(kernels: Kernels, case: str) -> None:
     op, make, _ = FREED[case]
     with pytest.raises(RuntimeError, match="has no memory: its storage has been freed"):
@@ -77,7 +79,7 @@ def test_a_skipped_step_changes_nothing(op: str) -> None:
     before = copy.deepcopy(args)
     REFERENCE.call(op, *args)
     if op == "muon_momentum_":
-        assert not any(total.any() for total in args[1])
+        assert not any(sums.any() for sums in args[1])  # sums of squares, of which a skipped step makes zeros
         args[1] = before[1]
     assert_same(args, before)
 

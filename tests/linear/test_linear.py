@@ -1,4 +1,4 @@
-"""Randomized linear layers: outputs and gradients that are torch's, saved bytes, options, and the module."""
+"""Randomized linear layers have torch's outputs and gradients, but the weight's; saved bytes, options, the module."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from memkern.nn import RandomizedLinear
 from tests.support.helpers import assert_same, name_of, over_dtypes
 from tests.support.linear_helpers import inputs, over_projections
 
-# What is exact
+# ---- what is exact
 
 
 @over_projections
@@ -30,9 +30,9 @@ def test_all_but_the_weight_gradient_is_torch_s(
     x, weight, bias, grad = inputs(shape, 17, dtype)
     leaves = [x, weight, *([bias] if with_bias else [])]
     y = randomized_linear(*leaves, projection=name, min_tokens=0)
-    plain = F.linear(*leaves)
-    assert_same(y, plain)
-    ours, theirs = (torch.autograd.grad(out, leaves, grad) for out in (y, plain))
+    expected = F.linear(*leaves)
+    assert_same(y, expected)
+    ours, theirs = (torch.autograd.grad(out, leaves, grad) for out in (y, expected))
     assert_same([ours[0], *ours[2:]], [theirs[0], *theirs[2:]])
     assert ours[1].dtype == dtype
     assert not torch.equal(ours[1], theirs[1])
@@ -41,34 +41,34 @@ def test_all_but_the_weight_gradient_is_torch_s(
 @over_projections
 def test_inputs_of_any_strides(name: str) -> None:
     x, weight, bias, grad = inputs((6, 40, 24), 17)
-    flipped = x.detach().permute(2, 1, 0).contiguous().permute(2, 1, 0).requires_grad_()
+    permuted = x.detach().permute(2, 1, 0).contiguous().permute(2, 1, 0).requires_grad_()
     results = []
-    for given in (x, flipped):
+    for x_ in (x, permuted):
         torch.manual_seed(0)
-        y = randomized_linear(given, weight, bias, projection=name)
-        wide = grad.repeat(1, 1, 2)[..., ::2].copy_(grad)  # a gradient that is not dense
-        results.append([y.detach(), *torch.autograd.grad(y, [given, weight, bias], wide)])
+        y = randomized_linear(x_, weight, bias, projection=name)
+        strided_grad = grad.repeat(1, 1, 2)[..., ::2].copy_(grad)
+        results.append([y.detach(), *torch.autograd.grad(y, [x_, weight, bias], strided_grad)])
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b)
 
 
-# What is kept
+# ---- saved bytes
 
 
 @over_projections
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name_of)
-def test_kept_bytes(name: str, dtype: torch.dtype) -> None:
+def test_saved_bytes(name: str, dtype: torch.dtype) -> None:
     layer = RandomizedLinear(64, 96, share=0.25, projection=name, dtype=dtype)
     x = torch.randn(4, 100, 64, dtype=dtype, requires_grad=True)
-    assert memory.saved_bytes(lambda: layer(x)) == 100 * 64 * dtype.itemsize + 16
+    assert memory.saved_bytes(lambda: layer(x)) == 100 * 64 * dtype.itemsize + 16  # 100 of 400 tokens, and the seed
 
 
 def test_the_input_is_free_after_the_forward_pass() -> None:
     layer = RandomizedLinear(64, 64)
     norm = nn.LayerNorm(64, elementwise_affine=False)
     x = torch.randn(200, 64, requires_grad=True)
-    plain = memory.saved_bytes(lambda: layer(norm(x)), x)
-    assert plain == 40 * 64 * 4 + 16 + 2 * 200 * 4  # and mean and deviation
+    # 40 of 200 tokens, the seed, and LayerNorm's means and deviations.
+    assert memory.saved_bytes(lambda: layer(norm(x)), x) == 40 * 64 * 4 + 16 + 2 * 200 * 4
 
 
 @pytest.mark.parametrize("needs", [(a, b, c) for a in (0, 1) for b in (0, 1) for c in (0, 1)], ids=str)
@@ -76,9 +76,10 @@ def test_only_what_is_needed_is_kept_and_computed(needs: tuple[int, int, int]) -
     tensors = inputs((200, 24), 16)
     x, weight, bias = (t.detach().requires_grad_(bool(n)) for t, n in zip(tensors, needs, strict=False))
     leaves = [t for t in (x, weight, bias) if t.requires_grad]
-    kept = (needs[0] and 4 * 24 * 16) + (needs[1] and 4 * 40 * 24 + 16)
+    # The gradient of x needs the weight, that of the weight 40 of 200 tokens and the seed.
+    expected_bytes = needs[0] * 4 * 24 * 16 + needs[1] * (4 * 40 * 24 + 16)
     run = lambda: randomized_linear(x, weight, bias)  # noqa: E731
-    assert memory.saved_bytes(run) == kept
+    assert memory.saved_bytes(run) == expected_bytes
     if leaves:
         grads = torch.autograd.grad(run(), leaves, tensors[3])
         expected = torch.autograd.grad(F.linear(x, weight, bias), leaves, tensors[3])
@@ -103,14 +104,12 @@ def test_nothing_is_kept_or_drawn_without_gradients(mode: Any) -> None:
 )
 def test_where_the_layer_is_plain(options: dict[str, Any]) -> None:
     x, weight, bias, grad = inputs((2, 100, 24), 16)
-    run = lambda: randomized_linear(x, weight, bias, **options)  # noqa: E731
     assert_same(
-        torch.autograd.grad(run(), [x, weight, bias], grad),
+        torch.autograd.grad(randomized_linear(x, weight, bias, **options), [x, weight, bias], grad),
         torch.autograd.grad(F.linear(x, weight, bias), [x, weight, bias], grad),
     )
-    assert memory.saved_bytes(run, x, weight) == 0
-    options = {"min_tokens": 200}
-    assert memory.saved_bytes(run, x, weight) > 0
+    assert memory.saved_bytes(lambda: randomized_linear(x, weight, bias, **options), x, weight) == 0
+    assert memory.saved_bytes(lambda: randomized_linear(x, weight, bias, min_tokens=200), x, weight) > 0
 
 
 @pytest.mark.parametrize("shape", [(0, 24), (24,), (3, 0, 24)], ids=str)
@@ -131,7 +130,7 @@ def test_meta_tensors_have_shapes(name: str) -> None:
     assert layer.weight.grad.shape == (20, 15)
 
 
-# The module
+# ---- the module
 
 
 def test_module_is_a_linear_with_the_same_state() -> None:
@@ -153,10 +152,7 @@ def test_module_is_a_linear_with_the_same_state() -> None:
         ({"share": 1.5}, "share must be .*, got 1.5"),
         ({"share": math.nan}, "share must be .*, got nan"),
         ({"share": True}, "share must be .*, got True"),
-        (
-            {"projection": "fft"},
-            "projection must be one of 'rows', 'dct', 'gaussian', 'rademacher', got 'fft'",
-        ),
+        ({"projection": "fft"}, "projection must be one of 'rows', 'dct', 'gaussian', 'rademacher', got 'fft'"),
         ({"min_tokens": -1}, "min_tokens must be a whole number, 0 or more, got -1"),
         ({"min_tokens": 1.5}, "min_tokens must be a whole number, 0 or more, got 1.5"),
     ],

@@ -1,4 +1,4 @@
-"""The projections of randomized layers: unbiased with the known variance, and the same for the same seed."""
+"""The projections of randomized layers are unbiased, have the known variance, and are the same for the same seed."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def test_dense_entries_are_signs_and_normals() -> None:
     torch.testing.assert_close(signs.abs(), torch.ones_like(signs))
     normals = matrix("gaussian", 300, 200, next(seeds())) * math.sqrt(300)
     for entries in (signs, normals):
-        count = math.sqrt(entries.numel())
-        assert abs(entries.mean()) < 5 / count
-        assert abs(entries.square().mean() - 1) < 5 * math.sqrt(2) / count
-        for a, b in ((entries[1:], entries[:-1]), (entries[:, 1:], entries[:, :-1])):
-            assert abs((a * b).mean()) < 5 / count
+        deviation = 1 / math.sqrt(entries.numel())  # of the mean; that of the squares' is sqrt(2) times as large
+        assert abs(entries.mean()) < 5 * deviation
+        assert abs(entries.square().mean() - 1) < 5 * math.sqrt(2) * deviation
+        for a, b in ((entries[1:], entries[:-1]), (entries[:, 1:], entries[:, :-1])):  # neighbours are uncorrelated
+            assert abs((a * b).mean()) < 5 * deviation
     levels = torch.tensor([-2.0, -1, -0.5, 0, 0.5, 1, 2], dtype=torch.float64)
     below = (normals.unsqueeze(-1) < levels).double().mean((0, 1))
     assert (below - torch.special.ndtr(levels)).abs().max() < 2.5 / math.sqrt(normals.numel())
@@ -68,7 +68,7 @@ def test_another_seed_is_another_projection() -> None:
         first = matrix(name, 50, 10, a)
         assert_same(matrix(name, 50, 10, a), first)
         assert not torch.equal(matrix(name, 50, 10, b), first)
-        for word in (0, 1):  # each word matters
+        for word in (0, 1):  # of the seed
             other = a.clone()
             other[word] += 1
             assert not torch.equal(matrix(name, 50, 10, other), first)
@@ -107,8 +107,8 @@ def test_weight_gradient_is_unbiased_with_the_known_variance(name: str) -> None:
 def test_cuda_makes_the_same_projection(name: str) -> None:
     seed = next(seeds())
     x = torch.eye(150)
-    there = projection.project(x.cuda(), 30, name, seed.cuda())
-    torch.testing.assert_close(there.cpu(), projection.project(x, 30, name, seed))
+    on_cuda = projection.project(x.cuda(), 30, name, seed.cuda())
+    torch.testing.assert_close(on_cuda.cpu(), projection.project(x, 30, name, seed))
     layer = RandomizedLinear(150, 150, projection=name, generator=torch.Generator()).cuda()
     layer(torch.eye(150, device="cuda", requires_grad=True)).backward(torch.eye(150, device="cuda"))
     assert_gram(layer.weight.grad.cpu(), 30)

@@ -1,4 +1,4 @@
-"""memkern.quantize_affine and dequantize_affine: the formula, errors of at most a step, edges, what is refused."""
+"""memkern.quantize_affine and dequantize_affine follow the formula; errors are at most a step; bad input is refused."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ SHAPES = [(), (1,), (7,), (3, 5), (4, 300), (2, 3, 128), (0, 4)]
 
 
 def there_and_back(x: Tensor, **options: Any) -> Tensor:
-    made = memkern.quantize_affine(x, **options)
-    return memkern.dequantize_affine(*made, **{key: x for key, x in options.items() if key != "bits"})
+    codes, scale, zero_point = memkern.quantize_affine(x, **options)
+    options.pop("bits", None)
+    return memkern.dequantize_affine(codes, scale, zero_point, **options)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -58,7 +59,7 @@ def test_ranges_far_from_zero(offset: float, width: float) -> None:
     x = offset + width * torch.rand(8, 256)
     back = there_and_back(x)
     assert back.isfinite().all()
-    step = torch.maximum((x.max() - x.min()) / 255, x.abs().max() / 2**20)
+    step = torch.maximum((x.max() - x.min()) / 255, x.abs().max() / 2**20)  # 2**20: FARTHEST of memkern.quant.affine
     assert (back - x).abs().max() <= 1.6 * step + 1e-38
 
 
@@ -112,7 +113,7 @@ def test_bad_input(call: Any, error: Any, message: str) -> None:
         call()
 
 
-def test_optimizers_refuse_it_with_the_reason() -> None:
+def test_optimizers_refuse_the_affine_codec_with_the_reason() -> None:
     with pytest.raises(ValueError, match="small second moments become 0"):
         memkern.optim.AdamW8bit([torch.nn.Parameter(torch.ones(8))], codec="affine")
 
@@ -120,8 +121,8 @@ def test_optimizers_refuse_it_with_the_reason() -> None:
 # ---- values at the edges
 
 
-def within_a_step(x: Tensor, **options: Any) -> None:
-    """Finite values come back within a step of the largest scale."""
+def assert_within_a_step(x: Tensor, **options: Any) -> None:
+    """Finite values come back with an error of at most the largest scale."""
     _, scale, _ = memkern.quantize_affine(x, **options)
     assert scale.isfinite().all()
     assert (scale > 0).all()
@@ -143,7 +144,7 @@ def test_beside_every_boundary(bits: int) -> None:
         near = (a + codes.double() * step).float()
         x = (near.view(torch.int32)[:, None] + torch.arange(-3, 4)).view(torch.float32).clamp(a, b)
         x = torch.cat([x, torch.tensor([[a, b]]).expand(len(x), 2)], 1).contiguous()
-        within_a_step(x, bits=bits, block_size=16)
+        assert_within_a_step(x, bits=bits, block_size=16)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -166,13 +167,13 @@ def test_beside_every_boundary(bits: int) -> None:
 def test_extreme_blocks(bits: int, values: list[float]) -> None:
     x = torch.tensor(values).repeat(40)[None]
     for granularity in ("block", "tensor"):
-        within_a_step(x, bits=bits, granularity=granularity)
+        assert_within_a_step(x, bits=bits, granularity=granularity)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("granularity", ["block", "channel", "tensor"])
-def test_one_graph(bits: int, granularity: str) -> None:
+def test_compile_without_a_graph_break(bits: int, granularity: str) -> None:
     def back(x: Tensor) -> Tensor:
         return there_and_back(x, bits=bits, granularity=granularity)
 

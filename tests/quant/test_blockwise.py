@@ -1,4 +1,4 @@
-"""memkern.quantize_blockwise and dequantize_blockwise: equal bits on all backends, extreme blocks, arguments."""
+"""memkern.quantize_blockwise and dequantize_blockwise give equal bits on all backends, also of extreme blocks."""
 
 import math
 
@@ -66,14 +66,14 @@ def test_a_mark_for_what_codes_cannot_hold(
     with on("reference"):
         expected = _ops.quantize_blockwise(x, codec, signed, block_size, None, mark_nonfinite=True)
     assert_same(marked, expected, "codes and scale")
-    cannot = ~x.isfinite() if signed else x.isnan() | (x == math.inf)
-    assert bool(back[cannot].isnan().all())
-    assert 0 < int(expected[1].isnan().sum()) <= int(cannot.sum())
-    clear = ~back.isnan()
-    assert bool(back.isfinite()[clear].all())
-    assert_same(expected[0][clear], codes[clear], "codes of other blocks")
-    own = ~expected[1].isnan()
-    assert_same(expected[1][own], scale[own].clamp_max(C.LARGEST_MARKED_SCALE), "scales of other blocks")
+    not_coded = ~x.isfinite() if signed else x.isnan() | (x == math.inf)
+    assert bool(back[not_coded].isnan().all())
+    assert 0 < int(expected[1].isnan().sum()) <= int(not_coded.sum())
+    coded = ~back.isnan()
+    assert bool(back.isfinite()[coded].all())
+    assert_same(expected[0][coded], codes[coded], "codes of other blocks")
+    unmarked = ~expected[1].isnan()
+    assert_same(expected[1][unmarked], scale[unmarked].clamp_max(C.LARGEST_MARKED_SCALE), "scales of other blocks")
 
 
 # ---- any values
@@ -84,9 +84,9 @@ def from_bits(bits: list[int]) -> torch.Tensor:
 
 
 any_fp32 = st.integers(0, 2**32 - 1)
-# Magnitudes that one block may well hold together: an exponent in common, and some bits of noise.
+# Bits of numbers that one block may well hold: (exponent - the block's, mantissa, sign) of each.
 block_like = st.builds(
-    lambda exponent, rest: [min(max(exponent + e, 0), 254) << 23 | mantissa | sign << 31 for e, mantissa, sign in rest],
+    lambda exponent, numbers: [min(max(exponent + e, 0), 254) << 23 | m | sign << 31 for e, m, sign in numbers],
     st.integers(0, 254),
     st.lists(st.tuples(st.integers(-20, 0), st.integers(0, 2**23 - 1), st.integers(0, 1)), min_size=1, max_size=80),
 )
@@ -140,14 +140,15 @@ EXTREMES = {
 @pytest.mark.parametrize("name", EXTREMES)
 def test_extreme_blocks(backend: str, dtype: torch.dtype, name: str) -> None:
     values, scale, signed_codes, unsigned_codes = EXTREMES[name]
-    x = torch.tensor([values + [0.0] * 30]).to(dtype)
-    fits = torch.equal(x.float(), torch.tensor([values + [0.0] * 30])) or name.startswith(("NaN", "inf", "zero"))
+    in_fp32 = torch.tensor([values + [0.0] * 30])
+    x = in_fp32.to(dtype)
+    fits = torch.equal(x.float(), in_fp32) or name.startswith("NaN")  # NaN is not equal to itself
     for codec in CODECS:
         for signed, codes in ((True, signed_codes), (False, unsigned_codes)):
             q, s = both(x, backend, codec=codec, signed=signed)
             if fits:
-                kept = [v for v in values if math.isfinite(v) and (signed or v > 0)]
-                assert s.item() == np.float32(scale if signed else max(kept, default=0.0))
+                positive = [v for v in values if math.isfinite(v) and v > 0]
+                assert s.item() == np.float32(scale if signed else max(positive, default=0.0))
             if fits and codec == "power":
                 assert q[0, : len(values)].tolist() == codes
             assert (q[0, len(values) :] == 0).all()
@@ -187,7 +188,7 @@ def test_defaults_and_what_is_left_alone() -> None:
     assert (back - x.detach()).abs().max() <= scale.max() * 1.01 / 127
 
 
-BAD = [
+BAD = [  # arguments, and the error with its message
     ({"codec": "linear"}, ValueError, "codec must be one of 'power', 'dynamic'"),
     ({"codec": 0}, ValueError, "codec must be one of"),
     *(({"block_size": b}, ValueError, "multiple of 8 from 8 to 4096") for b in (0, 4, 12, 8192, 128.0, True)),
@@ -209,7 +210,7 @@ def test_quantize_refuses(backend: str, options: dict, error: type, message: str
 
 
 I8 = torch.ones(4, 256, dtype=torch.int8)
-BAD_BACK = [
+BAD_BACK = [  # (codes, scale), options, and the error with its message
     ((I8, torch.ones(4, 2)), {"codec": "linear"}, ValueError, "codec must be one of"),
     ((I8, torch.ones(4, 2)), {"block_size": 12}, ValueError, "multiple of 8"),
     ((I8, torch.ones(4, 2)), {"block_size": 64}, ValueError, "scale"),
@@ -245,7 +246,7 @@ def test_results_do_not_depend_on_the_number_of_threads() -> None:
 
 
 @pytest.mark.parametrize("shapes", [[(4, 256)], [(4, 256), (5, 300), (7, 320)]], ids=["one shape", "changing shapes"])
-def test_one_graph(shapes: list[tuple[int, ...]]) -> None:
+def test_compile_without_a_graph_break(shapes: list[tuple[int, ...]]) -> None:
     def there_and_back(x: torch.Tensor) -> torch.Tensor:
         return memkern.dequantize_blockwise(*memkern.quantize_blockwise(x))
 

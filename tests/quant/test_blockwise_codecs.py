@@ -1,4 +1,4 @@
-"""The codecs of memkern.quantize_blockwise against formulas in fp64: nearest codes, the dither, dequantization."""
+"""Codes of memkern.quantize_blockwise are those of formulas in fp64: the nearest ones, or the dithered ones."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from tests.support.helpers import hard, on, over_codecs, over_cpu, over_dtypes, 
 FLT_MAX = torch.finfo(torch.float32).max
 TINIEST = 2.0**-149  # the least fp32 denormal
 # Scales below which the factor that a block is multiplied by overflows, and the block is stored as zeros.
-LEAST = {"power": 255**2 / FLT_MAX * 1.001, "dynamic": 1 / FLT_MAX * 1.001}
+LEAST_SCALE = {"power": 255**2 / FLT_MAX * 1.001, "dynamic": 1 / FLT_MAX * 1.001}
 
 
 def blocks_of(x: torch.Tensor, block_size: int) -> torch.Tensor:
@@ -29,9 +29,9 @@ def test_signed_power_is_the_nearest_root(backend: str, dtype: torch.dtype, bloc
     x, q = blocks_of(x, block_size).double(), blocks_of(codes, block_size).double()
     assert torch.equal(scale.reshape(-1).double(), x.abs().amax(1))
     s = scale.reshape(-1, 1).double().clamp_min(TINIEST)
-    wanted = x.sign() * 127 * (x.abs() / s).sqrt()
+    expected = x.sign() * 127 * (x.abs() / s).sqrt()
     # fp32 rounds the factor, the product and the root: under 127 * 2 * 2^-24 together.
-    assert (q - wanted).abs().max() <= 0.5 + 127 * 2**-23
+    assert (q - expected).abs().max() <= 0.5 + 127 * 2**-23
 
 
 @over_cpu
@@ -53,7 +53,7 @@ def test_unsigned_power_rounds_down_after_u_and_never_to_zero(
     assert ((low <= q) & (q <= high))[positive].all()
     assert (low == high)[positive].double().mean() > 0.99  # so the line above leaves nearly all codes no choice
     assert (q[~positive] == 0).all()
-    assert (q[positive & (s > LEAST["power"])] >= 1).all()
+    assert (q[positive & (s > LEAST_SCALE["power"])] >= 1).all()
 
 
 @over_cpu
@@ -65,11 +65,11 @@ def test_dynamic_is_the_nearest_entry(backend: str, signed: bool, dtype: torch.d
         codes, scale = memkern.quantize_blockwise(x, codec="dynamic", signed=signed)
     entries = torch.tensor(C.dynamic_map(signed), dtype=torch.float64)
     s = scale.reshape(-1, 1)
-    t = torch.where(s > LEAST["dynamic"], blocks_of(x, 128) * (1 / s), 0).double()
+    t = torch.where(s > LEAST_SCALE["dynamic"], blocks_of(x, 128) * (1 / s), 0).double()
     q = blocks_of(codes, 128).long() + (C.dynamic_zero(True) if signed else 0)
     distance = (t - entries[q % 256]).abs()
-    best = (t[..., None] - entries).abs().amin(-1)
-    assert torch.equal(distance, best)
+    least_distance = (t[..., None] - entries).abs().amin(-1)
+    assert torch.equal(distance, least_distance)
 
 
 @over_cpu

@@ -1,4 +1,4 @@
-"""memkern.quant.codec, whose constants and tables every backend reads: the dynamic map, the dither, C++ headers."""
+"""memkern.quant.codec has bitsandbytes' dynamic map, an even dither, and C++ headers with the same numbers."""
 
 import re
 import runpy
@@ -12,7 +12,7 @@ import torch
 from memkern.quant import codec
 from tests.support.helpers import over_signs
 
-GENERATE = runpy.run_path(str(Path(codec.__file__).parents[2] / "csrc/generate.py"))
+GENERATE = runpy.run_path(str(Path(codec.__file__).parents[2] / "csrc/generate.py"))  # its functions by name
 
 
 def bitsandbytes_map(signed: bool) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Signed power codes with a dither: unbiased, and the same from any approximate root, also beside every square."""
+"""Signed power codes with a dither are unbiased, and the same from any approximate root, also beside every square."""
 
 import math
 from fractions import Fraction
@@ -21,27 +21,26 @@ from tests.support.helpers import (
 )
 from tests.support.interpreted import interpreted
 
-CPU = torch.device("cpu")
 N = C.POWER_LEVELS_SIGNED
 ROOT_ERROR = 6  # the relative error of a backend's square root, in units of 2^-24
 
 
 def around_square(k: int) -> torch.Tensor:
-    """Every float that a root with such an error may put on the wrong side of k^2."""
+    """Every float that a root with an error of up to ROOT_ERROR may put on the wrong side of k^2."""
     a = (torch.tensor(float(k * k)).view(torch.int32) + torch.arange(-32, 33)).int().view(torch.float32)
     return a[(a.double() / k**2 - 1).abs() <= 2 * ROOT_ERROR * 2.0**-24]
 
 
 # Values of the dither u, of 24 bits: near 0, near 1 and in between.
-ENDS = torch.cat([torch.arange(2048), torch.arange(2**24 - 2048, 2**24), torch.arange(0, 2**24, 8191)])
-ENDS = ENDS.float() * 2.0**-24
+DITHERS = torch.cat([torch.arange(2048), torch.arange(2**24 - 2048, 2**24), torch.arange(0, 2**24, 8191)])
+DITHERS = DITHERS.float() * 2.0**-24
 
 
 def codes_from(a: torch.Tensor, q: torch.Tensor | float, u: torch.Tensor) -> torch.Tensor:
     """The formula of round_signed with a given q in place of the rounded-down root."""
-    rest = 1 - u.clamp(C.DITHER_CLAMP, 1 - C.DITHER_CLAMP)
+    bound = 1 - u.clamp(C.DITHER_CLAMP, 1 - C.DITHER_CLAMP)
     q = torch.as_tensor(q, dtype=torch.float32)
-    return q + (a - q * q >= rest * (2 * q + 1)).float()
+    return q + (a - q * q >= bound * (2 * q + 1)).float()
 
 
 @pytest.mark.parametrize("k", range(1, N + 1))
@@ -50,31 +49,31 @@ def test_a_root_that_is_off_beside_a_square_ends_in_the_same_code(k: int) -> Non
     assert len(a) >= 12
     assert (a < k * k).any()
     assert (a > k * k).any()
-    wanted = round_signed(a, ENDS[None])
+    expected = round_signed(a, DITHERS[None])
     for q in (k - 1, k):
-        assert torch.equal(codes_from(a, q, ENDS[None]), wanted)
-    assert (wanted == k).all()  # with u clamped no dither moves what is next to a square
-    assert wanted.max() <= N
+        assert torch.equal(codes_from(a, q, DITHERS[None]), expected)
+    assert (expected == k).all()  # with u clamped no dither moves what is next to a square
+    assert expected.max() <= N
 
 
 def test_without_the_clamp_of_u_roots_would_give_other_codes() -> None:
     # Shows that the test above can fail.
     a = around_square(100)[:, None]
-    off = [100.0 - 1 + (a - 99.0**2 >= (1 - ENDS) * 199), 100.0 + (a - 100.0**2 >= (1 - ENDS) * 201)]
-    assert not torch.equal(*off)
+    codes = [99.0 + (a - 99.0**2 >= (1 - DITHERS) * 199), 100.0 + (a - 100.0**2 >= (1 - DITHERS) * 201)]
+    assert not torch.equal(*codes)
 
 
 @pytest.mark.parametrize("q", [1, 7, 64, 126])
-def test_the_difference_is_exact_and_the_comparison_is_the_formulas(q: int) -> None:
+def test_round_signed_is_the_formula_in_exact_arithmetic(q: int) -> None:
     rng = torch.Generator().manual_seed(q)
     a = q * q + torch.rand(400, generator=rng) * (2 * q + 1)
     u = torch.randint(0, 2**24, (400,), generator=rng).float() * 2.0**-24
-    for x, y, code in zip(a.tolist(), u.tolist(), round_signed(a, u).tolist(), strict=True):
-        low = math.isqrt(math.floor(Fraction(x)))
-        bound = (1 - Fraction(min(max(y, C.DITHER_CLAMP), 1 - C.DITHER_CLAMP))) * (2 * low + 1)
-        left = Fraction(x) - low * low
-        if abs(left - bound) > bound * Fraction(1, 2**24):  # the product is rounded
-            assert code == low + (left >= bound)
+    for a_i, u_i, code in zip(a.tolist(), u.tolist(), round_signed(a, u).tolist(), strict=True):
+        low = math.isqrt(math.floor(Fraction(a_i)))
+        bound = (1 - Fraction(min(max(u_i, C.DITHER_CLAMP), 1 - C.DITHER_CLAMP))) * (2 * low + 1)
+        difference = Fraction(a_i) - low * low
+        if abs(difference - bound) > bound * Fraction(1, 2**24):  # where the rounded product decides alike
+            assert code == low + (difference >= bound)
 
 
 @over_cpu
@@ -111,7 +110,7 @@ def test_values_stored_over_many_steps_are_unbiased(backend: str) -> None:
     assert ((error <= 0.005 * width * unit + 1e-6 * x.double().abs()) | ~usable).all()
     with on(backend):
         nearest = memkern.dequantize_blockwise(*memkern.quantize_blockwise(x)).double()
-    assert ((nearest - x.double()).abs() > 0.1 * width * unit).any()  # that the line above can fail
+    assert ((nearest - x.double()).abs() > 0.1 * width * unit).any()  # so the line above can fail
 
 
 INF, NAN = math.inf, math.nan
@@ -160,12 +159,12 @@ def test_a_positive_second_moment_keeps_a_code_above_zero_in_the_dynamic_map(bac
 
     x = torch.tensor([[1.0, 1e-9, 0.0, 3e-8, 2.0**-149, 1e-3, NAN, 0.5]])
     with on(backend):
-        kept, scale = _ops.quantize_blockwise(at(x, backend), "dynamic", False, 8, 1)
+        codes, scale = _ops.quantize_blockwise(at(x, backend), "dynamic", False, 8, 1)
         nearest, _ = memkern.quantize_blockwise(at(x, backend), codec="dynamic", signed=False, block_size=8)
         signed, _ = _ops.quantize_blockwise(at(x, backend), "dynamic", True, 8, 1)
         public, _ = memkern.quantize_blockwise(at(x, backend), codec="dynamic", block_size=8)
     assert scale.item() == 1
-    assert kept[0].tolist() == [255, 1, 0, 1, 1, nearest[0, 5].item(), 255, nearest[0, 7].item()]
+    assert codes[0].tolist() == [255, 1, 0, 1, 1, nearest[0, 5].item(), 255, nearest[0, 7].item()]
     assert nearest[0, :5].tolist() == [255, 0, 0, 0, 0]
     assert_same(signed, public)
     with on(backend):

@@ -1,4 +1,4 @@
-"""memkern.quant.layout: how a tensor is cut into blocks, in Python and in C++, whole and in shards."""
+"""memkern.quant.layout cuts a tensor into blocks as the ops of every backend do, also where it is a shard."""
 
 import math
 
