@@ -1,4 +1,4 @@
-"""What the activations' tests share: every activation with torch's own beside it, values around thresholds."""
+"""For the tests of activations: every activation with torch's own beside it, layouts, values around thresholds."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Activation(NamedTuple):
     ours: Callable[..., Tensor]
     torch: Callable[..., Tensor]
     module: Callable[..., torch.nn.Module]
-    table: Callable[[int], Levels]
-    has_bits: bool = True
-    inplace: bool = False
+    table: Callable[[int], Levels]  # of a number of bits
+    has_bits: bool = True  # False: its derivative is exact, in codes of one bit
+    inplace: bool = False  # whether both can write into x
 
     def __call__(self, x: Tensor, bits: int = 3, inplace: bool = False) -> Tensor:
         options: dict[str, Any] = {"bits": bits} if self.has_bits else {}

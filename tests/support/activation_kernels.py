@@ -1,4 +1,4 @@
-"""Checks of a backend's few-bit activations against the reference and torch's own ops."""
+"""Compares a backend's few-bit activations with the reference and with torch's own ops."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ RARE = 2e-4
 
 def assert_near(y: Tensor, x: Tensor, name: str, a: float = 0.0, b: float = 0.0) -> None:
     """An activation computed in fp32 is no further from the truth than torch's own, or within NEAR ulp."""
-    own = activate(x, ACTIVATIONS[name], a, b)
-    assert (y.dtype, y.shape) == (own.dtype, own.shape), name
-    assert y.stride() == own.stride() or y.numel() < 2, name
-    common = ~x.isinf()  # torch's CPU GELU of infinity is NaN
-    assert torch.equal(y.isnan() & common, own.isnan() & common), name
+    torch_y = activate(x, ACTIVATIONS[name], a, b)
+    assert (y.dtype, y.shape) == (torch_y.dtype, torch_y.shape), name
+    assert y.stride() == torch_y.stride() or y.numel() < 2, name
+    not_inf = ~x.isinf()  # torch's CPU GELU of infinity is NaN
+    assert torch.equal(y.isnan() & not_inf, torch_y.isnan() & not_inf), name
     truth = activate(x.double(), ACTIVATIONS[name], a, b)
     finite = truth.isfinite() & (truth.abs() < 6e4) & (x.abs() < 80)
-    y64, own64, truth, x64 = (t.double()[finite] for t in (y, own, truth, x))
+    y64, torch64, truth, x64 = (t.double()[finite] for t in (y, torch_y, truth, x))
     # x (1 + erf) / 2 cancels where x is negative, and x - tanh(x) near 0, in torch's kernels too: an ulp is one of
     # x / 2 there, or of x.
     cancels = x64.abs() if name == "tanhshrink" else x64.abs() / 2
     ulp = torch.finfo(x.dtype).eps * torch.maximum(truth.abs(), cancels).clamp(min=torch.finfo(x.dtype).tiny)
-    error, others = ((t - truth).abs() / ulp for t in (y64, own64))
-    assert (error <= torch.maximum(others, torch.full_like(others, NEAR))).all(), name
+    error, torch_error = ((t - truth).abs() / ulp for t in (y64, torch64))
+    assert (error <= torch_error.clamp(min=NEAR)).all(), name
     if x.dtype != torch.float32:
         # Against the rounded truth: far left torch's erf on the CPU has an error of its own.
-        wrong, others = (int((t != truth.to(x.dtype).double()).sum()) for t in (y64, own64))
-        assert wrong <= 1.05 * others + RARE * len(y64) + 3, name
+        wrong, torch_wrong = (int((t != truth.to(x.dtype).double()).sum()) for t in (y64, torch64))
+        assert wrong <= 1.05 * torch_wrong + RARE * len(y64) + 3, name
 
 
 def gelu_values(table: Levels, dtype: torch.dtype) -> Tensor:
@@ -87,32 +87,32 @@ TABLES = (("gelu", 3), ("gelu", 1), ("gelu_tanh", 4), ("gelu_tanh", 2))
 def compare_bf16_table(ops: Any, tables: Sequence[tuple[str, int]] = TABLES) -> None:
     """Large bf16 tensors, whose forward pass reads a table: the bits of torch's own op; for values beyond the table
     the bits that the formula gives small tensors."""
-    few, many = every_bf16(), torch.cat([every_bf16(8), torch.randn(13).bfloat16()])
+    small, large = every_bf16(), torch.cat([every_bf16(8), torch.randn(13).bfloat16()])
     for name, bits in tables:
         table = LEVELS[name, bits]
-        y, codes = ops.few_bit_forward(many, ACTIVATIONS[name], 0.0, 0.0, bits, *table[2:])
-        assert_same(codes, reference.few_bit_encode(many, bits, *table[2:]), name)
-        formula = ops.few_bit_forward(few, ACTIVATIONS[name], 0.0, 0.0, bits, *table[2:])[0]
-        own = activate(many, ACTIVATIONS[name], 0.0, 0.0)
-        formula = torch.cat([formula.repeat(8), own[-13:]])
-        expected = torch.where((many.abs() >= 2**-9) & (many.abs() < 6), own, formula)
+        y, codes = ops.few_bit_forward(large, ACTIVATIONS[name], 0.0, 0.0, bits, *table[2:])
+        assert_same(codes, reference.few_bit_encode(large, bits, *table[2:]), name)
+        formula = ops.few_bit_forward(small, ACTIVATIONS[name], 0.0, 0.0, bits, *table[2:])[0]
+        torch_y = activate(large, ACTIVATIONS[name], 0.0, 0.0)
+        formula = torch.cat([formula.repeat(8), torch_y[-13:]])
+        expected = torch.where((large.abs() >= 2**-9) & (large.abs() < 6), torch_y, formula)
         assert torch.equal(y.isnan(), expected.isnan()), name
         assert_same(y[~y.isnan()], expected[~y.isnan()], name)
 
 
 def compare_bf16_gelu(ops: Any) -> int:
-    """GELU and GELU_TANH of every bf16 value: codes as the reference's, and the bits of the formula in fp32, which
-    ``ops`` give for fp32 tensors. Returns for how many values, left of -3, GELU has others: where the formula's erf is
-    not CUDA 13's, but exact, or CUDA 12's, its 1 + erf is rounded to another multiple of 2^-24 for 11 of them.
+    """GELU and GELU_TANH of every bf16 value have the reference's codes, and the bits of the formula in fp32, which
+    ``ops`` compute for fp32 tensors. Returns for how many values GELU has other bits; all of them are left of -3. They
+    are 11 where the formula's erf is exact, or CUDA 12's: for them it rounds 1 + erf otherwise than with CUDA 13's.
     """
-    x, apart = every_bf16(), {}
+    x, differing = every_bf16(), {}
     for name in ("gelu", "gelu_tanh"):
         args = ACTIVATIONS[name], 0.0, 0.0, 3, *LEVELS[name, 3][2:]
         y, codes = ops.few_bit_forward(x, *args)
         assert_same(codes, reference.few_bit_encode(x, *args[3:]), name)
         expected = ops.few_bit_forward(x.float(), *args)[0].bfloat16()
         assert torch.equal(y.isnan(), expected.isnan()), name
-        apart[name] = x[(y.view(torch.int16) != expected.view(torch.int16)) & ~y.isnan()]
-    assert not len(apart["gelu_tanh"])
-    assert (apart["gelu"] < -3).all()
-    return len(apart["gelu"])
+        differing[name] = x[(y.view(torch.int16) != expected.view(torch.int16)) & ~y.isnan()]
+    assert not len(differing["gelu_tanh"])
+    assert (differing["gelu"] < -3).all()
+    return len(differing["gelu"])

@@ -27,11 +27,11 @@ SOURCES = (
 
 
 def key_of(*facts: object) -> str:
-    """Changes with every file of SOURCES, with torch, and with the facts, such as compiler flags."""
-    found = hashlib.sha256(repr((torch.__version__, *facts)).encode())
+    """A hash of every file of SOURCES, torch's version, and the facts, such as compiler flags."""
+    digest = hashlib.sha256(repr((torch.__version__, *facts)).encode())
     for path in sorted({path for pattern in SOURCES for path in ROOT.glob(pattern) if path.is_file()}):
-        found.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
-    return found.hexdigest()[:16]
+        digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def built(name: str, build: Callable[[Path], object], *facts: object) -> Path:

@@ -13,7 +13,7 @@ from memkern import dequantize_blockwise
 
 State = dict[str, Any]
 
-# Rows that 256 divides, that divide 256, and neither; one row; 1-D, large and small; other strides; a number.
+# Rows of a multiple of 256, of a divisor, and of neither; one row; 1-D, large and small; other strides; a scalar.
 SHAPES: dict[str, Callable[[], Tensor]] = {
     "long_rows": lambda: torch.randn(10, 512),
     "short_rows": lambda: torch.randn(200, 64),
@@ -49,10 +49,10 @@ def copies_of(params: list[nn.Parameter]) -> list[nn.Parameter]:
 
 def give_gradients(params: list[nn.Parameter], seed: int, *others: list[nn.Parameter]) -> None:
     generator = torch.Generator().manual_seed(seed)
-    for place, p in enumerate(params):
-        grad = torch.randn(p.shape, generator=generator).to(p.dtype)
-        for each in (params, *others):
-            each[place].grad = torch.empty_like(each[place]).copy_(grad)
+    for same_params in zip(params, *others, strict=True):
+        grad = torch.randn(same_params[0].shape, generator=generator).to(same_params[0].dtype)
+        for p in same_params:
+            p.grad = torch.empty_like(p).copy_(grad)
 
 
 def train(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], steps: int, first: int = 0) -> None:
@@ -86,7 +86,7 @@ def assert_steps_agree(
         assert not torch.equal(x, old)
 
 
-DROP = object()
+DROP = object()  # as a value of changed()
 
 
 def changed(tree: Any, path: tuple[Any, ...], value: Any) -> Any:

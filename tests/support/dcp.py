@@ -23,6 +23,7 @@ def state_of(model: nn.Module, optimizer: Any, options: Any = None) -> dict[str,
 
 
 def load(model: nn.Module, optimizer: Any, path: str) -> None:
+    """Loads a checkpoint into a model whose parameters become NaN before, so that one that is not loaded shows."""
     with torch.no_grad():
         for p in model.parameters():
             p.fill_(float("nan"))

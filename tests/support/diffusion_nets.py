@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-NETS: dict[str, tuple[str, dict[str, Any]]] = {
+NETS: dict[str, tuple[str, dict[str, Any]]] = {  # the class of diffusers, and its sizes
     "UNet": (
         "UNet2DModel",
         {
@@ -31,18 +31,18 @@ class Denoiser(nn.Module):
         self.net = net
 
     def forward(self, sample: Tensor, timestep: Tensor, noise: Tensor, class_labels: Tensor | None = None) -> Any:
-        given = {} if class_labels is None else {"class_labels": class_labels}
-        return SimpleNamespace(loss=F.mse_loss(self.net(sample, timestep, **given).sample, noise))
+        labels = {} if class_labels is None else {"class_labels": class_labels}
+        return SimpleNamespace(loss=F.mse_loss(self.net(sample, timestep, **labels).sample, noise))
 
 
 def build(name: str, side: int) -> nn.Module:
-    """For images of some side; no label is left out at random. ModuleNotFoundError without diffusers."""
+    """A net for images of ``side``^2; no label is left out at random. ModuleNotFoundError without diffusers."""
     import diffusers
 
-    net, sizes = NETS[name]
+    cls, sizes = NETS[name]
     channels = CHANNELS[name]
-    made = getattr(diffusers, net)(sample_size=side, in_channels=channels, out_channels=channels, **sizes)
-    for module in made.modules():
+    net = getattr(diffusers, cls)(sample_size=side, in_channels=channels, out_channels=channels, **sizes)
+    for module in net.modules():
         if hasattr(module, "dropout_prob"):
             module.dropout_prob = 0.0
-    return Denoiser(made)
+    return Denoiser(net)

@@ -1,4 +1,4 @@
-"""hypothesis, where it is installed; else its tests are skipped, and those beside them run (`make gpu` may lack it)."""
+"""hypothesis where it is installed; else stand-ins that skip its tests alone, as on machines of `make gpu`."""
 
 from __future__ import annotations
 

@@ -53,16 +53,14 @@ def closure_of(optimizer: torch.optim.Optimizer, w: Tensor, b: Tensor, x: Tensor
     return closure
 
 
-def assert_right_direction(
-    optimizer: torch.optim.Optimizer,
-    closure: Callable[[], Tensor],
-    up: bool = False,
-) -> None:
+def assert_right_direction(optimizer: torch.optim.Optimizer, closure: Callable[[], Tensor], up: bool = False) -> None:
+    """Twenty steps decrease the loss, with ``up`` increase it."""
     loss_of = getattr(closure, "loss_of", closure)
     first = loss_of().item()
     for _ in range(20):
         optimizer.step(closure)
-    assert loss_of().item() > first if up else loss_of().item() < first
+    last = loss_of().item()
+    assert last > first if up else last < first
 
 
 def clones(*params: Tensor) -> list[Parameter]:
@@ -74,6 +72,7 @@ def named(params: list[Parameter], names: bool) -> Any:
 
 
 def saved(x: Any) -> Any:
+    """x after torch.save and torch.load."""
     file = io.BytesIO()
     torch.save(x, file)
     file.seek(0)

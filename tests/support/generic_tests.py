@@ -103,13 +103,13 @@ def test_a_gradient_comes_later(new: Any) -> None:
     """One parameter has none in the first step and none in the third."""
     params = [Parameter(torch.randn(10, 5)), Parameter(torch.randn(10))]
     optimizer = new(params)
-    for given in ((0,), (0, 1), (1,)):
+    for with_gradients in ((0,), (0, 1), (1,)):
         before = [p.detach().clone() for p in params]
         for i, p in enumerate(params):
-            p.grad = torch.randn_like(p) if i in given else None
+            p.grad = torch.randn_like(p) if i in with_gradients else None
         optimizer.step()
         for i, p in enumerate(params):
-            assert torch.equal(p, before[i]) == (i not in given)
+            assert torch.equal(p, before[i]) == (i not in with_gradients)
 
 
 def test_a_closure_runs_once_with_gradients(plain: Any) -> None:
@@ -135,14 +135,14 @@ def test_a_step_takes_no_memory_after_the_first(new: Any) -> None:
     for p in params:
         p.grad = torch.rand_like(p)
     optimizer.step()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         optimizer.step()
-    taken = sum(e.self_cpu_memory_usage for e in seen.events() if e.self_cpu_memory_usage > 0)
+    allocated_bytes = sum(max(event.self_cpu_memory_usage, 0) for event in profiled.events())
     group = optimizer.param_groups[0]
-    limit = 64  # the corrected step sizes of a group
+    max_bytes = 64  # the corrected step sizes of a group
     if group.get("trust_bounds") is not None:
-        limit += 16 * len(params)  # two sums of squares of each
-    assert taken <= limit or group.get("amsgrad")
+        max_bytes += 16 * len(params)  # two sums of squares of each
+    assert allocated_bytes <= max_bytes or group.get("amsgrad")
 
 
 def test_parameters_of_many_dtypes_step_as_alone(plain: Any) -> None:
@@ -150,20 +150,19 @@ def test_parameters_of_many_dtypes_step_as_alone(plain: Any) -> None:
     options = {"state_bits": 32, "max_grad_norm": None}
     together = [Parameter(torch.randn(10, 5).to(dtype)) for dtype in dtypes for _ in range(2)]
     alone = clones(*together)
-    one, many = plain(together, **options), [plain([p], **options) for p in alone]
+    optimizer, optimizers = plain(together, **options), [plain([p], **options) for p in alone]
     for _ in range(3):
         for p, q in zip(together, alone, strict=True):
             p.grad = torch.randn_like(p)
             q.grad = p.grad.clone()
-        one.step()
-        for optimizer in many:
-            optimizer.step()
+        for o in (optimizer, *optimizers):
+            o.step()
     assert_same(together, alone)
 
 
 # ---- state dicts
 
-NAMES = [(False, False), (False, True), (True, False), (True, True)]
+NAMES = [(False, False), (False, True), (True, False), (True, True)]  # whether the saved, and the loaded run has names
 
 
 def test_state_dicts_repeat_a_run(new: Any) -> None:
@@ -180,21 +179,17 @@ def assert_repeats(new: Any, names: tuple[bool, bool]) -> None:
     optimizer = new(named([weight, bias], names[0]))
     for _ in range(4):
         optimizer.step(closure_of(optimizer, weight, bias, x))
-    again = clones(weight, bias)
-    other = new(named(again, names[1]))
+    copies = clones(weight, bias)
+    other = new(named(copies, names[1]))
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for _ in range(4):
         optimizer.step(closure_of(optimizer, weight, bias, x))
-        other.step(closure_of(other, *again, x))
+        other.step(closure_of(other, *copies, x))
         assert_same(snapshot(other), snapshot(optimizer))
 
     def without_names(state_dict: Options) -> Options:
-        return {
-            **state_dict,
-            "param_groups": [
-                {k: v for k, v in group.items() if k != "param_names"} for group in state_dict["param_groups"]
-            ],
-        }
+        groups = state_dict["param_groups"]
+        return {**state_dict, "param_groups": [{k: v for k, v in g.items() if k != "param_names"} for g in groups]}
 
     assert_same(without_names(other.state_dict()), without_names(optimizer.state_dict()))
     if any(names):
@@ -207,6 +202,7 @@ def assert_repeats(new: Any, names: tuple[bool, bool]) -> None:
 
 
 def primed(new: Any, steps: int = 3) -> tuple[torch.optim.Optimizer, Callable[[], Tensor]]:
+    """An optimizer after some steps, and the closure of its next one."""
     weight, bias, x = linear()
     optimizer = new([weight, bias])
     closure = closure_of(optimizer, weight, bias, x)
@@ -222,13 +218,14 @@ def test_state_dicts_load_with_weights_only(plain: Any) -> None:
 
 @pytest.mark.parametrize("kind", [float, int, torch.tensor, torch.DoubleTensor], ids=name_of)
 def test_a_step_that_is_a_number_loads(plain: Any, kind: Any) -> None:
+    """As in checkpoints of older versions of torch."""
     optimizer, closure = primed(plain)
-    older = copy.deepcopy(optimizer.state_dict())
-    for state in older["state"].values():
+    state_dict = copy.deepcopy(optimizer.state_dict())
+    for state in state_dict["state"].values():
         if "step" in state:
             step = state["step"].item()
             state["step"] = torch.tensor(step, dtype=torch.float64) if kind is torch.DoubleTensor else kind(int(step))
-    optimizer.load_state_dict(older)
+    optimizer.load_state_dict(state_dict)
     optimizer.step(closure)
     for state in optimizer.state.values():
         if "step" in state:
@@ -293,67 +290,64 @@ def test_load_state_dict_hooks(plain: Any) -> None:
     state_dict = optimizer.state_dict()
     state_dict["theirs"] = state_dict.pop("state")
 
-    def in_place(_: torch.optim.Optimizer, given: Options) -> None:
-        given["state"] = given.pop("theirs")
-        given["param_groups"][0]["lr"] = 0.002
+    def change_in_place(_: torch.optim.Optimizer, loaded: Options) -> None:
+        loaded["state"] = loaded.pop("theirs")
+        loaded["param_groups"][0]["lr"] = 0.002
 
-    def returned(_: torch.optim.Optimizer, given: Options) -> Options:
-        given = copy.deepcopy(given)
-        given["param_groups"][0]["lr"] = 0.003
-        return given
+    def return_another(_: torch.optim.Optimizer, loaded: Options) -> Options:
+        loaded = copy.deepcopy(loaded)
+        loaded["param_groups"][0]["lr"] = 0.003
+        return loaded
 
     def after(o: torch.optim.Optimizer) -> None:
         o.state["lr after"] = float(o.param_groups[0]["lr"])
 
-    optimizer.register_load_state_dict_pre_hook(in_place)
+    optimizer.register_load_state_dict_pre_hook(change_in_place)
     optimizer.load_state_dict(state_dict)
     assert optimizer.param_groups[0]["lr"] == 0.002
-    optimizer.register_load_state_dict_pre_hook(returned, prepend=True)
+    optimizer.register_load_state_dict_pre_hook(return_another, prepend=True)
     optimizer.register_load_state_dict_post_hook(after)
     optimizer.load_state_dict(state_dict)
     assert optimizer.state["lr after"] == 0.002
-    optimizer.register_load_state_dict_pre_hook(returned)
+    optimizer.register_load_state_dict_pre_hook(return_another)
     optimizer.load_state_dict(state_dict)
     assert optimizer.state["lr after"] == 0.003
 
 
 def test_step_hooks_fire_in_order(plain: Any) -> None:
     optimizer, _ = primed(plain, 1)
-    sgd, seen = torch.optim.SGD([torch.ones(1)]), []
-    note: Callable[[Any], Callable[..., None]] = lambda x: lambda *args: seen.append(x)  # noqa: E731
+    sgd, calls = torch.optim.SGD([torch.ones(1)]), []
+    note: Callable[[Any], Callable[..., None]] = lambda x: lambda *args: calls.append(x)  # noqa: E731
     handles = [
         register_optimizer_step_pre_hook(note("global before")),
         register_optimizer_step_post_hook(note("global after")),
     ]
-    for each in (optimizer, sgd):
-        handles += [
-            each.register_step_pre_hook(note("before")),
-            each.register_step_post_hook(note("after")),
-        ]
+    for o in (optimizer, sgd):
+        handles += [o.register_step_pre_hook(note("before")), o.register_step_post_hook(note("after"))]
     expected = ["global before", "before", "after", "global after"]
-    for each in (optimizer, sgd, optimizer):
-        each.step()
-    assert seen == 3 * expected
+    for o in (optimizer, sgd, optimizer):
+        o.step()
+    assert calls == 3 * expected
     for handle in handles:
         handle.remove()
     optimizer.step()
-    assert seen == 3 * expected
+    assert calls == 3 * expected
 
 
-@pytest.mark.parametrize("way", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["deepcopy", "pickle"])
-def test_copies_have_everything(plain: Any, way: Callable[[Any], Any]) -> None:
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["deepcopy", "pickle"])
+def test_copies_have_everything(plain: Any, clone: Callable[[Any], Any]) -> None:
     optimizer, _ = primed(plain)
 
     def public(o: object) -> Iterator[str]:
         return (key for key in vars(o) if not key.startswith("_"))
 
-    other = way(optimizer)
+    other = clone(optimizer)
     assert {*public(other)} == {*public(optimizer)}
     assert_same(other.state_dict(), optimizer.state_dict())
-    for each in (optimizer, other):
-        for p in each.param_groups[0]["params"]:
+    for o in (optimizer, other):
+        for p in o.param_groups[0]["params"]:
             p.grad = torch.ones_like(p)
-        each.step()
+        o.step()
     assert_same(snapshot(other), snapshot(optimizer))
 
 

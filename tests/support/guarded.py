@@ -1,8 +1,7 @@
-"""Accesses out of bounds: optimizer steps of tensors of every size, offset and stride pattern, each an allocation of
-its own between guard values. tests/support/sanitized.py runs them under AddressSanitizer.
+"""Finds accesses out of bounds by optimizer steps of tensors of every size, offset and stride pattern.
 
-AddressSanitizer guards both ends of an allocation; what lies inside one and is no element (before an offset, in gaps)
-has a value that must stay.
+tests/support/sanitized.py runs them under AddressSanitizer, which guards both ends of an allocation. Each tensor has an
+allocation of its own; what is no element in it, before an offset or in gaps, holds a guard value that must stay.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ def patterns(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
     return [*dense, *gaps, *expanded, (1,) * len(shape), (0,) * len(shape)]
 
 
-def step_of(name: str, tensors: list[dict[str, Any]], codec: int, block_size: int, storage: int) -> None:
+def call_step(name: str, tensors: list[dict[str, Any]], codec: int, block_size: int, storage: int) -> None:
     """One call of an op. Each tensor: p, g and its moments by name, and a weight state."""
     lists: dict[str, Any] = {
         **{key: values[:1] for key, values in HYPERPARAMETERS[name].items()},
@@ -88,34 +87,34 @@ def tensors_of(
 ) -> dict[str, Any]:  # fmt: skip
     """A parameter and what belongs to it, each made by ``new``. ``like``: a tensor whose layout gives the blocks."""
     p, g = (new(BF16 if storage else torch.float32).fill_(x) for x in (0.5, -0.25))
-    made: dict[str, Any] = {"p": p, "g": g, "state": None}
+    tensors: dict[str, Any] = {"p": p, "g": g, "state": None}
     if storage in WEIGHT_STATES:
-        made["state"] = new(getattr(torch, WEIGHT_STATES[storage])).zero_()
+        tensors["state"] = new(getattr(torch, WEIGHT_STATES[storage])).zero_()
     for moment, signed in zip(MOMENTS, STEP_OPS[name].moments.values(), strict=False):
         code = torch.int8 if signed else torch.uint8
-        made[moment] = new(code if coded else torch.float32).zero_()
-        made[f"{moment}_scale"] = torch.zeros(layout_of(like(), block_size).scale_shape) if coded else None
-    return made
+        tensors[moment] = new(code if coded else torch.float32).zero_()
+        tensors[f"{moment}_scale"] = torch.zeros(layout_of(like(), block_size).scale_shape) if coded else None
+    return tensors
 
 
-def every_size(name: str, storage: int, most: int) -> None:
-    """Runs of 1 to ``most`` elements at offsets of 0 to 15, in codes and in fp32."""
-    for first in range(1, most + 1, 64):
-        some = []
+def step_every_size(name: str, storage: int, max_size: int) -> None:
+    """Steps of 1-D tensors of 1 to ``max_size`` elements at offsets of 0 to 15, in codes and in fp32."""
+    for first in range(1, max_size + 1, 64):
+        batch = []
         for n in range(first, first + 64):
             offset = random.Random(n).randrange(16)
             coded = n % 5 != 0
             new = lambda dtype, n=n, at=offset: strided((n,), (1,), at, dtype)  # noqa: E731
-            some.append(tensors_of(name, new, lambda n=n: torch.empty(n, device="meta"), coded, 128, storage))
-        step_of(name, some, codec=0, block_size=128, storage=storage)
-        for t in some:
-            for x in t.values():
+            batch.append(tensors_of(name, new, lambda n=n: torch.empty(n, device="meta"), coded, 128, storage))
+        call_step(name, batch, codec=0, block_size=128, storage=storage)
+        for tensors in batch:
+            for x in tensors.values():
                 if x is not None and x.dim() == 1 and x.numel() > 1:
                     assert (guards(x) == GUARD).all(), "what lies before an offset was written"
 
 
-def one_of_patterns(name: str, storage: int, draw: random.Random) -> bool:
-    """A step whose parameter, gradient and states have strides that may fit or not. Whether the op accepted them."""
+def accepts_a_pattern(name: str, storage: int, draw: random.Random) -> bool:
+    """Whether the op accepts a step whose parameter, gradient and states have strides that are drawn at random."""
     shape = draw.choice([(5, 7, 3), (4, 128), (1, 300), (6, 1, 33), (2, 3, 4, 40), (0, 4), (130,)])
     block_size, alike = draw.choice([8, 24, 128]), draw.random() < 0.3
     strides = draw.choice(patterns(shape))
@@ -125,25 +124,25 @@ def one_of_patterns(name: str, storage: int, draw: random.Random) -> bool:
         return strided(shape, strides if alike else draw.choice(patterns(shape)), draw.randrange(9), dtype)
 
     like = functools.partial(torch.empty_strided, shape, plain, device="meta")
-    made = tensors_of(name, new, like, draw.random() < 0.7, block_size, storage)
-    made["p"] = strided(shape, strides, draw.randrange(9), made["p"].dtype).fill_(0.5)
-    taken = True
+    tensors = tensors_of(name, new, like, draw.random() < 0.7, block_size, storage)
+    tensors["p"] = strided(shape, strides, draw.randrange(9), tensors["p"].dtype).fill_(0.5)
+    accepted = True
     try:
-        step_of(name, [made], draw.randrange(2), block_size, storage)
+        call_step(name, [tensors], draw.randrange(2), block_size, storage)
     except RuntimeError:
-        taken = False
-        assert (made["p"] == 0.5).all(), "a step that raised has changed a parameter"
-    for x in made.values():
+        accepted = False
+        assert (tensors["p"] == 0.5).all(), "a step that raised has changed a parameter"
+    for x in tensors.values():
         if x is not None and x.numel() > 0 and x.shape == shape:
             assert (guards(x) == GUARD).all(), "what is no element was written"
-    return taken
+    return accepted
 
 
-def check(names: Iterable[str], most: int, count: int) -> None:
-    """Sizes up to ``most``, and so many draws of patterns, with each way to store weights."""
+def check(names: Iterable[str], max_size: int, draws: int) -> None:
+    """Sizes up to ``max_size``, and so many draws of stride patterns, with each way to store weights."""
     for name in names:
         for storage in (0, *WEIGHT_STATES):
-            every_size(name, storage, most)
+            step_every_size(name, storage, max_size)
             draw = random.Random(storage)
-            taken = sum(one_of_patterns(name, storage, draw) for _ in range(count))
-            assert 0 < taken < count, taken
+            accepted = sum(accepts_a_pattern(name, storage, draw) for _ in range(draws))
+            assert 0 < accepted < draws, accepted

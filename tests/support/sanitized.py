@@ -34,7 +34,7 @@ def check() -> None:
             compare(BACKENDS[isa], case)
     for isa in ISAS:
         os.environ["MEMKERN_CPU_ISA"] = isa
-        guarded.check(STEP_OPS, most=64, count=12)
+        guarded.check(STEP_OPS, max_size=64, draws=12)
     for bad in (*REFUSED.values(), *FREED.values()):
         try:
             BACKENDS[ISAS[0]].call(bad.op, *bad.args())
@@ -47,7 +47,7 @@ def check_guards(names: list[str]) -> None:
     """Every size up to 4,096, and more of the patterns."""
     for isa in ISAS:
         os.environ["MEMKERN_CPU_ISA"] = isa
-        guarded.check(names or STEP_OPS, most=4096, count=250)
+        guarded.check(names or STEP_OPS, max_size=4096, draws=250)
 
 
 def check_loops() -> None:
@@ -75,11 +75,13 @@ def overflow(isa: str) -> None:
 if __name__ == "__main__":
     reason = backend.load_library()
     assert reason is None, reason
-    what, *rest = sys.argv[1:] or [""]
-    if what == "overflow":
-        overflow(rest[0])
-    elif what == "guards":
-        check_guards(rest)
+    command, *arguments = sys.argv[1:] or [""]
+    if command == "overflow":
+        overflow(arguments[0])
+    elif command == "guards":
+        check_guards(arguments)
+    elif command == "loops":
+        check_loops()
     else:
-        check_loops() if what == "loops" else check()
+        check()
     print("nothing found")
