@@ -1,4 +1,4 @@
-"""What the ops' tests share: the namespaces, and small arguments for every op."""
+"""For the tests of the ops as torch sees them: the namespaces, and small arguments for every op."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.support.helpers import INTERPRETED
 from tests.support.kernels.arguments import LAYERWISE, MATRICES, MUON, OPS, arguments
-from tests.support.kernels.backends import each
+from tests.support.kernels.backends import map_tensors
 from tests.support.kernels.cases import CASES
 
 NAMESPACES = ("memkern", "memkern_reference", *(["memkern_triton"] if INTERPRETED else []))
@@ -40,9 +40,9 @@ SAMPLES: dict[str, dict[str, Callable[[], list[Any]]]] = {
 for name in LAYERWISE:
     squares = torch.tensor([[9.0, 4.0], [0.0, 1.0]], dtype=torch.float64)
     SAMPLES[name]["squares of others"] = lambda name=name, x=squares: arguments(name, layouts=("odd", "1-D"), squares=x)
-for case in CASES.values():  # every fifteenth call; without NaN, which opcheck takes for different
+for case in CASES.values():  # every fifteenth call; without NaN, which opcheck takes to be unequal to itself
     if case.emulated and case.op not in OPS:
         for i in range(0, sum(1 for _ in case.calls()), 15):
-            SAMPLES.setdefault(case.op, {})[f"{case.name}, {i}"] = lambda case=case, i=i: each(
+            SAMPLES.setdefault(case.op, {})[f"{case.name}, {i}"] = lambda case=case, i=i: map_tensors(
                 [*case.calls()][i], Tensor.nan_to_num
             )

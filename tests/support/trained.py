@@ -19,11 +19,11 @@ STATES = {
 }
 
 
-def spoilt(g: Tensor, seed: int) -> Tensor:
-    """A gradient with NaN and infinities here and there."""
-    dice = torch.rand(g.shape, generator=torch.Generator().manual_seed(seed))
-    for k, bad in enumerate((torch.nan, torch.inf, -torch.inf)):
-        g[(dice > k * 0.01) & (dice < k * 0.01 + 0.005)] = bad
+def with_random_nonfinite(g: Tensor, seed: int) -> Tensor:
+    """g, in which NaN and both infinities are written to random places, each to 0.5 % of them."""
+    random = torch.rand(g.shape, generator=torch.Generator().manual_seed(seed))
+    for i, value in enumerate((torch.nan, torch.inf, -torch.inf)):
+        g[(random > i * 0.01) & (random < i * 0.01 + 0.005)] = value
     return g
 
 

@@ -1,7 +1,6 @@
-"""``python -m tests.support.kernels BACKEND [LIBRARY [WORDS]]``: the cases whose names have these words, by a backend.
+"""``python -m tests.support.kernels BACKEND [LIBRARY [WORDS]]`` runs the cases whose names contain WORDS on a backend.
 
-For a process of its own, as sanitizers need one. LIBRARY: csrc/cuda compiled for the CPU. Ends with 0 where nothing is
-found.
+Sanitizers need such a process of their own. LIBRARY: csrc/cuda compiled for the CPU. A case that fails raises.
 """
 
 import sys

@@ -18,7 +18,7 @@ from tests.support.helpers import FLOATS, LAYOUTS, hard, like
 MUON = ("muon_momentum_", "muon_apply_")
 OPS = STEP_OPS | dict.fromkeys(MUON, MUON_STEP)
 LAYERWISE = tuple(name for name, op in STEP_OPS.items() if op.has_trust_ratios)
-MOMENTS = ("exp_avg", "exp_avg_sq")  # what tests call the first and the second, whatever an op does
+MOMENTS = ("exp_avg", "exp_avg_sq")  # the tests' names of a first and a second moment, whatever an op calls them
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
 Layout = str | tuple[int, ...] | Callable[[Callable[..., Tensor]], Tensor]
@@ -74,25 +74,25 @@ def names_of(name: str) -> set[str]:
     """The lists that :func:`step_args` takes for an op."""
     op = OPS[name]
     states = {f"{moment}{suffix}" for moment in MOMENTS[: len(op.moments)] for suffix in ("s", "_scales")}
-    options = {*StepArgs._fields} - {"moments", "scales", "hyperparameters"}
-    return states | (options - {*(() if op.has_trust_ratios else ["trust_ratios"])}) | {*op.hyperparameters}
+    left_out = {"moments", "scales", "hyperparameters", *([] if op.has_trust_ratios else ["trust_ratios"])}
+    return states | ({*StepArgs._fields} - left_out) | {*op.hyperparameters}
 
 
 def pack(name: str, lists: dict[str, Any]) -> StepArgs:
-    """``lists``: exp_avgs, exp_avg_scales, ... of the moments; one entry per group of each hyperparameter; the rest."""
+    """StepArgs of ``lists``: exp_avgs, exp_avg_scales, ...; hyperparameters, each a value per group; other fields."""
     op = OPS[name]
     moments = MOMENTS[: len(op.moments)]
     by_group = zip_longest(*(lists[option] for option in op.hyperparameters))
-    made = {
+    packed = {
         "moments": [x for moment in moments for x in lists[f"{moment}s"]],
         "scales": [x for moment in moments for x in lists[f"{moment}_scales"]],
         "trust_ratios": lists["trust_ratios"] if op.has_trust_ratios else [],
         "hyperparameters": [float(x) for group in by_group for x in group if x is not None],
     }
-    return StepArgs(**{field: lists[field] for field in StepArgs._fields if field in lists} | made)
+    return StepArgs(**{field: lists[field] for field in StepArgs._fields if field in lists} | packed)
 
 
-def made(layout: Layout, seed: int, dtype: torch.dtype, **options: Any) -> Tensor:
+def hard_tensor(layout: Layout, seed: int, dtype: torch.dtype, **options: Any) -> Tensor:
     """Hard values in a layout, which may be a shape."""
 
     def new(*shape: int) -> Tensor:
@@ -103,8 +103,8 @@ def made(layout: Layout, seed: int, dtype: torch.dtype, **options: Any) -> Tenso
     return (LAYOUTS[layout] if isinstance(layout, str) else layout)(new)
 
 
-def spoiled(x: Tensor) -> Tensor:
-    """Some elements are not finite."""
+def with_nonfinite(x: Tensor) -> Tensor:
+    """x, in which NaN and infinities are written to three places."""
     flat = x.as_strided((x.numel(),), (1,), x.storage_offset())
     for place, value in ((3, torch.nan), (500, torch.inf), (700, -torch.inf)):
         flat[place : place + 1] = value
@@ -115,16 +115,16 @@ Gradient = Callable[[Tensor, int, torch.dtype], Tensor]
 
 
 def hard_gradient(p: Tensor, seed: int, dtype: torch.dtype) -> Tensor:
-    """Of two tensors in five some elements are not finite."""
+    """Hard values; for two seeds in five some are not finite."""
     g = like(p, seed, dtype)
-    return spoiled(g) if seed % 5 in (1, 4) else g
+    return with_nonfinite(g) if seed % 5 in (1, 4) else g
 
 
 def gradients(
-    params: Sequence[Tensor], step: int, dtypes: Sequence[torch.dtype], of: Gradient = hard_gradient
+    params: Sequence[Tensor], step: int, dtypes: Sequence[torch.dtype], gradient: Gradient = hard_gradient
 ) -> list[Tensor]:
-    """``dtypes``: of one after the other, in turn."""
-    return [of(p, 100 * step + i, dtypes[i % len(dtypes)]) for i, p in enumerate(params)]
+    """Gradients of the parameters at a step, with ``dtypes`` in turn."""
+    return [gradient(p, 100 * step + i, dtypes[i % len(dtypes)]) for i, p in enumerate(params)]
 
 
 def step_args(
@@ -144,20 +144,20 @@ def step_args(
 ) -> StepArgs:
     """A tensor of each layout, in two groups in turn. The first, the fifth, ..., with ``fresh`` all, are at step 0.
 
-    ``param`` and ``grad``: dtypes, of one tensor after the other, in turn.
+    ``param`` and ``grad``: dtypes, which the tensors get in turn.
     ``kinds``: whether states are codes: of two in three ("mixed"), of all ("codes"), of none ("fp32"). ``codec``,
     ``block_size`` and ``weights`` (weight_storage): the groups'. ``groups``: their columns of HYPERPARAMETERS.
     ``override``: other lists, by the names of :func:`names_of`; ``wrong``: some that do not fit.
     """
     op = OPS[name]
     blocks = [block_size] * 2 if isinstance(block_size, int) else [*block_size]
-    params = [made(layout, i, param[i % len(param)], scale=0.1) for i, layout in enumerate(layouts)]
+    params = [hard_tensor(layout, i, param[i % len(param)], scale=0.1) for i, layout in enumerate(layouts)]
     group = override.get("group", [i % 2 for i in range(len(params))])
     layers = override.setdefault("layers", [1, 1])
-    own = [(p, k) for p, k in zip(params, group, strict=True)]
+    params_in_groups = [*zip(params, group, strict=True)]
     lists: dict[str, Any] = {key: [] for moment in MOMENTS for key in (f"{moment}s", f"{moment}_scales")}
     lists |= {key: [values[k] for k in groups] for key, values in HYPERPARAMETERS[name].items()}
-    for i, (p, k) in enumerate(own):
+    for i, (p, k) in enumerate(params_in_groups):
         for moment, signed in zip(MOMENTS, op.moments.values(), strict=False):
             x = like(p, 200 + i, F32, signed=signed) * bool(i % 4 and not fresh)
             if kinds == "codes" or (kinds == "mixed" and i % 3 != 2):
@@ -171,8 +171,8 @@ def step_args(
             "params": params,
             "grads": gradients(params, 1, grad, gradient),
             "steps": [torch.tensor(0.0 if fresh else float(i % 4)) for i in range(len(params))],
-            "trust_ratios": [torch.ones(layer_count(p, blocks[k], layers[k])) for p, k in own],
-            "weight_states": [weight_state(p, weights[k]) for p, k in own if weights[k] in WEIGHT_STATES],
+            "trust_ratios": [torch.ones(layer_count(p, blocks[k], layers[k])) for p, k in params_in_groups],
+            "weight_states": [weight_state(p, weights[k]) for p, k in params_in_groups if weights[k] in WEIGHT_STATES],
             "group": group,
             "lr": [torch.tensor(LR[k], dtype=dtype) for k, dtype in zip(groups, (torch.float64, F32), strict=True)],
             "codec": [*codec],
@@ -194,16 +194,17 @@ def weight_state(p: Tensor, storage: int) -> Tensor:
 
 def arguments(name: str, **options: Any) -> list[Any]:
     """All arguments of an op that takes those of :func:`step_args`."""
-    own = step_args(name, **options)
+    args = step_args(name, **options)
     if OPS[name] is not MUON_STEP:
-        return [*own]
-    updates = [torch.empty_like(p, dtype=BF16).copy_(hard(p.shape, 9)) for p in own.params]
+        return [*args]
+    updates = [torch.empty_like(p, dtype=BF16).copy_(hard(p.shape, 9)) for p in args.params]
     if name == "muon_apply_":
-        return [updates, [0.2 + i for i in range(len(updates))], *own]
-    return [updates, [torch.full(u.shape[:-2], torch.nan, dtype=torch.float64) for u in updates], *own]
+        return [updates, [0.2 + i for i in range(len(updates))], *args]
+    return [updates, [torch.full(u.shape[:-2], torch.nan, dtype=torch.float64) for u in updates], *args]
 
 
 def with_gradients(args: Sequence[Any], grads: Sequence[Tensor]) -> list[Any]:
+    """The arguments of :func:`arguments` with other gradients."""
     first = len(args) - len(StepArgs._fields)
     return [*args[:first], *StepArgs(*args[first:])._replace(grads=grads)]
 

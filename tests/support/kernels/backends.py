@@ -1,4 +1,4 @@
-"""What runs kernels: C++ for each instruction set, CUDA's sources compiled by g++, Triton's interpreter, a GPU."""
+"""The backends that run cases: C++ for each instruction set, CUDA's sources by g++, Triton's interpreter, a GPU."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from tests.support.kernels.cases import CASES, Case
 from tests.support.simt import build
 
 
-def each(x: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """The same of all tensors in lists and tuples."""
+def map_tensors(x: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """x with ``function`` of each tensor, in nested lists and tuples too; other values stay."""
     if isinstance(x, (list, tuple)):
-        return [each(value, function) for value in x]
+        return [map_tensors(value, function) for value in x]
     return function(x) if isinstance(x, Tensor) else x
 
 
@@ -33,7 +33,7 @@ class Kernels:
     """The ops of a namespace. ``marks``: why they do not run here, and when tests run them."""
 
     sums = 1e-12
-    """How far sums of squares may be off, whose order is free."""
+    """The relative error that sums of squares may have, as each backend adds in an order of its own."""
 
     def __init__(self, name: str, ops: Any, marks: Sequence[Any] = (), **environment: str) -> None:
         self.name, self.ops, self.marks, self.environment = name, ops, marks, environment
@@ -46,7 +46,7 @@ class Kernels:
         return x
 
     def back(self, x: Any) -> Any:
-        """The same on the CPU."""
+        """Arguments or results on the CPU."""
         return x
 
     def call(self, op: str, *args: Any) -> Any:
@@ -80,58 +80,59 @@ class Gpu(Kernels):
             return case.interpreted or case.emulated
         if case.near:  # tests/gpu/test_activation.py compares with torch's own on the same GPU
             return False
-        return self.sums == Kernels.sums or case.op not in LAYERWISE  # whose bits follow from norms
+        return self.sums == Kernels.sums or case.op not in LAYERWISE  # their bits follow from norms
 
     def to(self, x: Any) -> Any:
-        return each(x, self._to) if self.device == "cuda" else x
+        return map_tensors(x, self._to) if self.device == "cuda" else x
 
     def _to(self, x: Tensor) -> Tensor:
-        """With all of its memory, at the same offset."""
+        """A copy of x with all of its storage, at the same offset."""
         room = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage()).to(self.device)
         return room.as_strided(x.shape, x.stride(), x.storage_offset())
 
     def back(self, x: Any) -> Any:
-        return each(x, Tensor.cpu) if self.device == "cuda" else x
+        return map_tensors(x, Tensor.cpu) if self.device == "cuda" else x
 
 
 REFERENCE = Kernels("reference", torch.ops.memkern_reference)
 ISA = [Kernels(name, torch.ops.memkern, helpers.param(name).marks, MEMKERN_CPU_ISA=name) for name in ISAS]
-BACKENDS = {each.name: each for each in (REFERENCE, *ISA, *map(Simt, ("fwd", "rev", "rand")), *map(Gpu, GPU))}
+BACKENDS = {kernels.name: kernels for kernels in (REFERENCE, *ISA, *map(Simt, ("fwd", "rev", "rand")), *map(Gpu, GPU))}
 
 
-def outcomes(kernels: Kernels, case: Case) -> Iterator[list[Any]]:
-    """Of each call: what it returns, and all its arguments after it."""
+def run_calls(kernels: Kernels, case: Case) -> Iterator[list[Any]]:
+    """Runs the case's calls and yields, of each, [what it returned, all its arguments as they are after it]."""
     for args in case.calls():
-        there = kernels.to(args)
+        device_args = kernels.to(args)
         for step in range(1, case.steps + 1):
             if step > 1:
-                own = StepArgs(*args[-len(StepArgs._fields) :])
-                new = gradients(own.params, step, [g.dtype for g in own.grads], case.gradient)
-                there = with_gradients(there, kernels.to(new))
-            yield kernels.back([kernels.call(case.op, *there), there])
+                step_args = StepArgs(*args[-len(StepArgs._fields) :])
+                new = gradients(step_args.params, step, [g.dtype for g in step_args.grads], case.gradient)
+                device_args = with_gradients(device_args, kernels.to(new))
+            yield kernels.back([kernels.call(case.op, *device_args), device_args])
 
 
 @lru_cache(maxsize=2)
-def expected(name: str) -> list[list[Any]]:
-    """By the reference."""
-    return [copy.deepcopy(found) for found in outcomes(REFERENCE, CASES[name])]
+def reference_results(name: str) -> list[list[Any]]:
+    """What :func:`run_calls` yields of a case with the reference."""
+    return [copy.deepcopy(result) for result in run_calls(REFERENCE, CASES[name])]
 
 
 def compare(kernels: Kernels, case: Case) -> None:
-    """Equal in every bit, but for sums of squares in fp64, and for what the case compares itself."""
-    for i, (found, truth) in enumerate(zip(outcomes(kernels, case), expected(case.name), strict=True)):
+    """Asserts the reference's bits, but for sums of squares, and for results that the case compares itself."""
+    for i, (actual, expected) in enumerate(zip(run_calls(kernels, case), reference_results(case.name), strict=True)):
         if case.near:
-            case.near(found[0], truth[0], found[1])
+            case.near(actual[0], expected[0], actual[1])
         else:
-            same(found, truth, f"{case.name}, call {i}", kernels.sums)
+            assert_same_but_sums(actual, expected, f"{case.name}, call {i}", kernels.sums)
 
 
-def same(found: Any, truth: Any, what: str, sums: float) -> None:
-    if isinstance(truth, (list, tuple)):
-        assert len(found) == len(truth)
-        for i, (x, y) in enumerate(zip(found, truth, strict=True)):
-            same(x, y, f"{what}[{i}]", sums)
-    elif isinstance(truth, Tensor) and truth.dtype == torch.float64:
-        torch.testing.assert_close(found, truth, rtol=sums, atol=0, equal_nan=True, msg=lambda m: f"{what}: {m}")
+def assert_same_but_sums(actual: Any, expected: Any, what: str, sums: float) -> None:
+    """Equal in every bit, but for fp64 tensors, which are sums of squares: relative errors of up to ``sums``."""
+    if isinstance(expected, (list, tuple)):
+        assert len(actual) == len(expected)
+        for i, (x, y) in enumerate(zip(actual, expected, strict=True)):
+            assert_same_but_sums(x, y, f"{what}[{i}]", sums)
+    elif isinstance(expected, Tensor) and expected.dtype == torch.float64:
+        torch.testing.assert_close(actual, expected, rtol=sums, atol=0, equal_nan=True, msg=lambda m: f"{what}: {m}")
     else:
-        assert_same(found, truth, what)
+        assert_same(actual, expected, what)

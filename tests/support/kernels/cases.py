@@ -35,7 +35,7 @@ from tests.support.kernels.arguments import (
     Gradient,
     arguments,
     hard_gradient,
-    spoiled,
+    with_nonfinite,
 )
 from tests.support.kernels.hard_values import Edit, off, replaced
 
@@ -59,7 +59,7 @@ class Case(NamedTuple):
     emulated: bool = False
     """There, and on emulated GPUs, where they take seconds."""
     orders: bool = False
-    """With CUDA's threads in every order."""
+    """With CUDA's threads in every order (fwd, rev, rand of tests/support/simt)."""
 
 
 CASES: dict[str, Case] = {}
@@ -85,10 +85,10 @@ def steps(ops: Sequence[str], title: str, edit: Edit | None = None, steps: int =
     """A case of each op. ``options``: those of Case and those of step_args. ``edit``: of what step_args gives."""
     marks = {key: options.pop(key) for key in {*Case._fields} & {*options} if key != "gradient"}
     for op in ops:
-        own = {"layouts": MATRICES} if op in MUON and not {*options} & {"layouts"} else {}
+        layouts = {"layouts": MATRICES} if op in MUON and "layouts" not in options else {}
 
-        def calls(op: str = op, own: dict[str, Any] = own) -> Iterator[Call]:
-            args = arguments(op, **own, **options)
+        def calls(op: str = op, layouts: dict[str, Any] = layouts) -> Iterator[Call]:
+            args = arguments(op, **layouts, **options)
             first = len(args) - len(StepArgs._fields)
             yield args if edit is None else [*args[:first], *edit(StepArgs(*args[first:]))]
 
@@ -96,7 +96,7 @@ def steps(ops: Sequence[str], title: str, edit: Edit | None = None, steps: int =
 
 
 def both(title: str, layouts: Sequence[Any] = SMALL, matrices: Sequence[Any] = MATRICES[:6], **options: Any) -> None:
-    """A case of each op, of few elements."""
+    """A case of each op, of few elements: those of STEPS with ``layouts``, and Muon's with ``matrices``."""
     steps(STEPS, title, layouts=layouts, **options)
     steps(MUON, title, layouts=matrices, **options)
 
@@ -114,15 +114,15 @@ for n in (8, 24, 256, 264, 1000, 4096):
     steps(MUON, f"blocks of {n}", block_size=n)
 steps(STEPS, "blocks of 8 and 4096", layouts=SOME, block_size=(8, 4096), interpreted=True, **POWER)
 steps(ADAM, "few, blocks of 1024", layouts=SOME[:3], block_size=1024, emulated=True)
-for pair, n in product(((1, 2), (2, 3), (3, 0)), (128, 24, 1000)):
+for pair, n in product(((1, 2), (2, 3), (3, 0)), (128, 24, 1000)):  # both groups' weight_storage, and block_size
     grad = FLOATS[pair[0] % 3] if n == 24 else BF16
     steps(ALL, f"weights {pair}, blocks of {n}", param=[BF16], grad=[grad], weights=pair, block_size=n, **SCALER)
 for pair in ((2, 3), (1, 0)):
     both(f"few, weights {pair}", param=[BF16], grad=[BF16], weights=pair, emulated=True)
 for kept, n in product(("bf16+8", "bf16+16"), (128, 256)):
-    hostile = values_of.beside_hostile_states(kept)
+    edit = values_of.beside_hostile_states(kept)
     steps(
-        STEPS, f"every weight beside hostile states, {kept}, blocks of {n}", hostile, steps=1, full=True,
+        STEPS, f"every weight beside hostile states, {kept}, blocks of {n}", edit, steps=1, full=True,
         layouts=((1024, 512),), param=[BF16], grad=[BF16], weights=[WEIGHTS[kept]] * 2, block_size=n, **POWER,
     )  # fmt: skip
 for pair, p in product(((2, 3), (4, 5)), (F32, BF16)):
@@ -171,22 +171,22 @@ steps(LAYERWISE, "layers of a row", layouts=LAYERED, layers=[0, 1], group=[0, 1,
 for n in (3, 0):
     layered = {"layouts": ("long rows", "whole blocks") * 2, "block_size": 8, "layers": [n, n]}
     steps(LAYERWISE, f"layers {n}, blocks of 8", interpreted=True, **layered)
-others = torch.tensor([[9.0, 4.0], [0.0, 1.0], [1e3, 0.0], [0.25, 2.0]], dtype=torch.float64)
-steps(LAYERWISE, "squares of others", layouts=SOME[:4], squares=others, interpreted=True)
+squares = torch.tensor([[9.0, 4.0], [0.0, 1.0], [1e3, 0.0], [0.25, 2.0]], dtype=torch.float64)
+steps(LAYERWISE, "squares of others", layouts=SOME[:4], squares=squares, interpreted=True)
 
 # CUDA's and Triton's fast paths: whole blocks of power codes, and values of usual sizes.
 for scale in (1e-36, 1e-30, 1e-24, 1e-18, 1e-15, 1e-12, 1e12, 1e18, 1e36):
-    sizes = values_of.of_two_sizes(scale)  # nothing hides what the root is
-    steps(ADAM, f"gradients of {scale}", gradient=sizes, layouts=WHOLE * 2, eps=[0.0, 1e-30], interpreted=True, **FRESH)
+    grads = values_of.of_two_sizes(scale)  # with an eps of 0 and 1e-30, so that it does not hide the root's error
+    steps(ADAM, f"gradients of {scale}", gradient=grads, layouts=WHOLE * 2, eps=[0.0, 1e-30], interpreted=True, **FRESH)
 for scale in (1e-30, 1e-36, 1e-38):
-    small = values_of.small_moments(scale)
-    steps(ADAM, f"small moments, {scale}", small, steps=1, layouts=WHOLE * 2, interpreted=True, **POWER)
+    edit = values_of.small_moments(scale)
+    steps(ADAM, f"small moments, {scale}", edit, steps=1, layouts=WHOLE * 2, interpreted=True, **POWER)
 for lr in (0.0, 1e-14, 1e-3, 1.0):
     edit = values_of.large_changes(lr)
     steps(ADAM, f"changes of {lr}", edit, layouts=((64, 1024),), param=[BF16], grad=[BF16], interpreted=True, **POWER)
 for p in (F32, BF16):
-    doubt = {"param": [p], "grad": [p], "beta2": [0.5, 0.5], "interpreted": True}
-    steps(ADAM, f"codes in doubt, {name_of(p)}", values_of.codes_in_doubt, steps=1, layouts=("odd",), **doubt, **POWER)
+    options = {"param": [p], "grad": [p], "beta2": [0.5, 0.5], "interpreted": True, **POWER}
+    steps(ADAM, f"codes in doubt, {name_of(p)}", values_of.codes_in_doubt, steps=1, layouts=("odd",), **options)
 for g, eps, code in product((0.0, -0.0, 1e-3), (1e-8, 1e-30, 0.0), ((0, 0.0), (-1, 0.0), (0, 1.0), (-3, 1e-3))):
     title = f"gradients of {g}, eps {eps}, first moments of code and scale {code}"
     edit = values_of.zeros(g, *code)
@@ -201,13 +201,12 @@ for columns, p in product((1024, 1600), (F32, BF16)):
     steps(STEPS, f"rows of {columns}, {name_of(p)}", layouts=(shape,), param=[p], grad=[p], **POWER)
 # Rows that are no multiple of 128 but of 8: 1,600 is GPT-2-XL's width. Blocks of 96 are shorter than a group of lanes.
 RAGGED = ((7, 1600), (3, 200), (40, 96), (2, 1000), (1600,), (40, 1024), (13, 136), (50, 8))
-DTYPES = ((F32, F32, (0, 0)), (BF16, BF16, (0, 0)), (F32, F16, (0, 0)), (BF16, BF16, (2, 3)))
+DTYPES = ((F32, F32, (0, 0)), (BF16, BF16, (0, 0)), (F32, F16, (0, 0)), (BF16, BF16, (2, 3)))  # and weight_storage
 for (p, g, pair), by, second in product(DTYPES, range(4), (0, 1)):
-    title = (
-        f"rows of a multiple of 8, {name_of(p)}, {name_of(g)} gradients {by} on, weights {pair}, codecs 0 and {second}"
-    )
+    dtypes = f"{name_of(p)}, {name_of(g)} gradients {by} on, weights {pair}"
     options = {"param": [p], "grad": [g], "weights": pair, "codec": (0, second), **(SCALER if by == 2 else {})}
-    steps(STEPS, title, off("grads", by), steps=1, full=by > 1, layouts=RAGGED, kinds="codes", **options)
+    options |= {"steps": 1, "full": by > 1, "layouts": RAGGED, "kinds": "codes"}
+    steps(STEPS, f"rows of a multiple of 8, {dtypes}, codecs 0 and {second}", off("grads", by), **options)
 
 # ---- blockwise codes
 
@@ -225,6 +224,8 @@ def quantize(
     modes: Sequence[tuple[int | None, bool]] = MODES,
     **marks: Any,
 ) -> None:
+    """A case with a call for each combination of inputs and of values of each argument."""
+
     def calls() -> Iterator[Call]:
         for x, codec, sign, n, mode in product(inputs(), codecs, signed, block_sizes, modes):
             yield [x, codec, sign, n, *mode]
@@ -233,37 +234,38 @@ def quantize(
 
 
 for layout, dtype in product(LAYOUTS, FLOATS):
-    one = partial(values_of.spoiled_tensors, [layout], dtype)
-    quantize(f"{layout}, {name_of(dtype)}", one, block_sizes=(8, 128, 264), interpreted=True)
-quantize("few", partial(values_of.spoiled_tensors, SMALL, *FLOATS), emulated=True)
-quantize("block sizes", partial(values_of.spoiled_tensors, SOME, F32), block_sizes=SIZES, orders=True, interpreted=True)
+    inputs = partial(values_of.nonfinite_tensors, [layout], dtype)
+    quantize(f"{layout}, {name_of(dtype)}", inputs, block_sizes=(8, 128, 264), interpreted=True)
+quantize("few", partial(values_of.nonfinite_tensors, SMALL, *FLOATS), emulated=True)
+inputs = partial(values_of.nonfinite_tensors, SOME, F32)
+quantize("block sizes", inputs, block_sizes=SIZES, orders=True, interpreted=True)
 quantize("large", lambda: [hard((9, 4500), 0)], block_sizes=SIZES)
 quantize("two threads", lambda: [hard((300, 1000), 0)])
 for dtype, sign in product(FLOATS, SIGNS):
-    # On CUDA they have a kernel of their own. Less than a warp, a half more, more than all threads at once.
+    # On CUDA they have a kernel of their own. Counts of blocks: few, and more than one for all threads at once.
     title = f"whole blocks, {name_of(dtype)}, {SIGNS[sign]}"
     for name, counts in ((title, (1, 5, 261)), (f"few {title}", (5, 33))):
-        some = partial(values_of.whole_blocks, dtype, sign, *counts)
-        quantize(name, some, (0,), (sign,), modes=MODES[:1], emulated="few" in name)
+        inputs = partial(values_of.whole_blocks, dtype, sign, *counts)
+        quantize(name, inputs, (0,), (sign,), modes=MODES[:1], emulated="few" in name)
 quantize("extreme blocks", values_of.extreme_blocks, interpreted=True)
 for scale in values_of.SCALES:
     for sign, step in ((True, None), (False, None), (False, 41), (True, 1), (True, 41), (True, 2**24)):
-        beside = partial(values_of.power_boundaries, scale, sign, step)
+        inputs = partial(values_of.power_boundaries, scale, sign, step)
         title = f"{SIGNS[sign]} power codes beside every boundary of {scale}, step {step}"
-        quantize(title, beside, (0,), (sign,), modes=((step, False),), interpreted=scale in (1.0, 2.0**-126))
+        quantize(title, inputs, (0,), (sign,), modes=((step, False),), interpreted=scale in (1.0, 2.0**-126))
     for sign in SIGNS:
-        beside = partial(values_of.dynamic_boundaries, scale, sign)
+        inputs = partial(values_of.dynamic_boundaries, scale, sign)
         title = f"{SIGNS[sign]} dynamic codes beside every boundary of {scale}"
-        quantize(title, beside, (1,), (sign,), (8,), interpreted=scale in (1.0, 2.0**-126))
+        quantize(title, inputs, (1,), (sign,), (8,), interpreted=scale in (1.0, 2.0**-126))
 for n in (1, 3):
-    squares = partial(values_of.squares_at_the_dithers_ends, n)
-    add("quantize_blockwise", f"squares at the dither's ends, {n} steps", squares, full=True, interpreted=n == 1)
+    calls = partial(values_of.squares_at_the_dithers_ends, n)
+    add("quantize_blockwise", f"squares at the dither's ends, {n} steps", calls, full=True, interpreted=n == 1)
 
 
 def coded(layouts: Iterable[str], block_sizes: Sequence[int] = (128,)) -> Iterator[Call]:
     """Codes of both codecs and signs, with a scale of NaN, for each dtype that they may come back as."""
     for layout, codec, sign, n, marked in product(layouts, CODECS.values(), SIGNS, block_sizes, (False, True)):
-        x = spoiled(tensor(layout)) if marked else tensor(layout)
+        x = with_nonfinite(tensor(layout)) if marked else tensor(layout)
         for dtype in FLOATS:
             yield [*reference.quantize_blockwise(x, codec, sign, n, None, marked), codec, n, dtype]
 
@@ -276,8 +278,8 @@ def every_code() -> Iterator[Call]:
 
 
 for layout in LAYOUTS:
-    back = partial(coded, [layout], (8, 24, 128, 264, 1024))
-    add("dequantize_blockwise", layout, back, interpreted=True)
+    calls = partial(coded, [layout], (8, 24, 128, 264, 1024))
+    add("dequantize_blockwise", layout, calls, interpreted=True)
 add("dequantize_blockwise", "few", lambda: coded(SMALL), emulated=True, orders=True)
 add("dequantize_blockwise", "every code", every_code, emulated=True)
 
@@ -303,7 +305,7 @@ norms(
 norms("few", lambda: [tensor(layout, FLOATS[i % 3]) for i, layout in enumerate(SMALL)], emulated=True)
 norms("several tiles", lambda: [hard((70_001,), 7), hard((1 << 17,), 1).bfloat16(), torch.ones(3)], interpreted=True)
 norms("nothing", lambda: [], interpreted=True)
-norms("not finite", lambda: [spoiled(hard((2000,), 0))], interpreted=True)
+norms("not finite", lambda: [with_nonfinite(hard((2000,), 0))], interpreted=True)
 norms("other strides", lambda: [hard((64, 64), 0)[:, ::2], hard((64, 64), 1).t(), torch.ones(()).expand(7, 9)])
 
 # ---- few-bit activations
@@ -343,17 +345,17 @@ def forward(inputs: Callable[[], list[Tensor]], names: Iterable[str], bits: int 
         yield [x, ACTIVATIONS[name], *ARGUMENTS.get(name, (0.0, 0.0)), bits, *table[2:]]
 
 
-def near_torchs(found: Any, expected: Any, args: Call) -> None:
-    """Codes are the reference's; results near the truth."""
-    assert torch.equal(found[1], expected[1])
-    assert_near(found[0], args[0], [*ACTIVATIONS][args[1]], args[2], args[3])
+def near_torchs(actual: Any, expected: Any, args: Call) -> None:
+    """Asserts the reference's codes, and outputs no further from the truth than torch's (assert_near)."""
+    assert torch.equal(actual[1], expected[1])
+    assert_near(actual[0], args[0], [*ACTIVATIONS][args[1]], args[2], args[3])
 
 
 def in_layouts(layouts: Iterable[str], dtypes: Iterable[torch.dtype]) -> list[Tensor]:
     return [values(layout, dtype) for layout, dtype in product(layouts, dtypes)]
 
 
-def many(dtype: torch.dtype) -> list[Tensor]:
+def many_values(dtype: torch.dtype) -> list[Tensor]:
     x = torch.randn(3, 4001, generator=torch.Generator().manual_seed(0)) * torch.tensor([[0.3], [1.0], [4.0]])
     x[:, -1] = math.nan
     return [x.flatten().to(dtype)]
@@ -377,7 +379,7 @@ for layout in DENSE:
     add("few_bit_forward", layout, forwards, near=near_torchs, interpreted=True)
 encode("two threads", [LEVELS["gelu", 3]], lambda _: [hard((300_001,), 1, scale=1.0)])
 for dtype in FLOATS:
-    forwards = partial(forward, partial(many, dtype), ACTIVATIONS, 2)
+    forwards = partial(forward, partial(many_values, dtype), ACTIVATIONS, 2)
     add("few_bit_forward", f"many values, {name_of(dtype)}", forwards, near=near_torchs, interpreted=True)
     few = partial(forward, partial(in_layouts, FEW, [dtype]), WITHOUT_EXP)
     add("few_bit_forward", f"without an exponential, {name_of(dtype)}", few, near=near_torchs, emulated=True)

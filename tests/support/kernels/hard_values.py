@@ -17,8 +17,8 @@ from memkern.reference.blockwise import dither
 from memkern.schemas import StepArgs
 from tests.support.helpers import FLOATS, hard, like, tensor
 from tests.support.hostile_weights import hostile
-from tests.support.kernels.arguments import F32, Gradient, spoiled
-from tests.support.trained import spoilt
+from tests.support.kernels.arguments import F32, Gradient, with_nonfinite
+from tests.support.trained import with_random_nonfinite
 
 Edit = Callable[[StepArgs], StepArgs]
 
@@ -34,7 +34,7 @@ def zero_after_the_first(p: Tensor, seed: int, dtype: torch.dtype) -> Tensor:
 
 
 def often_not_finite(p: Tensor, seed: int, dtype: torch.dtype) -> Tensor:
-    return spoilt(like(p, seed, dtype), seed)
+    return with_random_nonfinite(like(p, seed, dtype), seed)
 
 
 def of_two_sizes(scale: float) -> Gradient:
@@ -77,7 +77,7 @@ def beside_hostile_states(kept: str) -> Edit:
 
 
 def large_changes(lr: float) -> Edit:
-    """As large as the parameters, so that some of these are near the middle between two bf16 numbers."""
+    """Parameters as large as their changes, so that some sums are near the middle between two bf16 numbers."""
 
     def edit(args: StepArgs) -> StepArgs:
         p = hard((64, 1024), 3, scale=lr or 1.0).bfloat16()
@@ -88,7 +88,7 @@ def large_changes(lr: float) -> Edit:
 
 
 def small_moments(scale: float) -> Edit:
-    """First ones near the end of fp32's range, second ones that are not, and a parameter where the quotient shows."""
+    """First moments near the end of fp32's range, usual second ones, and parameters of 0, so that all bits stay."""
 
     def edit(args: StepArgs) -> StepArgs:
         scales = [torch.full_like(x, s) for k, s in enumerate((scale, 1.0)) for x in args.scales_of(k, 2)]
@@ -118,7 +118,7 @@ def codes_in_doubt(args: StepArgs) -> StepArgs:
 
 
 def zeros(g: float, code: int, scale: float) -> Edit:
-    """Of either sign, in every place: first moments of -0 too, which codes below zero and a scale of 0 stand for."""
+    """Zeros of either sign among parameters, gradients and moments; a code below zero with a scale of 0 is -0."""
 
     def edit(args: StepArgs) -> StepArgs:
         for p, v in zip(args.params, args.moment(1), strict=True):
@@ -135,9 +135,9 @@ def zeros(g: float, code: int, scale: float) -> Edit:
 # ---- what is quantized
 
 FLT_MAX = torch.finfo(F32).max
-# Below, the factor that a block is multiplied by overflows, and the block is stored as zeros.
-LEAST = {"power": 255**2 / FLT_MAX * 1.001, "dynamic": 1 / FLT_MAX * 1.001}
-SCALES = (1.0, 3e-3, 0.7e-20, 1e30, LEAST["power"], 2.0**-113, 2.0**-112, 2.0**-126, LEAST["dynamic"], FLT_MAX)
+# Scales below which the factor that a block is multiplied by overflows, and the block is stored as zeros.
+LEAST_POWER, LEAST_DYNAMIC = 255**2 / FLT_MAX * 1.001, 1 / FLT_MAX * 1.001
+SCALES = (1.0, 3e-3, 0.7e-20, 1e30, LEAST_POWER, 2.0**-113, 2.0**-112, 2.0**-126, LEAST_DYNAMIC, FLT_MAX)
 BLOCKS = (
     *([0.0, -0.0, 0.0], [1e-40, 0.0, -1e-41], [1e-36, 0.0, -1e-37], [2e-34, -2e-34, 1e-34]),
     *([FLT_MAX, -FLT_MAX, FLT_MAX / 5, 1.0], [math.nan, 1.0, -0.25, 0.0], [math.inf, 1.0, -math.inf, 0.25]),
@@ -145,9 +145,9 @@ BLOCKS = (
 )
 
 
-def spoiled_tensors(layouts: Iterable[str], *dtypes: torch.dtype) -> list[Tensor]:
-    """``dtypes``: of one after the other, in turn."""
-    return [spoiled(tensor(layout, dtype)) for layout, dtype in zip(layouts, cycle(dtypes), strict=False)]
+def nonfinite_tensors(layouts: Iterable[str], *dtypes: torch.dtype) -> list[Tensor]:
+    """A tensor of each layout with some NaN and infinities, with ``dtypes`` in turn."""
+    return [with_nonfinite(tensor(layout, dtype)) for layout, dtype in zip(layouts, cycle(dtypes), strict=False)]
 
 
 def extreme_blocks() -> list[Tensor]:
@@ -167,16 +167,16 @@ def neighbours(x: Tensor, ulps: int = 3) -> Tensor:
 
 
 def power_boundaries(scale: float, signed: bool, step: int | None) -> list[Tensor]:
-    """Blocks whose first value is the scale, and the others each beside the end of a code: an encoder may estimate the
-    root, so that what it does there is the test."""
+    """Blocks whose first value is the scale, and whose others are beside the end of a code, where an estimated root may
+    give another one."""
     levels, u = (127 if signed else 255), torch.full((127,), 0.5, dtype=torch.float64)
     if step is not None:
         u = dither(128, step, torch.device("cpu"))[1:].double()
     q = torch.arange(levels + 1, dtype=torch.float64)[:, None]
     ends = (q[1:] - u).clamp_min(0).square()
     if signed and step is not None:
-        rest = 1 - u.clamp(C.DITHER_CLAMP, 1 - C.DITHER_CLAMP)
-        ends = torch.cat([q * q + rest * (2 * q + 1), (q * q).expand(-1, len(u))])  # every square, too
+        bound = 1 - u.clamp(C.DITHER_CLAMP, 1 - C.DITHER_CLAMP)
+        ends = torch.cat([q * q + bound * (2 * q + 1), (q * q).expand(-1, len(u))])  # every square, too
     x = neighbours((ends / levels**2 * scale).float()).movedim(-1, 0).flatten(0, 1).clamp(0, scale)
     x = torch.nn.functional.pad(x, (1, 0), value=scale)
     if signed:
@@ -192,12 +192,16 @@ def dynamic_boundaries(scale: float, signed: bool) -> list[Tensor]:
     return [torch.cat([x, torch.full((len(x), 1), scale)], 1)]
 
 
-def squares_at_the_dithers_ends(most: int) -> Iterator[list[Any]]:
-    """A block of 4096 has a u within 2^-12 of either end at every step; these steps have one within 2^-18."""
-    cpu = torch.device("cpu")
-    ends = (s for s in range(1, 3000) if (u := dither(4096, s, cpu)).min() < 2**-18 or u.max() > 1 - 2**-18)
+def squares_at_the_dithers_ends(count: int) -> Iterator[list[Any]]:
+    """Calls for the first ``count`` steps at which a block of 4096 has a dither within 2^-18 of 0 or 1; all have one
+    within 2^-12. With one step a fifth of the values."""
     x = neighbours((torch.arange(1, 128).float() / 127).square(), 8).clamp(max=1.0).reshape(-1, 1)
-    x = x[:: 5 if most == 1 else 1].expand(-1, 4096).clone()
+    x = x[:: 5 if count == 1 else 1].expand(-1, 4096).clone()
     x[:, ::9] = 1.0
-    for step, _ in zip(ends, range(most), strict=False):
-        yield [x, 0, True, 4096, step, False]
+    for step in range(1, 3000):
+        u = dither(4096, step, torch.device("cpu"))
+        if u.min() < 2**-18 or u.max() > 1 - 2**-18:
+            yield [x, 0, True, 4096, step, False]
+            count -= 1
+            if count == 0:
+                return

@@ -18,10 +18,10 @@ class Refused(NamedTuple):
     op: str
     args: Callable[[], list[Any]]
     message: str | None = None
-    """What is said, where it is the same on every backend."""
+    """A pattern of the error's message, where it is the same on every backend."""
 
 
-def p(*shape: int, dtype: torch.dtype = F32) -> Tensor:
+def ones(*shape: int, dtype: torch.dtype = F32) -> Tensor:
     return torch.ones(*shape, dtype=dtype)
 
 
@@ -29,15 +29,15 @@ def p(*shape: int, dtype: torch.dtype = F32) -> Tensor:
 
 I8, U8, F64 = torch.int8, torch.uint8, torch.float64
 ODD, LONG = (37, 53), (3, 1000)  # the two tensors' shapes, both with codes
-BF16_PARAMS = {"params": [p(*ODD, dtype=BF16), p(*LONG, dtype=BF16)]}
-GAPS = p(3, 2000)[:, ::2]
+BF16_PARAMS = {"params": [ones(*ODD, dtype=BF16), ones(*LONG, dtype=BF16)]}
+GAPS = ones(3, 2000)[:, ::2]
 BAD_STEPS: dict[str, dict[str, Any]] = {
-    "a gradient fewer": {"grads": [p(*ODD)]},
-    "a state fewer": {"exp_avgs": [p(*ODD, dtype=I8)]},
+    "a gradient fewer": {"grads": [ones(*ODD)]},
+    "a state fewer": {"exp_avgs": [ones(*ODD, dtype=I8)]},
     "a step fewer": {"steps": [torch.tensor(0.0)]},
     "a group number fewer": {"group": [0]},
-    "a scale fewer": {"exp_avg_scales": [p(3, 8)]},
-    "a scale too many": {"exp_avg_scales": [p(19), p(3, 8), p(1)]},
+    "a scale fewer": {"exp_avg_scales": [ones(3, 8)]},
+    "a scale too many": {"exp_avg_scales": [ones(19), ones(3, 8), ones(1)]},
     "a codec fewer": {"codec": [0]},
     "a block size fewer": {"block_size": [128]},
     "a beta fewer": {"beta1": [0.9]},
@@ -50,19 +50,19 @@ BAD_STEPS: dict[str, dict[str, Any]] = {
     "a bad block size": {"block_size": [128, 100]},
     "a block size too large": {"block_size": [128, 8192]},
     "scales of other blocks": {"block_size": [128, 256]},
-    "fp64 parameter": {"params": [p(*ODD), p(*LONG, dtype=F64)]},
-    "integer gradient": {"grads": [p(*ODD), p(*LONG, dtype=torch.int32)]},
-    "gradient of another shape": {"grads": [p(*ODD), p(1000, 3)]},
-    "parameter that is not dense": {"params": [p(*ODD), GAPS], "grads": [p(*ODD), GAPS]},
-    "parameter with gaps, dense gradient": {"params": [p(*ODD), GAPS]},
-    "state in bf16": {"exp_avgs": [p(*ODD, dtype=I8), p(*LONG, dtype=BF16)]},
-    "unsigned codes of m": {"exp_avgs": [p(*ODD, dtype=I8), p(*LONG, dtype=U8)]},
-    "signed codes of v": {"exp_avg_sqs": [p(*ODD, dtype=U8), p(*LONG, dtype=I8)]},
-    "m in codes and v in fp32": {"exp_avg_sqs": [p(*ODD, dtype=U8), p(*LONG)]},
-    "state of another shape": {"exp_avgs": [p(*ODD, dtype=I8), p(1000, 3, dtype=I8)]},
-    "state of other strides": {"exp_avgs": [p(*ODD, dtype=I8), p(1000, 3, dtype=I8).t()]},
-    "scale in fp16": {"exp_avg_scales": [p(19), p(3, 8, dtype=F16)]},
-    "scale of another shape": {"exp_avg_scales": [p(19), p(24)]},
+    "fp64 parameter": {"params": [ones(*ODD), ones(*LONG, dtype=F64)]},
+    "integer gradient": {"grads": [ones(*ODD), ones(*LONG, dtype=torch.int32)]},
+    "gradient of another shape": {"grads": [ones(*ODD), ones(1000, 3)]},
+    "parameter that is not dense": {"params": [ones(*ODD), GAPS], "grads": [ones(*ODD), GAPS]},
+    "parameter with gaps, dense gradient": {"params": [ones(*ODD), GAPS]},
+    "state in bf16": {"exp_avgs": [ones(*ODD, dtype=I8), ones(*LONG, dtype=BF16)]},
+    "unsigned codes of m": {"exp_avgs": [ones(*ODD, dtype=I8), ones(*LONG, dtype=U8)]},
+    "signed codes of v": {"exp_avg_sqs": [ones(*ODD, dtype=U8), ones(*LONG, dtype=I8)]},
+    "m in codes and v in fp32": {"exp_avg_sqs": [ones(*ODD, dtype=U8), ones(*LONG)]},
+    "state of another shape": {"exp_avgs": [ones(*ODD, dtype=I8), ones(1000, 3, dtype=I8)]},
+    "state of other strides": {"exp_avgs": [ones(*ODD, dtype=I8), ones(1000, 3, dtype=I8).t()]},
+    "scale in fp16": {"exp_avg_scales": [ones(19), ones(3, 8, dtype=F16)]},
+    "scale of another shape": {"exp_avg_scales": [ones(19), ones(24)]},
     "steps of two numbers": {"steps": [torch.tensor(0.0), torch.zeros(2)]},
     "steps as int64": {"steps": [torch.tensor(0.0), torch.tensor(0)]},
     "lr of two numbers": {"lr": [torch.ones(()), torch.ones(2)]},
@@ -72,12 +72,12 @@ BAD_STEPS: dict[str, dict[str, Any]] = {
     "an unknown weight storage": {"weight_storage": [0, 5]},
     "a weight storage fewer": {"weight_storage": [0]},
     "weight storage of fp32 parameters": {"weight_storage": [0, 1]},
-    "a weight state too many": {"weight_states": [p(*ODD)]},
-    "a weight state fewer": BF16_PARAMS | {"weight_storage": [2, 3], "weight_states": [p(*ODD, dtype=I8)]},
+    "a weight state too many": {"weight_states": [ones(*ODD)]},
+    "a weight state fewer": BF16_PARAMS | {"weight_storage": [2, 3], "weight_states": [ones(*ODD, dtype=I8)]},
     "a weight state of another dtype": BF16_PARAMS
-    | {"weight_storage": [2, 0], "weight_states": [p(*ODD, dtype=torch.int16)]},
+    | {"weight_storage": [2, 0], "weight_states": [ones(*ODD, dtype=torch.int16)]},
     "a weight state of other strides": BF16_PARAMS
-    | {"weight_storage": [3, 0], "weight_states": [p(*ODD[::-1], dtype=torch.int16).t()]},
+    | {"weight_storage": [3, 0], "weight_states": [ones(*ODD[::-1], dtype=torch.int16).t()]},
     "a trust ratio fewer": {"trust_ratios": [torch.ones(1)]},
     "trust ratios of two layers": {"trust_ratios": [torch.ones(1), torch.ones(2)]},
     "trust ratio as a number": {"trust_ratios": [torch.ones(1), torch.ones(())]},
@@ -91,7 +91,7 @@ BAD_STEPS: dict[str, dict[str, Any]] = {
     "squares of other strides": {"squares": torch.zeros(2, 2, dtype=F64).t()},
     "squares_only without squares": {"squares_only": True},
 }
-"""A case is for the ops that have its arguments. Muon's take those of other ops: the same check is theirs."""
+"""Arguments that take the place of good ones, for every op that has them; those of Muon's ops follow below."""
 
 
 def bad_step(op: str, kinds: str = "codes", **wrong: Any) -> list[Any]:
@@ -110,10 +110,10 @@ def bad_muon(op: str, change: Callable[[list[Any]], list[Any]]) -> Callable[[], 
     return lambda: change(bad_step(op, "fp32"))
 
 
-def of_vectors(args: list[Any]) -> list[Any]:
-    own = StepArgs(*args[2:])
-    flat = {name: [x.flatten() for x in getattr(own, name)] for name in ("params", "grads", "moments")}
-    return [[u.flatten() for u in args[0]], args[1], *own._replace(**flat)]
+def with_vectors(args: list[Any]) -> list[Any]:
+    step = StepArgs(*args[2:])
+    flat = {name: [x.flatten() for x in getattr(step, name)] for name in ("params", "grads", "moments")}
+    return [[u.flatten() for u in args[0]], args[1], *step._replace(**flat)]
 
 
 for op in ("muon_momentum_", "muon_apply_"):
@@ -121,9 +121,9 @@ for op in ("muon_momentum_", "muon_apply_"):
         ("one update less", lambda a: [a[0][1:], *a[1:]], "updates must have"),
         ("fp32 updates", lambda a: [[u.float() for u in a[0]], *a[1:]], r"updates\[0\] must be bfloat16"),
         ("other strides", lambda a: [[u.mT for u in a[0]], *a[1:]], r"updates\[0\] must be bfloat16"),
-        ("a vector", of_vectors, r"params\[0\] must have two dimensions"),
+        ("a vector", with_vectors, r"params\[0\] must have two dimensions"),
         ("hyperparameters", lambda a: [*a[:2], *StepArgs(*a[2:])._replace(hyperparameters=[0.9])], "hyperparameters"),
-        ("a scale", lambda a: [*a[:2], *StepArgs(*a[2:])._replace(scales=[p(19)])], "scale"),
+        ("a scale", lambda a: [*a[:2], *StepArgs(*a[2:])._replace(scales=[ones(19)])], "scale"),
         ("a step fewer", lambda a: [*a[:2], *StepArgs(*a[2:])._replace(steps=[torch.zeros(())])], "steps must have"),
     ):
         REFUSED[f"{op}: {title}"] = Refused(op, bad_muon(op, change), message)
@@ -133,7 +133,7 @@ REFUSED["muon_apply_: one ratio"] = Refused(
 
 # ---- other ops
 
-X, CODES, PLANES = p(4, 256), p(4, 256, dtype=I8), torch.zeros(3, 128, dtype=U8)  # codes for X, 3 bits each
+X, CODES, PLANES = ones(4, 256), ones(4, 256, dtype=I8), torch.zeros(3, 128, dtype=U8)  # codes for X, 3 bits each
 GELU = (3, *(list(part) if isinstance(part, tuple) else part for part in LEVELS["gelu", 3][2:]))
 TWO = TWO_BRANCHES["silu"][1:]
 BAD_CALLS: dict[str, dict[str, tuple[Any, ...]]] = {
@@ -146,19 +146,19 @@ BAD_CALLS: dict[str, dict[str, tuple[Any, ...]]] = {
         "gaps": (X[:, ::2], 0, True, 128),
     },
     "dequantize_blockwise": {
-        "block size": (CODES, p(4, 2), 0, 20, F32),
-        "codec": (CODES, p(4, 2), -1, 128, F32),
-        "codes": (X, p(4, 2), 0, 128, F32),
-        "gaps": (CODES[:, ::2], p(4, 1), 0, 128, F32),
-        "scale shape": (CODES, p(8), 0, 128, F32),
-        "too few scales": (CODES, p(4, 1), 0, 128, F32),
-        "scale dtype": (CODES, p(4, 2, dtype=F16), 0, 128, F32),
-        "fp64": (CODES, p(4, 2), 0, 128, F64),
+        "block size": (CODES, ones(4, 2), 0, 20, F32),
+        "codec": (CODES, ones(4, 2), -1, 128, F32),
+        "codes": (X, ones(4, 2), 0, 128, F32),
+        "gaps": (CODES[:, ::2], ones(4, 1), 0, 128, F32),
+        "scale shape": (CODES, ones(8), 0, 128, F32),
+        "too few scales": (CODES, ones(4, 1), 0, 128, F32),
+        "scale dtype": (CODES, ones(4, 2, dtype=F16), 0, 128, F32),
+        "fp64": (CODES, ones(4, 2), 0, 128, F64),
     },
     "grad_norm_": {
-        "fp32": (p(()), [X]),
-        "two numbers": (p(2, dtype=F64), [X]),
-        "int": (p((), dtype=F64), [X.int()]),
+        "fp32": (ones(()), [X]),
+        "two numbers": (ones(2, dtype=F64), [X]),
+        "int": (ones((), dtype=F64), [X.int()]),
     },
     "few_bit_encode": {
         "no bits": (X, 0, [], [], 0),
@@ -182,13 +182,13 @@ BAD_CALLS: dict[str, dict[str, tuple[Any, ...]]] = {
         "signed codes": (X, PLANES.to(I8), [0.5] * 8),
         "a level fewer": (X, PLANES, [0.5] * 7),
         "a plane fewer": (X, PLANES[:2], [0.5] * 8),
-        "gaps": (p(4, 512)[:, ::2], PLANES, [0.5] * 8),
+        "gaps": (ones(4, 512)[:, ::2], PLANES, [0.5] * 8),
         "int": (X.int(), PLANES, [0.5] * 8),
     },
     "few_bit_backward_from_output": {
         "two planes": (X, X, PLANES[:2], *TWO),
-        "another shape": (X, p(256, 4), PLANES[:1], *TWO),
-        "other strides": (X, p(256, 4).t(), PLANES[:1], *TWO),
+        "another shape": (X, ones(256, 4), PLANES[:1], *TWO),
+        "other strides": (X, ones(256, 4).t(), PLANES[:1], *TWO),
         "int": (X, X.int(), PLANES[:1], *TWO),
         "a coefficient fewer": (X, X, PLANES[:1], TWO[0], TWO[1][1:], *TWO[2:]),
         "no coefficients": (X, X, PLANES[:1], TWO[0], [], [], *TWO[3:]),
@@ -210,23 +210,24 @@ def freed(x: Tensor) -> Tensor:
     return x
 
 
-def on_freed(op: str, which: str) -> list[Any]:
+def with_freed(op: str, field: str) -> list[Any]:
+    """A step's arguments, in which the second tensor of a list has been freed."""
     args = StepArgs(*bad_step(op))
-    given = getattr(args, which)
-    return [*args._replace(**{which: [given[0], freed(given[1]), *given[2:]]})]
+    tensors = getattr(args, field)
+    return [*args._replace(**{field: [tensors[0], freed(tensors[1]), *tensors[2:]]})]
 
 
 FREED: dict[str, Refused] = {
     "x": Refused("quantize_blockwise", lambda: [freed(X), 0, True, 128]),
-    "codes": Refused("dequantize_blockwise", lambda: [freed(CODES), p(4, 2), 0, 128, F32]),
-    "scale": Refused("dequantize_blockwise", lambda: [CODES, freed(p(4, 2)), 0, 128, F32]),
-    "a gradient of a norm": Refused("grad_norm_", lambda: [p((), dtype=F64), [freed(X)]]),
+    "codes": Refused("dequantize_blockwise", lambda: [freed(CODES), ones(4, 2), 0, 128, F32]),
+    "scale": Refused("dequantize_blockwise", lambda: [CODES, freed(ones(4, 2)), 0, 128, F32]),
+    "a gradient of a norm": Refused("grad_norm_", lambda: [ones((), dtype=F64), [freed(X)]]),
     "an activation's input": Refused("few_bit_encode", lambda: [freed(X), 1, [0.0], [1], 0]),
     "a gradient": Refused("few_bit_backward", lambda: [freed(X), PLANES[:1], [0.5, 1.0]]),
     "planes": Refused("few_bit_backward", lambda: [X, freed(PLANES[:1]), [0.5, 1.0]]),
     **{
-        f"{which} of a step": Refused("lion_step_", lambda which=which: on_freed("lion_step_", which))
-        for which in ("params", "grads", "moments", "scales", "steps")
+        f"{field} of a step": Refused("lion_step_", lambda field=field: with_freed("lion_step_", field))
+        for field in ("params", "grads", "moments", "scales", "steps")
     },
 }
-"""An error of the kernels. The reference is torch's own functions, which end the process."""
+"""Tensors whose memory has been freed: kernels raise; the reference is torch's own functions, which end the process."""
