@@ -15,19 +15,20 @@ from memkern.optim.offload.transfers import Transfers
 class LateTransfers(Transfers):
     """A copy is made when something waits for its event, with all earlier copies of its direction; all on the CPU.
 
-    So what reads without waiting reads NaN or old values. ``log`` has what was called, in order.
+    Code that reads without waiting reads NaN or old values. An event is (direction, number of copies up to it); ``log``
+    has the events, and the waits for them, in order.
     """
 
     shares_memory = False
 
     def __init__(self, device: torch.device, log: list[Any] | None = None) -> None:
         self.queues: dict[str, list[Callable[[], Any]]] = {"down": [], "up": []}
-        self.made = {"down": 0, "up": 0}
+        self.copied = {"down": 0, "up": 0}  # how many copies of each queue are made
         self.log: list[Any] = [] if log is None else log
 
     def empty_like(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        made = super().empty_like(x, dtype)
-        return made.fill_(torch.nan) if made.is_floating_point() else made
+        empty = super().empty_like(x, dtype)
+        return empty.fill_(torch.nan) if empty.is_floating_point() else empty
 
     def to_host(self, host: Tensor, x: Tensor) -> Any:
         return self._begin("down", host, x)
@@ -48,24 +49,24 @@ class LateTransfers(Transfers):
         self.log.append(("device waits", event))
         self._make(event)
 
-    def _begin(self, way: str, to: Tensor, source: Tensor, *after: Any) -> Any:
+    def _begin(self, direction: str, to: Tensor, source: Tensor, *after: Any) -> Any:
         def copy() -> None:
             for event in after:
                 self._make(event)
             with torch.no_grad():
                 to.copy_(source)
 
-        self.queues[way].append(copy)
-        event = (way, len(self.queues[way]))
+        self.queues[direction].append(copy)
+        event = (direction, len(self.queues[direction]))
         self.log.append(event)
         return event
 
     def _make(self, event: Any) -> None:
         if event is not None:
-            way, count = event
-            while self.made[way] < count:
-                copy = self.queues[way][self.made[way]]
-                self.made[way] += 1
+            direction, count = event
+            while self.copied[direction] < count:
+                copy = self.queues[direction][self.copied[direction]]
+                self.copied[direction] += 1
                 copy()
 
 

@@ -1,4 +1,4 @@
-"""What tests of randomized linear layers share: inputs, projections as matrices, variance, a check of the seed."""
+"""For the tests of randomized linear layers: inputs, projections as matrices, variance, a check of the seed."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def matrix(name: str, n: int, k: int, seed: Tensor) -> Tensor:
     return projection.project(torch.eye(n, dtype=torch.float64), k, name, seed)
 
 
-def seeds() -> Any:
+def seeds() -> Any:  # an iterator without end
     generator = torch.Generator().manual_seed(2)
     while True:
         yield projection.draw_seed(CPU, generator)
 
 
 def variance(name: str, x: Tensor, y: Tensor, k: int) -> float:
-    """Total variance of the weight gradient (docs/numerics.md); for dct exactly, with random signs."""
+    """Sum of the variances of the weight gradient's elements (docs/numerics.md): N tokens, of which k are kept."""
     n = len(x)
     product = (y.T @ x).square().sum()
     norms = x.square().sum(1), y.square().sum(1)
@@ -44,11 +44,11 @@ def variance(name: str, x: Tensor, y: Tensor, k: int) -> float:
     d = norms[0] @ norms[1]
     if name == "dct":
         f, i = torch.meshgrid(*2 * [torch.arange(n, dtype=torch.float64)], indexing="ij")
-        c2 = (torch.cos(math.pi * f * (2 * i + 1) / (2 * n)) * math.sqrt(2 / n)).square()
-        c2[0] /= 2
-        pairs = c2.T @ c2  # sum over frequencies of c_fi^2 c_fj^2
+        squared = (torch.cos(math.pi * f * (2 * i + 1) / (2 * n)) * math.sqrt(2 / n)).square()
+        squared[0] /= 2  # squares c_fi^2 of the cosine transform's entries, whose signs are random
+        pairs = squared.T @ squared  # sum over frequencies of c_fi^2 c_fj^2
         d = (pairs * torch.outer(*norms)).sum() + 2 * (pairs * (x @ x.T) * (y @ y.T)).sum()
-        d = d - 2 * (c2.square().sum(0) * norms[0] * norms[1]).sum()
+        d = d - 2 * (squared.square().sum(0) * norms[0] * norms[1]).sum()
     if name in ("rows", "dct"):
         return float((n * d - product) / k * (n - k) / (n - 1))
     return float((total + product) / k - (2 * d / k if name == "rademacher" else 0))
@@ -63,7 +63,7 @@ def gram(layer: nn.Module, run: Any = lambda layer, x: layer(x)) -> Tensor:
 
 
 def assert_gram(s: Tensor, k: int) -> None:
-    """Symmetric, of rank k, trace N: so the forward and the backward pass have used the same S."""
+    """Asserts a symmetric matrix of rank k and a trace of about N: forward and backward pass have used the same S."""
     n = len(s)
     torch.testing.assert_close(s, s.T, rtol=1e-4, atol=1e-5)
     assert torch.linalg.matrix_rank(s, rtol=1e-4) == k
@@ -71,4 +71,5 @@ def assert_gram(s: Tensor, k: int) -> None:
 
 
 def checkpointed(**options: Any) -> Any:
+    """A ``run`` of :func:`gram` with a checkpoint around the layer."""
     return lambda layer, x: checkpoint(layer, x, use_reentrant=False, **options)

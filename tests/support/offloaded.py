@@ -36,6 +36,7 @@ def model_of(dtype: torch.dtype = torch.float32) -> nn.Module:
 
 
 def losses(model: nn.Module, count: int) -> list[Tensor]:
+    """Losses of ``count`` random batches, with their graphs."""
     generator = torch.Generator().manual_seed(1)
     dtype = next(model.parameters()).dtype
     return [model(torch.randn(8, 16, generator=generator).to(dtype)).float().square().mean() for _ in range(count)]
@@ -48,7 +49,7 @@ def run(
     dtype: torch.dtype = torch.float32,
     clip: float | None = None,
 ) -> tuple[dict[str, Any], torch.optim.Optimizer, nn.Module]:
-    """A user's training loop with a schedule; a snapshot of the optimizer, the optimizer, the model."""
+    """A user's training loop with a schedule. Returns a snapshot of the optimizer, the optimizer and the model."""
     model = model_of(dtype)
     optimizer = make(model.parameters())
     scheduler = OneCycleLR(optimizer, max_lr=1e-2, total_steps=steps + 1)
@@ -65,14 +66,17 @@ def run(
     return snapshot(optimizer), optimizer, model
 
 
-def events_of_a_step(own: dict[str, Any], log: list[Any]) -> list[Any]:
-    """The log of the third step of three matrices, copies numbered from 0. ``log``: an empty list to write to."""
+def events_of_a_step(options: dict[str, Any], log: list[Any]) -> list[Any]:
+    """The third step's entries of LateTransfers' log, for three matrices, copies numbered from 0.
+
+    ``options``: of HostOffload. ``log``: an empty list to write to.
+    """
 
     class Logged(HostOffload):
         _transfers_of = staticmethod(lambda device: LateTransfers(device, log))
 
     layers = [nn.Linear(20, 20, bias=False) for _ in range(3)]
-    optimizer = Logged(optim.AdamW, [layer.weight for layer in layers], **own)
+    optimizer = Logged(optim.AdamW, [layer.weight for layer in layers], **options)
     for _ in range(3):
         log.clear()
         nn.Sequential(*layers)(torch.randn(2, 20)).sum().backward()
@@ -80,9 +84,15 @@ def events_of_a_step(own: dict[str, Any], log: list[Any]) -> list[Any]:
         optimizer.step()
         log.append("step is over")
         optimizer.zero_grad()
-    first = {way: min(e[1] for e in log if e[0] == way) for way in ("down", "up")}
-    number = lambda e: (e[0], e[1] - first[e[0]])  # noqa: E731
-    return [e if isinstance(e, str) else number(e) if e[0] in first else (e[0], *number(e[1])) for e in log]
+    first = {direction: min(e[1] for e in log if e[0] == direction) for direction in ("down", "up")}
+
+    def renumbered(entry: Any) -> Any:
+        if isinstance(entry, str):
+            return entry
+        kind, number = entry
+        return (kind, number - first[kind]) if kind in first else (kind, *renumbered(number))
+
+    return [*map(renumbered, log)]
 
 
 def options_of(build: type) -> dict[str, Any]:

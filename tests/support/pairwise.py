@@ -18,17 +18,17 @@ Pair = tuple[tuple[str, int], ...]
 
 
 def chosen(cases: list[set[Pair]], covered: set[Pair]) -> list[int]:
-    """A greedy choice: each case adds as many pairs as any could, until none is left. ``covered`` gets all pairs."""
-    left = {*range(len(cases))}
-    found = []
-    while left:
-        best = max(sorted(left), key=lambda i: len(cases[i] - covered))
+    """Greedily: each case adds as many new pairs as any could, until none is new. ``covered`` gets all pairs."""
+    remaining = {*range(len(cases))}
+    chosen_cases = []
+    while remaining:
+        best = max(sorted(remaining), key=lambda i: len(cases[i] - covered))
         if not cases[best] - covered:
             break
-        left.remove(best)
-        found.append(best)
+        remaining.remove(best)
+        chosen_cases.append(best)
         covered |= cases[best]
-    return found
+    return chosen_cases
 
 
 def _runs(item: pytest.Item) -> bool:
@@ -42,7 +42,7 @@ def _pairs(item: Any) -> set[Pair]:
     return {*combinations(sorted((name, id(value)) for name, value in item.callspec.params.items()), 2)}
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what -m does
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects by -m
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     tests = defaultdict(list)
     for item in items:
@@ -50,10 +50,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             tests[item.nodeid.partition("[")[0]].append(item)
     for cases in tests.values():
         covered: set[Pair] = set()
-        kept: set[str] = set()
+        chosen_ids: set[str] = set()
         for is_full in (False, True):
             tier = [item for item in cases if (item.get_closest_marker("full") is not None) == is_full]
-            kept |= {tier[i].nodeid for i in chosen([_pairs(item) for item in tier], covered)}
+            chosen_ids |= {tier[i].nodeid for i in chosen([_pairs(item) for item in tier], covered)}
         for item in cases:
-            if item.nodeid not in kept:
+            if item.nodeid not in chosen_ids:
                 item.add_marker("long")

@@ -42,21 +42,21 @@ def backend(
     """
     table = select_decomp_table()
 
-    def as_it_is(graph: fx.GraphModule, inputs: Any) -> Any:
+    def run_as_is(graph: fx.GraphModule, inputs: Any) -> Any:
         view_to_reshape(graph)  # as Inductor does, whose kernels' results may have other strides
         graph.recompile()
         return make_boxed_func(graph.forward)
 
     def partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-        ours = Partitioner(bits, memory_budget, activations, codec_backend) if bits is not None else None
-        fw, bw = _cut(ours, joint, inputs, kwargs)
+        partitioner = Partitioner(bits, memory_budget, activations, codec_backend) if bits is not None else None
+        fw, bw = _cut(partitioner, joint, inputs, kwargs)
         if look:
             look(fw, bw, kwargs["num_fwd_outputs"])
         return fw, bw
 
     return aot_autograd(
-        fw_compiler=as_it_is,
-        bw_compiler=as_it_is,
+        fw_compiler=run_as_is,
+        bw_compiler=run_as_is,
         partition_fn=partition,
         decompositions=table,
         keep_inference_input_mutations=in_graph,
@@ -66,6 +66,7 @@ def backend(
 def _cut(
     partitioner: Partitioner | None, joint: fx.GraphModule, inputs: Any, kwargs: dict[str, Any]
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """The forward and the backward graph. Asserts that the cut adds no operations that Inductor has to decompose."""
     known = {node.target for node in joint.graph.nodes}
     fw, bw = (partitioner or min_cut_rematerialization_partition)(joint, inputs, **kwargs)
     new = {node.target for graph in (fw.graph, bw.graph) for node in graph.nodes} - known
@@ -114,8 +115,8 @@ class Traced:
 
     def gradients(self, bits: Any, look: Look | None = None) -> list[Tensor | None]:
         """Gradients of the inputs, None where an input needs none. bits: as of :func:`backend`."""
-        ours = Partitioner(bits) if bits is not None else None
-        fw, bw = _cut(ours, copy.deepcopy(self.joint), self.fakes, self.kwargs)
+        partitioner = Partitioner(bits) if bits is not None else None
+        fw, bw = _cut(partitioner, copy.deepcopy(self.joint), self.fakes, self.kwargs)
         if look:
             look(fw, bw, self.kwargs["num_fwd_outputs"])
         with torch.no_grad():
@@ -134,10 +135,10 @@ def step(model: nn.Module, x: Tensor, call: Callable[[Tensor], Tensor] | None = 
     call: the model, where it is not given.
     """
     run = model if call is None else call
-    found: list[Tensor] = []
+    outputs: list[Tensor] = []
     model.zero_grad()
-    saved = memory.saved_bytes(lambda: found.append(run(x)), model, x)
-    found[0].float().square().mean().backward()
+    saved = memory.saved_bytes(lambda: outputs.append(run(x)), model, x)
+    outputs[0].float().square().mean().backward()
     return saved, gradients_of(model)
 
 

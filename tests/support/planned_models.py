@@ -1,4 +1,4 @@
-"""Small models for the tests of memkern.planner."""
+"""Small models for the tests of memkern.planner, and the planner's Predictor for a model."""
 
 from typing import Any
 

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-MOST = 4  # ranks
 SECONDS = 120.0  # that a call may take
 TORCHRUN_TWO = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
@@ -56,25 +55,18 @@ def _serve(calls: Connection) -> None:
 
 
 class Ranks:
-    """Calls functions on several processes at a time."""
+    """Calls functions on several processes at a time, each a rank of one process group."""
 
     def __init__(self) -> None:
         self._context: Any = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(
-            [
-                "torch",
-                "torch.distributed.fsdp",
-                "torch.distributed.checkpoint",
-                "memkern.optim",
-                "memkern._ops",
-            ]
-        )
+        modules = ["torch.distributed.fsdp", "torch.distributed.checkpoint", "memkern.optim", "memkern._ops"]
+        self._context.set_forkserver_preload(["torch", *modules])
         self._started: list[tuple[Any, Connection]] = []
         self._folder = tempfile.TemporaryDirectory(prefix="memkern-ranks-")
         self._calls = 0
 
     def __call__(self, world: int, run: Callable[..., Any], *args: Any) -> list[Any]:
-        """``run(*args)`` in each of ``world`` processes, of which each is a rank; what they return, by rank.
+        """Runs ``run(*args)`` in ``world`` processes. Returns the results by rank.
 
         ``run`` is a function at the top of a module. AssertionError with a rank's traceback where one fails.
         """
@@ -91,10 +83,10 @@ class Ranks:
         results, failures = [], []
         for rank, (_, pipe) in enumerate(self._started[:world]):
             try:
-                done, result = pipe.recv() if pipe.poll(SECONDS) else (False, f"no answer in {SECONDS:.0f} s")
+                succeeded, result = pipe.recv() if pipe.poll(SECONDS) else (False, f"no answer in {SECONDS:.0f} s")
             except EOFError:
-                done, result = False, "the process ended"
-            if done:
+                succeeded, result = False, "the process ended"
+            if succeeded:
                 results.append(torch.load(io.BytesIO(result), weights_only=False))
             else:
                 failures.append(f"rank {rank} of {world}: {result}")

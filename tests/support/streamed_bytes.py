@@ -98,8 +98,8 @@ class Stream:
 
 @contextlib.contextmanager
 def counted(live: DeviceBytes) -> Iterator[None]:
-    """Counts with streams that do nothing; storages that FSDP2 resizes to 0 no longer count."""
-    one = Stream()
+    """Counts into ``live``, with streams that do nothing, and as storages are resized by FSDP2."""
+    current = Stream()
 
     def free(x: Tensor) -> None:
         x.untyped_storage().resize_(0)
@@ -123,14 +123,14 @@ def counted(live: DeviceBytes) -> Iterator[None]:
         for name, value in (
             ("Stream", Stream),
             ("Event", Event),
-            ("current_stream", lambda *_: one),
+            ("current_stream", lambda *_: current),
             ("stream", on),
             ("current_device", lambda: 0),
             ("set_device", lambda *_: None),
             ("synchronize", lambda *_: None),
         ):
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
-        stack.enter_context(mock.patch.object(torch.accelerator, "current_stream", return_value=one))
+        stack.enter_context(mock.patch.object(torch.accelerator, "current_stream", return_value=current))
         from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
         for module in (_fsdp_param, _fsdp_param_group):
@@ -173,27 +173,27 @@ def peak_of_a_step(source: Any, techniques: Techniques) -> dict[str, int]:
         with mode, device:
             mode.around = values.around
             batch = source.batch(techniques.micro_batch)
-        found = {}
+        peaks = {}
         with fake_step._as_on_real_tensors(), mode.inside(live.around), mode:
             for _ in range(2):
                 live.peak = live.live
                 loss = step(batch)
-                found["forward"], live.peak = live.peak, live.live
+                peaks["forward"], live.peak = live.peak, live.live
                 loss.backward()
-                found["backward"] = live.peak
+                peaks["backward"] = live.peak
                 del loss
                 step.zero_grad()
                 live.copied.clear()
-    return found
+    return peaks
 
 
 def predicted_and_counted(
     model: Any, tokens: int, techniques: Techniques, depth: int | None = None
 ) -> dict[str, tuple[int, int]]:
-    """Peak bytes by pass: the planner's, without the process's own, and those of :func:`peak_of_a_step`."""
+    """{pass: (the planner's peak bytes without the process's own, those of :func:`peak_of_a_step`)}."""
     source: Any = resolve(model, tokens, None, None, 0.0)
     source = source.with_depth(depth) if depth else source
     predictor = Predictor(source, "cuda", "cuda", DEFAULTS["cuda"])
     phases = predictor.predict(techniques).phases
-    real = peak_of_a_step(source, techniques)
-    return {name: (phases[name] - DEFAULTS["cuda"].process, real[name]) for name in ("forward", "backward")}
+    peaks = peak_of_a_step(source, techniques)
+    return {name: (phases[name] - DEFAULTS["cuda"].process, peaks[name]) for name in ("forward", "backward")}

@@ -32,7 +32,7 @@ class Event:
         self.streams, self.clock = streams, clock
 
     def query(self) -> bool:
-        """Complete after it was asked about several times, as if the device were late."""
+        """True at one of ``late`` queries only, as if the device were late."""
         self.streams.queries += 1
         if self.streams.queries % self.streams.late:
             return False
@@ -67,7 +67,7 @@ class Streams:
         self.names = iter(("down", "up"))
         self.compute = Stream(self, "compute")
         self.now = self.compute
-        self.queries, self.late = 0, late
+        self.queries, self.late = 0, late  # queries of all events
         self.history: dict[Any, list[Access]] = defaultdict(list)
 
     def Stream(self, device: torch.device) -> Stream:
@@ -83,9 +83,10 @@ class Streams:
         self.now = before
 
     def join(self, name: str, clock: dict[str, int]) -> None:
-        own = self.clocks[name]
+        """Adds what ``clock`` knows of other streams to a stream's clock."""
+        known = self.clocks[name]
         for other, time in clock.items():
-            own[other] = max(own[other], time)
+            known[other] = max(known[other], time)
 
     def access(self, places: list[Any], writes: bool, what: str, stream: Stream | None = None) -> None:
         """Work of a stream, by default the current one, that reads or writes places."""

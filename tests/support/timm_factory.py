@@ -10,7 +10,7 @@ import importlib
 import sys
 from importlib.util import find_spec, module_from_spec
 
-# package: a name that the factory imports from it, and the module that defines the name
+# Packages, and for each the name that the factory imports from it and the module that defines that name.
 NAMES = {
     "timm": None,
     "timm.layers": ("use_reentrant_ckpt", "timm.layers.config"),
@@ -26,12 +26,12 @@ def load() -> None:
         raise ModuleNotFoundError("No module named 'timm'")
     if find_spec("torchvision") is not None:
         return
-    for name, taken in NAMES.items():
+    for name, imported in NAMES.items():
         spec = find_spec(name)
         assert spec is not None
         sys.modules[name] = package = module_from_spec(spec)
-        parent, _, own = name.rpartition(".")
+        parent, _, child = name.rpartition(".")
         if parent:
-            setattr(sys.modules[parent], own, package)
-        if taken is not None:
-            setattr(package, taken[0], getattr(importlib.import_module(taken[1]), taken[0]))
+            setattr(sys.modules[parent], child, package)
+        if imported is not None:
+            setattr(package, imported[0], getattr(importlib.import_module(imported[1]), imported[0]))

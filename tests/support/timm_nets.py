@@ -46,7 +46,7 @@ def _timm() -> Any:
 
 @contextlib.contextmanager
 def _instead_of_torchvision() -> Iterator[None]:
-    """While timm is imported alone: others ask whether torchvision is there, and it is not."""
+    """Stand-ins for torchvision's modules, only while timm is imported: others would take them for torchvision."""
     for name, classes in _NOT_USED.items():
         sys.modules[name] = module = ModuleType(name)
         vars(module).update({cls: type(cls, (nn.Module,), {}) for cls in classes})
@@ -59,11 +59,11 @@ def _instead_of_torchvision() -> Iterator[None]:
 
 
 def _without_data_sets() -> None:
-    """timm.data with its constants, which the nets import, and nothing else."""
-    found = importlib.util.find_spec("timm")
-    if found is None or found.origin is None or "timm" in sys.modules:
+    """Makes a timm.data with its constants, which the nets import, and nothing else."""
+    spec = importlib.util.find_spec("timm")
+    if spec is None or spec.origin is None or "timm" in sys.modules:
         return
-    folder = Path(found.origin).parent / "data"
+    folder = Path(spec.origin).parent / "data"
     data = sys.modules["timm.data"] = ModuleType("timm.data")
     data.__path__ = [str(folder)]
     exec((folder / "constants.py").read_text(), vars(data))
@@ -83,7 +83,7 @@ class Classifier(nn.Module):
 def build(name: str) -> nn.Module:
     """Dropout and stochastic depth are off, as timm has them by default. ModuleNotFoundError without timm.
 
-    Random numbers stand in the last layer, of which some nets begin with zeros: all other gradients would be zero.
+    A last layer of zeros, which some nets begin with, gets random numbers: else all other gradients would be zero.
     """
     net = _timm().create_model(NETS[name], pretrained=False, num_classes=CLASSES)
     if not (weight := net.get_classifier().weight).any():

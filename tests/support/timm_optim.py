@@ -12,12 +12,12 @@ PACKAGE = "_timm_optim"
 
 
 def load(cls: str) -> Any:
-    """A class of the module of timm.optim that has its name in lower case. ModuleNotFoundError without timm."""
-    found = importlib.util.find_spec("timm")
-    if found is None or found.origin is None:
+    """An optimizer of timm: "Lamb" is the class Lamb of timm.optim.lamb. ModuleNotFoundError without timm."""
+    spec = importlib.util.find_spec("timm")
+    if spec is None or spec.origin is None:
         raise ModuleNotFoundError("No module named 'timm'")
     if PACKAGE not in sys.modules:
         package = ModuleType(PACKAGE)
-        package.__path__ = [str(Path(found.origin).parent / "optim")]
+        package.__path__ = [str(Path(spec.origin).parent / "optim")]
         sys.modules[PACKAGE] = package
     return getattr(importlib.import_module(f"{PACKAGE}.{cls.lower()}"), cls)

@@ -10,8 +10,8 @@ from memkern.planner.inputs import class_of_type
 from memkern.planner.models import Configured, resolve
 
 TOKENS, LAYERS, WIDTH, VOCABULARY = 16, 3, 32, 128
-MOST = 8_000_000  # parameters of a tiny model
-# sizes, and the fields of configurations that get them
+MAX_PARAMETERS = 8_000_000
+# Sizes, and the fields of configurations that get them.
 SIZES: tuple[tuple[int, tuple[str, ...]], ...] = (
     (LAYERS, (
         "num_hidden_layers", "encoder_layers", "decoder_layers", "num_layers", "num_decoder_layers", "n_layer",
@@ -36,11 +36,11 @@ SIZES: tuple[tuple[int, tuple[str, ...]], ...] = (
     (8, ("patch_size",)),
     (2 * TOKENS, ("max_source_positions",)),
 )  # fmt: skip
-LACKS: dict[str, dict[str, Any]] = {
+MISSING: dict[str, dict[str, Any]] = {
     "wav2vec2-bert": {"vocab_size": VOCABULARY, "feature_projection_input_dim": 80},
     "wav2vec2-conformer": {"vocab_size": VOCABULARY},
 }
-"""What default configurations lack."""
+"""Fields without which the default configurations of these types make no model."""
 
 
 def shrunk(config: Any) -> Any:
@@ -75,9 +75,9 @@ def source(kind: str) -> Configured:
     """The type's tiny model. Raises whatever transformers raises where these sizes do not fit together."""
     from transformers import CONFIG_MAPPING
 
-    found: Any = resolve(shrunk(CONFIG_MAPPING[kind](**LACKS.get(kind, {}))), TOKENS, None, None, None)
+    model: Any = resolve(shrunk(CONFIG_MAPPING[kind](**MISSING.get(kind, {}))), TOKENS, None, None, None)
     with torch.device("meta"):
-        count = sum(p.numel() for p in found.build(torch.float32).parameters())
-    if count > MOST:
+        count = sum(p.numel() for p in model.build(torch.float32).parameters())
+    if count > MAX_PARAMETERS:
         raise ValueError(f"{kind} has {count} parameters")
-    return found
+    return model

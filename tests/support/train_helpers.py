@@ -1,4 +1,4 @@
-"""What the tests of the training loop share: a text, a small configuration, runs and their comparison."""
+"""For the tests of the training loop: a text, a small configuration, runs and their comparison."""
 
 import os
 import socket
@@ -24,8 +24,8 @@ TORCH_ADAMW: dict[str, Any] = {"optimizer": "torch-adamw", "state_bits": 32}
 def small_run(layers: int, batch_size: int, steps: int) -> list[str]:
     """The flags of a small run on the CPU."""
     sizes = {"layers": layers, "heads": 2, "width": 64, "seq-len": 32, "batch-size": batch_size, "steps": steps}
-    run = {"eval-every": 2, "eval-tokens": 320, "device": "cpu"}
-    return [word for name, value in (sizes | run).items() for word in (f"--{name}", str(value))]
+    options = sizes | {"eval-every": 2, "eval-tokens": 320, "device": "cpu"}
+    return [word for name, value in options.items() for word in (f"--{name}", str(value))]
 
 
 def weights(trainer: Trainer) -> list[torch.Tensor]:
@@ -44,7 +44,7 @@ def trained(corpus: Corpus, config: TrainConfig = SMALL, /, **changes: Any) -> T
 
 
 def straight_and_resumed(config: TrainConfig, corpus: Corpus, path: Path, **changes: Any) -> tuple[Trainer, Trainer]:
-    """A whole run, and one that goes on from its third step, with what may change."""
+    """A whole run, and one that goes on from its third step, with changes of the configuration that are allowed."""
     straight = Trainer(config, corpus)
 
     def save(trainer: Trainer) -> None:
@@ -64,29 +64,30 @@ def straight_and_resumed(config: TrainConfig, corpus: Corpus, path: Path, **chan
 def assert_same_run(a: Trainer, b: Trainer) -> None:
     assert a.history.train_loss == b.history.train_loss
     assert a.history.validation == b.history.validation
-    (mine, others) = (a.weights(), b.weights())
-    assert all(torch.equal(x, others[name]) for name, x in mine.items())
+    weights_of_a, weights_of_b = a.weights(), b.weights()
+    assert all(torch.equal(x, weights_of_b[name]) for name, x in weights_of_a.items())
 
 
 def assert_runs_agree(a: Path, b: Path) -> None:
-    """Two checkpoints of equal runs. Their gradients are sums in another order: weights agree within 1e-4 of their
-    norm, as a code of nearly equal moments may differ by one; losses within 1e-5. And 1e-5 for the bias of attention's
-    keys, whose gradient is nothing but rounding errors, which Adam scales up to its rate."""
-    one, two = checkpoint.load(a), checkpoint.load(b)
-    assert one["step"] == two["step"] == one["config"]["steps"]
+    """Asserts that two checkpoints are of equal runs whose gradients were added up in different orders.
+
+    Losses agree within 1e-5, weights within 1e-4 of their norm, as a code of nearly equal moments may differ by one.
+    And 1e-5 for the bias of attention's keys: its gradient is rounding errors alone, which Adam scales up to lr."""
+    first, second = checkpoint.load(a), checkpoint.load(b)
+    assert first["step"] == second["step"] == first["config"]["steps"]
     for name in ("train_loss", "validation"):
-        losses = (torch.tensor(state["history"][name]) for state in (one, two))
+        losses = (torch.tensor(state["history"][name]) for state in (first, second))
         torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
-    assert one["model"].keys() == two["model"].keys()
-    for name, weight in one["model"].items():
-        assert (weight - two["model"][name]).norm() <= 1e-4 * weight.norm() + 1e-5, name
+    assert first["model"].keys() == second["model"].keys()
+    for name, weight in first["model"].items():
+        assert (weight - second["model"][name]).norm() <= 1e-4 * weight.norm() + 1e-5, name
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """The command's error for bad arguments: one line, without its beginning."""
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as error:
         main(["train", *arguments])
-    assert ended.value.code == 2
+    assert error.value.code == 2
     [line] = capsys.readouterr().err.splitlines()  # and no page of usage before it
     return line.removeprefix("python -m memkern train: error: argument ")
 

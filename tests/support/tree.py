@@ -22,7 +22,7 @@ def copy_of_tree(to: Path) -> Path:
     if listed.returncode:
         pytest.skip(f"the tests do not run from a git checkout: {listed.stderr.strip()}")
     for name in filter(None, listed.stdout.split("\0")):
-        if (ROOT / name).is_file():  # not deleted since
+        if (ROOT / name).is_file():  # git still lists files that were deleted
             (to / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, to / name)
     return to
@@ -35,11 +35,11 @@ def built_libraries(name: str, environment: dict[str, str], extra: dict[str, str
         tree = copy_of_tree(folder / "tree")
         for path, text in (extra or {}).items():
             (tree / path).write_text(text)
-        done = subprocess.run(
+        result = subprocess.run(
             [sys.executable, "setup.py", "-q", "build_ext", "--inplace"],
             cwd=tree, env={**os.environ, **environment}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
-        assert done.returncode == 0, done.stdout[-4000:]
+        assert result.returncode == 0, result.stdout[-4000:]
         (folder / "libraries").mkdir()
         for library in (tree / "memkern").glob("*.so"):
             shutil.move(library, folder / "libraries")

@@ -36,12 +36,12 @@ def repair_bf16() -> None:
     fp_to_fp = InterpreterBuilder.create_fp_to_fp
 
     def exact_cast(self: Any, source: Any, to: Any) -> Any:
-        a, b = source.dtype.scalar, to.scalar
-        if (a, b) == (tl.bfloat16, tl.float32):
-            return TensorHandle(fp32_of(source.data).reshape(source.data.shape), b)
-        if (a, b) == (tl.float32, tl.bfloat16):
-            return TensorHandle(bf16_of(source.data).reshape(source.data.shape), b)
-        assert a == b or tl.bfloat16 not in (a, b), f"cast {a} to {b} over fp32: that is all this interpreter can do"
+        old, new = source.dtype.scalar, to.scalar
+        if (old, new) == (tl.bfloat16, tl.float32):
+            return TensorHandle(fp32_of(source.data).reshape(source.data.shape), new)
+        if (old, new) == (tl.float32, tl.bfloat16):
+            return TensorHandle(bf16_of(source.data).reshape(source.data.shape), new)
+        assert old == new or tl.bfloat16 not in (old, new), f"cast {old} to {new} by way of fp32 in this interpreter"
         return cast(self, source, to)
 
     def exact_fp_to_fp(self: Any, source: Any, to: Any, rounding: Any) -> Any:
@@ -94,7 +94,7 @@ def repair_reductions() -> None:
     apply = interpreter.ReduceOps.apply_impl
 
     def fast(self: Any, input: Any) -> Any:
-        # One element after the other otherwise, which takes a second for a tile.
+        # apply() takes one element after the other: a second for a tile.
         if getattr(self.combine_fn, "fn", self.combine_fn).__name__ == "_maximum_or_nan":
             return self.min_max(input[0], val_reduce_op=np.max)
         return apply(self, input)

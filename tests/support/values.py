@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def hostile(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Blocks of 128 values, of one kind after the other: normal, of many magnitudes, of any bits, of any finite bits,
+    """Blocks of 128 values, of these kinds in turn: normal, of many magnitudes, of any bits, of any finite bits,
     denormal, tiny, huge, mostly 0, zeros of both signs, with one NaN, with one infinity, equal.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -15,7 +15,7 @@ def hostile(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor
     normal = torch.randn(count, 128, generator=generator)
     bits = torch.randint(-(2**31), 2**31, (count, 128), generator=generator).int().view(torch.float32)
     zero = 0.0 * normal
-    one = torch.arange(128) == 5
+    at_5 = torch.arange(128) == 5
     kinds = (
         normal,
         normal * torch.exp(20 * torch.randn(count, 128, generator=generator)),
@@ -26,12 +26,12 @@ def hostile(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor
         normal * 1e38,
         normal.where(normal.abs() > 2, zero),
         zero,
-        torch.nan_to_num(normal).masked_fill(one, float("nan")),
-        normal.masked_fill(one, -float("inf")),
+        torch.nan_to_num(normal).masked_fill(at_5, float("nan")),
+        normal.masked_fill(at_5, -float("inf")),
         torch.full_like(normal, -3.0),
     )
     kind = torch.arange(count)[:, None] % len(kinds)
-    found = zero
+    x = zero
     for i, values in enumerate(kinds):
-        found = values.where(kind == i, found)
-    return found.view(shape).to(dtype)
+        x = values.where(kind == i, x)
+    return x.view(shape).to(dtype)

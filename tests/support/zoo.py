@@ -16,7 +16,7 @@ from tests.support import diffusion_nets, timm_nets
 VOCABULARY = 1000
 WIDTH, HEAD, LAYERS = 512, 64, 4
 _PATCH = 16
-# patches: the side of a square image that has about so many
+# Numbers of patches, and the side of a square image that has about so many.
 _SIDES = {32: 6 * _PATCH, 512: 22 * _PATCH, 1024: 32 * _PATCH, 2048: 45 * _PATCH}
 _LATENTS = 32
 _NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -58,10 +58,10 @@ def _t5(feed_forward: str) -> dict[str, Any]:
 def _whisper(tokens: int) -> dict[str, Any]:
     both = ("attention_heads", WIDTH // HEAD), ("ffn_dim", 4 * WIDTH), ("layers", LAYERS // 2)
     sizes = {f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in both}
-    tokens_of = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"), 0)
+    token_ids = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"), 0)
     positions = {"max_source_positions": tokens, "max_target_positions": tokens}
     rest = {"d_model": WIDTH, "vocab_size": VOCABULARY, "dropout": 0.0, "num_mel_bins": 80}
-    return sizes | tokens_of | positions | rest
+    return sizes | token_ids | positions | rest
 
 
 def _clip(tokens: int) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def _convnext(tokens: int) -> dict[str, Any]:
     return {"hidden_sizes": [96, 192, 384, 768], "depths": [1, 1, 2, 1]}
 
 
-# name: transformers' config and model, and the config's arguments
+# transformers' config and model, and a function of the number of tokens that gives the config's arguments.
 MODELS: dict[str, tuple[str, str, Callable[[int], dict[str, Any]]]] = {
     "GPT-2": ("GPT2Config", "GPT2LMHeadModel", _gpt2),
     "BERT": ("BertConfig", "BertForMaskedLM", _encoder),
@@ -132,7 +132,7 @@ MODELS: dict[str, tuple[str, str, Callable[[int], dict[str, Any]]]] = {
 }
 NAMES = (*MODELS, *timm_nets.NETS, *diffusion_nets.NETS)
 OF_IMAGES = ("ConvNeXt", *timm_nets.NETS)  # image nets, which have no gradient_checkpointing_enable
-_CACHES = (
+_CACHES = (  # models that would keep keys and values for generation
     "GPT-2", "Llama", "Mistral", "Qwen3", "Gemma", "Phi-3", "Mixtral", "T5", "T5, gated", "Whisper", "Gemma 2",
     "GPT-NeoX", "Mamba",
 )  # fmt: skip
@@ -155,40 +155,40 @@ def build(name: str, tokens: int, **changes: Any) -> nn.Module:
 
 
 def batch(name: str, tokens: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """One sequence, with what the model needs for a loss. CLIP: two samples. ConvNeXt: two images of 512 tokens, timm's
-    nets: four. UNet and DiT: two.
+    """One sequence of ``tokens``, with what the model needs for a loss; for CLIP two. For 512 tokens ConvNeXt, UNet and
+    DiT get two images, timm's nets four.
     """
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(1, VOCABULARY, (1, tokens), generator=generator)
     side = _SIDES.get(tokens, 0)
     if name == "ViT":
-        made = {
+        inputs = {
             "pixel_values": torch.randn(1, 3, side, side, generator=generator),
             "labels": torch.tensor([1]),
         }
     elif name in OF_IMAGES:
         images = tokens // (256 if name == "ConvNeXt" else 128)
         pixels = torch.randn(images, 3, 224, 224, generator=generator)
-        made = {"pixel_values": pixels, "labels": torch.arange(images) % 2}
+        inputs = {"pixel_values": pixels, "labels": torch.arange(images) % 2}
     elif name in diffusion_nets.NETS:
         images, channels = tokens // 256, diffusion_nets.CHANNELS[name]
         sample, noise = torch.randn(2, images, channels, _LATENTS, _LATENTS, generator=generator)
-        made = {"sample": sample, "noise": noise, "timestep": torch.arange(images) * 100}
-        made |= {"class_labels": torch.arange(images)} if name == "DiT" else {}
+        inputs = {"sample": sample, "noise": noise, "timestep": torch.arange(images) * 100}
+        inputs |= {"class_labels": torch.arange(images)} if name == "DiT" else {}
     elif name == "wav2vec 2.0":
         sound = torch.randn(1, 320 * tokens + 80, generator=generator)
-        made = {"input_values": sound, "labels": ids[:, : tokens // 8] % 31 + 1}
+        inputs = {"input_values": sound, "labels": ids[:, : tokens // 8] % 31 + 1}
     elif name == "Whisper":
-        made = {"input_features": torch.randn(1, 80, 2 * tokens, generator=generator), "labels": ids}
+        inputs = {"input_features": torch.randn(1, 80, 2 * tokens, generator=generator), "labels": ids}
     elif name == "CLIP":
         pixels = torch.randn(2, 3, side, side, generator=generator)
-        made = {"pixel_values": pixels, "input_ids": torch.cat((ids, ids.flip(1)))}
-        return {k: v.to(dtype) if v.is_floating_point() else v for k, v in made.items()} | {"return_loss": True}
+        inputs = {"pixel_values": pixels, "input_ids": torch.cat((ids, ids.flip(1)))}
+        return {k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs.items()} | {"return_loss": True}
     else:
-        made = {"input_ids": ids, "labels": ids}
-    made = {k: v.to(dtype) if v.is_floating_point() else v for k, v in made.items()}
-    return made | ({"use_cache": False} if name in _CACHES else {})
+        inputs = {"input_ids": ids, "labels": ids}
+    inputs = {k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs.items()}
+    return inputs | ({"use_cache": False} if name in _CACHES else {})
 
 
-def tensors(made: dict[str, Any]) -> Iterator[Tensor]:
-    return (value for value in made.values() if isinstance(value, Tensor))
+def tensors(inputs: dict[str, Any]) -> Iterator[Tensor]:
+    return (value for value in inputs.values() if isinstance(value, Tensor))

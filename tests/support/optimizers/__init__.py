@@ -24,12 +24,12 @@ def spec_of(cls: type) -> OptimizerSpec:
     return SPECS[cls.__name__.removesuffix("8bit")]
 
 
-def cases(what: str) -> dict[str, tuple[OptimizerSpec, Options]]:
-    """The variants, parity or published cases of all optimizers, by name."""
+def cases(field: str) -> dict[str, tuple[OptimizerSpec, Options]]:
+    """The cases in one field of all optimizers' specs (variants, parity or published), by name."""
     return {
         f"{spec.name}, {name}" if name else spec.name: (spec, options)
         for spec in SPECS.values()
-        for name, options in getattr(spec, what).items()
+        for name, options in getattr(spec, field).items()
     }
 
 

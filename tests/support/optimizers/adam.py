@@ -26,12 +26,7 @@ GENERIC = {
 DECAY = {"lr": 1e-2, "weight_decay": 0.1}
 KERNELS = {
     "triton": ("all",),
-    "everywhere": (
-        "adam: power, fp32",
-        "adam: power, bf16",
-        "adam: dynamic, fp32",
-        "adam: prologue",
-    ),
+    "everywhere": ("adam: power, fp32", "adam: power, bf16", "adam: dynamic, fp32", "adam: prologue"),
 }
 
 ADAM = OptimizerSpec(
@@ -56,10 +51,7 @@ ADAMW = OptimizerSpec(
     adam,
     lr=1e-3,
     generic=GENERIC,
-    variants={
-        "": DECAY,
-        "maximize, no decay": {"lr": 3e-3, "weight_decay": 0, "maximize": True, "eps": 1e-6},
-    },
+    variants={"": DECAY, "maximize, no decay": {"lr": 3e-3, "weight_decay": 0, "maximize": True, "eps": 1e-6}},
     peer=torch.optim.AdamW,
     parity={"": DECAY, "maximize": {**DECAY, "maximize": True}},
     refused=BAD_EPS,

@@ -31,8 +31,8 @@ LAMB = OptimizerSpec(
         "bounds": {"trust_bounds": (4.0, 6.0), "weight_decay": 0.1},
         "bounds, decoupled": {"trust_bounds": (0.0, 6.0), "weight_decay": 0.1, "decoupled_decay": True},
     },
-    # Norms are added up in an order of each backend's own, but in fp64: a ratio rounded to fp32 differs where its
-    # true value is within some 1e-15 of the middle between two, and for these numbers it never is. LARS's likewise.
+    # Each backend adds up norms in an order of its own, but in fp64: a ratio rounded to fp32 would differ if its true
+    # value were within some 1e-15 of the middle between two numbers. With these variants it never is, nor with LARS's.
     variants={
         "": DECAY,
         "decoupled, clipped": {

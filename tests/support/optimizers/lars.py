@@ -63,13 +63,7 @@ LARS = OptimizerSpec(
             "always_adapt": True,
             "weight_decay": 0.0,
         },
-        "classic, clipped": {
-            "lr": 1e-2,
-            "trust_coeff": 1e-3,
-            "dampening": 0.3,
-            "trust_clip": True,
-            "maximize": True,
-        },
+        "classic, clipped": {"lr": 1e-2, "trust_coeff": 1e-3, "dampening": 0.3, "trust_clip": True, "maximize": True},
     },
     published={
         "": {"lr": 1e-2, "weight_decay": 1e-4},
@@ -90,12 +84,7 @@ LARS = OptimizerSpec(
             "trust_clip": True,
             "dampening": 0.5,
         },
-        "classic, no decay, adapted": {
-            "lr": 1.0,
-            "weight_decay": 0.0,
-            "trust_coeff": 1e-2,
-            "always_adapt": True,
-        },
+        "classic, no decay, adapted": {"lr": 1.0, "weight_decay": 0.0, "trust_coeff": 1e-2, "always_adapt": True},
     },
     timm="Lars",  # the classic form alone
     timm_options={"momentum": 0.9},

@@ -26,14 +26,14 @@ _library: list[torch.library.Library] = []  # its ops live as long as it does
 
 
 def missing() -> str | None:
-    """Why the shim cannot be built here."""
+    """Why the library cannot be built here; None where it can."""
     if shutil.which("g++") is None:
         return "g++ is not installed"
     return None if os.uname().machine == "x86_64" else "the fibers' switch is written for x86-64"
 
 
 def includes(folder: Path) -> list[str]:
-    """Where csrc/ finds its headers; those that setup.py writes are made in ``folder``, as it may not have run."""
+    """Flags for csrc/'s headers; those that setup.py writes are made in ``folder``, as it may not have run."""
     generated = folder / "generated"
     runpy.run_path(str(ROOT / "csrc" / "generate.py"))["write_headers"](generated)
     torch_dir = Path(torch.__file__).parent / "include"
@@ -55,8 +55,8 @@ def compile_library(folder: Path, *flags: str) -> Path:
     stand_ins = f"-I{ROOT / 'tests' / 'support' / 'simt'}"
     command = ["g++", *FLAGS, *flags, stand_ins, *includes(folder), "-shared", str(unit), "-o", str(library)]
     command += [f"-L{Path(torch.__file__).parent / 'lib'}", "-ltorch_cpu", "-lc10"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-6000:]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-6000:]
     return library
 
 
