@@ -1,4 +1,4 @@
-"""Compiles cpu_kernels.cpp, a program that runs the kernels of csrc/cpu, for this processor or an emulated one."""
+"""Compiles cpu_kernels.cpp, a program that runs the kernels of csrc/cpu, for this processor or for an emulated ARM."""
 
 import subprocess
 from concurrent.futures import ThreadPoolExecutor

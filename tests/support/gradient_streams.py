@@ -67,8 +67,8 @@ def make(name: str, steps: int, seed: int = 0) -> Iterator[Tensor]:
         if step > falls_after:
             gradient *= fallen
         if stream.active < 1:
-            on = torch.rand(ROWS, COLS // RUN, generator=generator) < stream.active
-            gradient *= on.repeat_interleave(RUN, dim=1)
+            active = torch.rand(ROWS, COLS // RUN, generator=generator) < stream.active
+            gradient *= active.repeat_interleave(RUN, dim=1)
         yield gradient
 
 
@@ -111,10 +111,10 @@ def closed_loop(
         update = -param.detach().double()
         total += update
         exact_total += exact
-        size = exact.norm()
-        if size > 0:  # a sparse stream may not have begun
-            errors.append((update - exact).norm() / size)
-    touched = v > 0
+        exact_norm = exact.norm()
+        if exact_norm > 0:  # a sparse stream may not have begun
+            errors.append((update - exact).norm() / exact_norm)
+    touched = v > 0  # elements that have had a gradient
     state = optimizer.state[param]
     stored = load_moment("exp_avg_sq", state) if isinstance(state, State) else state["exp_avg_sq"]
     ratio = stored.double().sqrt()[touched] / v.sqrt()[touched]

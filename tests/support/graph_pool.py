@@ -9,9 +9,9 @@ import torch
 
 
 def check_pool(live: Callable[[], set[int]]) -> None:
-    """What torch.compile's CUDA graphs check after the warm-up: nothing is left in the graph's pool but its outputs.
+    """Raises as torch.compile's CUDA graphs do after a warm-up that left more in the graph's pool than its outputs.
 
-    ``live``: addresses of what is allocated in the pool; there are no outputs.
+    ``live``: gives the addresses of the allocations in the pool. There are no outputs.
     """
     from torch._inductor import cudagraph_trees
 
@@ -23,7 +23,7 @@ def check_pool(live: Callable[[], set[int]]) -> None:
         patch.object(
             torch._C,
             "_cuda_checkPoolLiveAllocations",
-            lambda _device, _pool, found: live() == {*found},
+            lambda _device, _pool, addresses: live() == {*addresses},
             create=True,
         ),
         patch.object(torch.cuda, "synchronize", lambda: None),

@@ -1,4 +1,4 @@
-"""What the tests share: backends, layouts, values that are hard to quantize, comparison in every bit, optimizers."""
+"""For all tests: backends, layouts, values that are hard to quantize, comparison in every bit, optimizers' steps."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def why_not(backend: str) -> str | None:
     except ImportError:
         return "memkern._host is not built, so that nothing tells the instruction set"
     with _environment("MEMKERN_CPU_ISA", backend):
-        runs = _host.cpu_isa()
-    return None if runs == backend else f"this processor has no {backend}: {runs} would run"
+        isa = _host.cpu_isa()
+    return None if isa == backend else f"this processor has no {backend}: {isa} would run"
 
 
 @contextlib.contextmanager
@@ -72,7 +72,7 @@ def _from(first: int, mark: pytest.MarkDecorator, values: Iterable[Any]) -> list
 
 
 def param(backend: str, quick: tuple[str, ...] = ISAS[:1]) -> Any:
-    """A backend or an instruction set. Of the sets, `make test` takes the best that runs here and ``quick``."""
+    """A backend or an instruction set, with its marks. `make test` takes ``quick`` and the best set that runs here."""
     marks = marks_of(backend)
     if backend in ISAS[:-1] and backend not in quick and why_not(ISAS[-1]) is None:
         marks.append(pytest.mark.full)
@@ -100,7 +100,7 @@ def slow_fp64(backend: str) -> bool:
 
 
 def skip_other_norms(backend: str) -> None:
-    """Before a test compares bits of LAMB or LARS, which follow from norms."""
+    """Skips a test that compares bits of LAMB or LARS, which follow from norms, where a GPU's norms are others."""
     if slow_fp64(backend):
         pytest.skip("norms of this GPU have other last bits than the reference's")
 
@@ -113,10 +113,8 @@ over_gpu = pytest.mark.parametrize("backend", [param(name) for name in GPU])
 over_cpu = pytest.mark.parametrize("backend", [param(name, quick=()) for name in ("reference", *ISAS)])
 over_codecs = pytest.mark.parametrize("codec", CODECS)
 over_signs = pytest.mark.parametrize("signed", [True, False], ids=["signed", "unsigned"])
-
-
 needs_cpp = pytest.mark.skipif(why_not("cpu") is not None, reason=str(why_not("cpu")))
-# torch's lerp and add are fused with a multiplication only where its vector instructions are.
+# torch fuses a multiplication with lerp's and add's addition only in its kernels for AVX2 and more.
 needs_fma = pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() == "DEFAULT",
     reason="torch's CPU kernels without AVX2 are not fused",
@@ -132,13 +130,13 @@ over_dtypes = pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
 
 
 def fast_here() -> list[str]:
-    """The fast backends that run on this machine's CPU."""
+    """The instruction sets that run on this machine's CPU."""
     return [name for name in ISAS if why_not(name) is None]
 
 
 @contextlib.contextmanager
 def on(backend: str) -> Iterator[None]:
-    """Runs every op on one backend; on the CPU's C++ with one instruction set."""
+    """Runs every op on one backend; an instruction set is the "cpu" backend with that set."""
     if backend in ISAS:
         with _environment("MEMKERN_CPU_ISA", backend), memkern.use_backend("cpu"):
             yield
@@ -193,8 +191,8 @@ def like(p: Tensor, seed: int, dtype: torch.dtype | None = None, **options: Any)
 def at(x: Tensor, backend: str) -> Tensor:
     """A copy on the device of a backend, laid out as x is and at the same offset into its storage."""
     offset = x.storage_offset()
-    room = torch.empty(offset + x.numel(), dtype=x.dtype, device=device_of(backend))
-    return room.as_strided(x.shape, x.stride(), offset).copy_(x)
+    storage = torch.empty(offset + x.numel(), dtype=x.dtype, device=device_of(backend))
+    return storage.as_strided(x.shape, x.stride(), offset).copy_(x)
 
 
 def set_grad(p: Tensor, g: Tensor) -> None:
@@ -208,7 +206,7 @@ def set_grad(p: Tensor, g: Tensor) -> None:
 
 
 class Calls(TorchDispatchMode):
-    """The names of the operators that are called."""
+    """Notes the names of the operators that are called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -258,12 +256,12 @@ def assert_same(actual: Any, expected: Any, what: str = "result") -> None:
 over_optimizers = pytest.mark.parametrize("build", OPTIMIZERS, ids=name_of)
 over_layerwise = pytest.mark.parametrize("build", LAYERWISE, ids=name_of)
 over_8bit = pytest.mark.parametrize("build", EIGHT_BIT, ids=name_of)
-# A matrix that takes 8-bit states, a small one and a bias that do not.
+# A matrix of 8-bit states by default; a small one and a bias, which have fp32 states.
 SHAPES = [(64, 128), (10, 10), (300,)]
 
 
 def first_moment(optimizer: Any, p: Tensor) -> Tensor:
-    """exp_avg, or what the optimizer calls it."""
+    """A parameter's first moment: exp_avg, or momentum_buffer."""
     return optimizer.state[p][next(iter(optimizer.moments))]
 
 
@@ -277,6 +275,7 @@ def give_gradients(params: list[torch.nn.Parameter], seed: int) -> None:
 
 
 def train(optimizer: torch.optim.Optimizer, steps: int = 3, first: int = 0) -> dict[str, Any]:
+    """A snapshot after steps with hard gradients, which are those of ``give_gradients`` from ``first`` on."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     for step in range(first, first + steps):
         give_gradients(params, step)

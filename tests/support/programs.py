@@ -11,14 +11,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 ROWS, WIDTH = 32, 64
-LEAST = 0.8  # cosine of gradients in 8 bits with the exact ones
+MIN_COSINE = 0.8  # of gradients in 8 bits with the exact ones
 STEPS = 12  # operations of a program
-OF_CODES = 0.0046
+NOISE_OF_CODES = 0.0046
 """Root mean square of the rounding of 8-bit codes at the largest value of a block: 1 / (127 * 3 ** .5)."""
 
 
 class Program:
-    """Operations chosen by a seed, on matrices of ROWS x WIDTH that need a gradient."""
+    """Operations chosen by a seed, on matrices of ROWS x WIDTH that need a gradient.
+
+    hostile: three programs in ten have an outlier, a large mean or equal values in x. saturated: three in ten of the
+    others have operations of SATURATED too.
+    """
 
     def __init__(self, seed: int) -> None:
         self.choice = random.Random(seed)
@@ -34,16 +38,17 @@ class Program:
         self.wide = torch.randint(0, WIDTH, (ROWS, WIDTH), generator=generator)
         self.mask = torch.rand(ROWS, WIDTH, generator=generator) < 0.3
         self.last = [normal(ROWS, WIDTH) for _ in range(3)]
-        if (hostile := self.choice.random()) < 0.1:
+        share = self.choice.random()
+        if share < 0.1:
             self.x[3, 5] = 1e6
-        elif hostile < 0.2:
+        elif share < 0.2:
             self.x += 100
-        elif hostile < 0.3:
+        elif share < 0.3:
             self.x[:, : WIDTH // 2] = 5.0
-        self.hostile = hostile < 0.3
+        self.hostile = share < 0.3
         self.noise, self.generator = 0.0, generator
         self.saturated = not self.hostile and self.choice.random() < 0.3
-        self.choice.random()  # programs of a seed are what they have been
+        self.choice.random()  # not used: without it the programs of all seeds would be others
         names = [*OPERATIONS, *_OFTEN, *(SATURATED if self.saturated else ())]
         self.names = [self.choice.choice(names) for _ in range(STEPS)]
         self.numbers = [self.choice.random() for _ in range(STEPS)]
@@ -60,15 +65,15 @@ class Program:
             a, b = (pool[-1 - int(len(pool) * pick * pick)] for pick in picks)
             operation = SATURATED[name] if name in SATURATED else OPERATIONS[name]
             y = self.in_range(operation(self, a, b, number), step)
-            pool.append(y if name in SATURATED else self._off(y))
+            pool.append(y if name in SATURATED else self._with_noise(y))
         return sum((x * c).mean() for x, c in zip(pool[-3:], self.last, strict=True))
 
     def in_range(self, y: Tensor, step: int) -> Tensor:
         """y, or y / 1000 where it is large."""
         return y if float(y.detach().abs().mean()) < 1e3 else y * 1e-3
 
-    def _off(self, y: Tensor) -> Tensor:
-        """y with errors as large as those of codes: in proportion to (x s)^1/2, s the largest of the block."""
+    def _with_noise(self, y: Tensor) -> Tensor:
+        """y with random errors in proportion to those of codes, (y s)^1/2, s the largest value of the block."""
         if not self.noise:
             return y
         blocks = y.detach().reshape(-1, 128)
@@ -186,9 +191,9 @@ SATURATED: dict[str, Operation] = {
     "sure attention": _sure_attention,
     "sure softmax": lambda p, a, b, n: (_unit(a) * 10 * n).softmax(-1) @ p.weights[0] + b,
 }
-"""Their gradients are small distances from a limit: no error of codes of their results is allowed for."""
+"""Operations whose gradients are small distances from a limit: errors of codes of their results must not reach them."""
 
-OPERATIONS: dict[str, Operation] = {
+OPERATIONS: dict[str, Operation] = {  # of a program, two earlier results, and a random number from 0 to 1
     "silu": lambda p, a, b, n: F.silu(a),
     "gelu": lambda p, a, b, n: F.gelu(a),
     "tanh": lambda p, a, b, n: torch.tanh(a),
@@ -269,25 +274,25 @@ def gradients(
     noise_of_results: float = 0.0,
 ) -> Tensor:
     """All leaves' gradients as one fp64 vector. noise: relative, on leaves; noise_of_results: on each step's result."""
-    kept = program.__dict__.copy()
+    attributes = program.__dict__.copy()
     generator = torch.Generator().manual_seed(0)
 
     def leaf(x: Tensor) -> Tensor:
         x = x.to(dtype)
-        off = torch.randn(x.shape, generator=generator, dtype=dtype) * x.abs()
-        return (x + noise * off).requires_grad_()
+        error = torch.randn(x.shape, generator=generator, dtype=dtype) * x.abs()
+        return (x + noise * error).requires_grad_()
 
-    leaves = {name: leaf(kept[name]) for name in ("x", "table", "scale", "shift")}
-    weights = [leaf(w) for w in kept["weights"]]
+    leaves = {name: leaf(attributes[name]) for name in ("x", "table", "scale", "shift")}
+    weights = [leaf(w) for w in attributes["weights"]]
     try:
-        program.__dict__.update(leaves, weights=weights, last=[c.to(dtype) for c in kept["last"]])
+        program.__dict__.update(leaves, weights=weights, last=[c.to(dtype) for c in attributes["last"]])
         program.noise, program.generator = noise_of_results, generator
         loss = program.run(bits)
-        found = torch.autograd.grad(loss, [*leaves.values(), *weights], allow_unused=True)
+        grads = torch.autograd.grad(loss, [*leaves.values(), *weights], allow_unused=True)
     finally:
-        program.__dict__.update(kept)
-    every = zip([*leaves.values(), *weights], found, strict=True)
-    return torch.cat([(torch.zeros_like(x) if g is None else g).flatten().double() for x, g in every])
+        program.__dict__.update(attributes)
+    pairs = zip([*leaves.values(), *weights], grads, strict=True)
+    return torch.cat([(torch.zeros_like(x) if g is None else g).flatten().double() for x, g in pairs])
 
 
 def off(a: Tensor, b: Tensor) -> float:
@@ -296,16 +301,20 @@ def off(a: Tensor, b: Tensor) -> float:
 
 
 def in_codes(program: Program, coded: Tensor, expected: Tensor, plain: Tensor) -> list[str]:
-    """What is wrong with gradients from 8-bit codes. plain: gradients of torch without a compiler."""
+    """Faults of gradients from 8-bit codes, [] if there is none. plain: gradients of torch without a compiler.
+
+    An error above 5 % is a fault where it is more than twice what noise as large makes of torch's own gradients.
+    """
     if not coded.isfinite().all():
         return ["not finite"]
-    if (error := off(coded, expected)) <= 0.05:
+    error = off(coded, expected)
+    if error <= 0.05 or program.hostile:
         return []
-    sensitive = max(
+    sensitivity = max(
         *(off(gradients(program, None, noise=share), plain) for share in (0.003, 0.01)),
-        off(gradients(program, None, noise_of_results=OF_CODES), plain),
+        off(gradients(program, None, noise_of_results=NOISE_OF_CODES), plain),
     )
     cosine = float(coded @ expected / (coded.norm() * expected.norm()))
-    if error > 2 * sensitive and (program.saturated or cosine < LEAST) and not program.hostile:
-        return [f"8 bits off by {error:.1e}, cosine {cosine:.2f}, sensitivity {sensitive:.1e}"]
+    if error > 2 * sensitivity and (program.saturated or cosine < MIN_COSINE):
+        return [f"8 bits off by {error:.1e}, cosine {cosine:.2f}, sensitivity {sensitivity:.1e}"]
     return []

@@ -7,9 +7,9 @@ from numpy.typing import NDArray
 def sum_to_odd(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
     """a + b in fp64, rounded to odd: rounding it again, to fp32, is then rounding the exact sum."""
     total = a + b
-    part = total - a
-    lost = (a - (total - part)) + (b - part)
+    rounded_b = total - a
+    error = (a - (total - rounded_b)) + (b - rounded_b)  # exactly a + b - total (Knuth's two-sum)
     bits = total.view(np.int64).copy()
-    odd = (lost != 0) & np.isfinite(total) & (bits & 1 == 0)
-    bits[odd] += np.where((lost[odd] > 0) == (total[odd] > 0), 1, -1)
+    even = (error != 0) & np.isfinite(total) & (bits & 1 == 0)
+    bits[even] += np.where((error[even] > 0) == (total[even] > 0), 1, -1)
     return bits.view(np.float64)

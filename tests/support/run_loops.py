@@ -30,6 +30,7 @@ def run(machine: Any, number: int, loops: int) -> None:
 
 
 def run_for(seconds: float, machine: Any) -> None:
+    """Runs fifty loops at a time, each time with the next seed, until the time is over."""
     end, number = time.monotonic() + seconds, SEED
     while time.monotonic() < end:
         run(machine, number, min(LOOPS, 50))

@@ -49,12 +49,12 @@ def gradient(p: Tensor, number: int, step: int) -> Tensor:
 
 def mesh(*sizes: int) -> DeviceMesh:
     """A CPU mesh of all ranks, or of these sizes."""
-    names = ("replicate", "shard")[-len(sizes) :] if sizes else ("shard",)
+    names = ("replicate", "shard") if len(sizes) == 2 else ("shard",)
     return init_device_mesh("cpu", sizes or (dist.get_world_size(),), mesh_dim_names=names)
 
 
 def in_shards(model: nn.Module, **options: Any) -> nn.Module:
-    """``fully_shard``, by blocks where the model has some."""
+    """The model after ``fully_shard`` of it, and of each of its blocks before that."""
     options = {"mesh": mesh(), **options}
     for block in getattr(model, "blocks", []):
         fully_shard(block, **options)
@@ -81,13 +81,14 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: 
     for step in range(first, last):
         for number, p in enumerate(model.parameters()):
             g = gradient(p, number, step) * scale
-            p.grad = (
-                distribute_tensor(g, p.device_mesh, p.placements, src_data_rank=None) if isinstance(p, DTensor) else g
-            )
+            if isinstance(p, DTensor):
+                g = distribute_tensor(g, p.device_mesh, p.placements, src_data_rank=None)
+            p.grad = g
         optimizer.step()
 
 
 def whole(x: Any) -> Any:
+    """A DTensor's whole tensor; anything else as it is."""
     if not isinstance(x, DTensor):
         return x
     # Neither gloo nor NCCL gathers int16.

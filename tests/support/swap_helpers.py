@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-# A predicate of memkern.compress: every module.
+# The predicate of memkern.compress that takes every module.
 EVERY = lambda name, module: True  # noqa: E731
 
 

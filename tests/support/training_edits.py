@@ -1,4 +1,4 @@
-"""What people do to weights and to groups between steps (tests/support/training_loops.py)."""
+"""Edits that people make of weights and of groups between steps, for tests/support/training_loops.py."""
 
 from __future__ import annotations
 

@@ -33,42 +33,42 @@ class ExportedLoop(SavedLoop):
     def _copied(self) -> Any:
         """An optimizer of the same class and groups, without states."""
         groups = [
-            {**own, "params": [nn.Parameter(p.detach().clone()) for p in group["params"]]}
-            for own, group in zip(self._options(), self.inner.param_groups, strict=True)
+            {**options, "params": [nn.Parameter(p.detach().clone()) for p in group["params"]]}
+            for options, group in zip(self._options(), self.inner.param_groups, strict=True)
         ]
         return getattr(optim, self.name)(copy.deepcopy(groups), lr=1e-2, max_grad_norm=groups[0]["max_grad_norm"])
 
     # ---- what was exported
 
-    def _compare_moments(self, found: dict[str, Tensor], i: int) -> None:
-        """Floats of a parameter's state, and the plain optimizer's."""
+    def _compare_moments(self, exported: dict[str, Tensor], i: int) -> None:
+        """Compares the exported moments of weight ``i`` with those of the plain optimizer."""
         plain = self.plain.state[self.refs[i]]
         for name in MOMENTS:
-            if name not in found:
+            if name not in exported:
                 continue
-            x, y = (each[name].float() for each in (found, plain))
+            actual, expected = exported[name].float(), plain[name].float()
             if name == "exp_avg_sq":
-                x, y = x.sqrt(), y.sqrt()
-            if not y.isfinite().all():
+                actual, expected = actual.sqrt(), expected.sqrt()
+            if not expected.isfinite().all():
                 continue
-            error = self.errors[i]
-            error = QUIET_ERROR if i in self.quiet and error > ERRORS[32] else error
-            off, allowed = float((x - y).abs().mean()), error * float(y.abs().mean()) + 1e-7
-            assert off <= allowed, f"{name} of w{i}: off by {off:.3g}, allowed {allowed:.3g}"
+            quiet = i in self.quiet and self.errors[i] > ERRORS[32]
+            allowed = (QUIET_ERROR if quiet else self.errors[i]) * float(expected.abs().mean()) + 1e-7
+            error = float((actual - expected).abs().mean())
+            assert error <= allowed, f"{name} of w{i}: off by {error:.3g}, allowed {allowed:.3g}"
 
-    def _compare_all(self, found: dict[Any, Any], members: list[int]) -> None:
-        """``found``: states by the numbers of parameters in the groups; ``members``: which those are."""
+    def _compare_all(self, states: dict[int, Any], members: list[int]) -> None:
+        """``states``: by the positions of parameters in the groups; ``members``: the numbers of the weights there."""
         stepped = {k for k, i in enumerate(members) if self.plain.state.get(self.refs[i])}
-        assert stepped <= {*found}
-        for k, values in found.items():
+        assert stepped <= {*states}
+        for k, state in states.items():
             if k in stepped:
-                self._compare_moments(values, members[k])
+                self._compare_moments(state, members[k])
             else:  # a step that was skipped
-                assert all(float(x.abs().max()) == 0 for x in values.values())
+                assert all(float(x.abs().max()) == 0 for x in state.values())
 
     @property
     def _order(self) -> list[int]:
-        return [i for own in self.members for i in own]
+        return [i for group in self.members for i in group]
 
     # ---- exports
 
@@ -76,24 +76,24 @@ class ExportedLoop(SavedLoop):
     @rule()
     def export_to_torch(self) -> None:
         before = self._entries()
-        found = optim.to_torch_state_dict(self.inner)
+        exported = optim.to_torch_state_dict(self.inner)
         assert_same(self._entries(), before)
-        self._compare_all(found["state"], self._order)
+        self._compare_all(exported["state"], self._order)
         loaded = self._copied()
-        loaded.load_state_dict(optim.from_torch_state_dict(loaded, found))
+        loaded.load_state_dict(optim.from_torch_state_dict(loaded, exported))
         self._compare_all(optim.to_torch_state_dict(loaded)["state"], self._order)
 
     @rule()
     def export_fp32_weights(self) -> None:
         before = self._entries()
-        found = optim.to_fp32_state_dict(self.model, self.optimizer)
+        exported = optim.to_fp32_state_dict(self.model, self.optimizer)
         assert_same(self._entries(), before)
         for i in range(len(SHAPES)):
-            p, x = self.model.weight(i).detach(), found[f"w{i}"]
+            p, x = self.model.weight(i).detach(), exported[f"w{i}"]
             if p.dtype == torch.float16 and x.dtype == torch.float16:
-                continue  # only HostOffload keeps more of these
+                continue  # only HostOffload keeps fp32 weights of fp16 ones
             assert x.dtype == torch.float32
-            seen = p.isfinite() & x.isfinite()
-            off = (x - p.float())[seen].abs()
-            allowed = WRITTEN[p.dtype] * (x[seen].abs() + torch.finfo(p.dtype).smallest_normal)
-            assert bool((off <= allowed).all()), f"w{i}: fp32 weight of another model"
+            finite = p.isfinite() & x.isfinite()
+            error = (x - p.float())[finite].abs()
+            allowed = WRITTEN[p.dtype] * (x[finite].abs() + torch.finfo(p.dtype).smallest_normal)
+            assert bool((error <= allowed).all()), f"w{i}: fp32 weight of another model"

@@ -34,18 +34,18 @@ PLAIN: dict[str, tuple[type, dict[str, Any]]] = {
 ERRORS = {32: 1e-3, 8: 0.3}
 """The error of an update, in means over a tensor, by state_bits; of sign(m), 0.3 is 15 % of the signs."""
 MUON_ERRORS = {32: 0.05, 8: 0.5}
-"""ERRORS for Muon's matrices, in which what rounding changes of small singular values is as large as the others."""
+"""ERRORS for Muon's matrices: small singular values, which rounding changes most, count as much as large ones."""
 QUIET_ERROR = 1.0
-"""The error for codes after sparse gradients. An element whose moments are far below its block's largest is stored as
+"""ERRORS for codes after sparse gradients. An element whose moments are far below its block's largest is stored as
 zero or as the smallest code and takes too small a step, and most elements may be such: LAMB and Adam missed 0.38 and
 0.56 of an update with 8 bits, and nothing with 32.
 """
-# Ways to wrap the optimizer in HostOffload or StepInBackward (:meth:`Loop._made`); "" leaves it as it is.
+# Ways to wrap the optimizer in HostOffload or StepInBackward (:meth:`Loop._new_optimizer`); "" leaves it as it is.
 WRAPPERS = ["", "", "", "host", "host gradients", "late", "backward", "device", "device backward"]
 # Options that both optimizers have.
 SHARED = ("lr", "weight_decay", "betas", "momentum", "maximize")
 WRITTEN = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
-"""The most that writing a weight in a dtype changes it by, relative."""
+"""The largest relative change of a weight when it is written in a dtype."""
 seeds = integers(0, 2**16)
 numbers = integers(0, len(SHAPES) - 1)
 
@@ -66,7 +66,7 @@ class Loop(RuleBasedStateMachine):
     """memkern's optimizer of ``model``, and ``plain`` of the fp32 weights ``refs``."""
 
     compilers: tuple[str, ...] = ()
-    """torch.compile's backends, of which each loop takes one: they take seconds, so where there is an hour."""
+    """torch.compile's backends, of which each loop takes one. They take seconds: tests of an hour set them."""
     compiled_calls = 0
     """Compiled graphs that ran, in all loops."""
 
@@ -84,22 +84,18 @@ class Loop(RuleBasedStateMachine):
     def begin(
         self, name: str, dtype: torch.dtype, bits: Any, weights: Any, wrapper: str, seed: int, compiler: int
     ) -> None:
-        self.name, self.wrapper, self.time, self.generator = (
-            name,
-            wrapper,
-            0,
-            torch.Generator().manual_seed(seed),
-        )
+        self.name, self.wrapper, self.time = name, wrapper, 0  # time: steps so far
+        self.generator = torch.Generator().manual_seed(seed)
         self.model = Holder(seed, dtype)
         self.members = [[0, 1, 3], [2, 4]] if name == "Muon" else [[0, 1, 2], [3, 4]]
         self.refs = [nn.Parameter(self.model.weight(i).detach().float().clone()) for i in range(len(SHAPES))]
         options = {"lr": 1e-2, "weight_decay": 0.0, **PLAIN[name][1]}
         self.plain = PLAIN[name][0](self._groups(self.refs), **options)
-        own: dict[str, Any] = {"state_bits": bits, "min_8bit_size": 512}
+        options_8bit: dict[str, Any] = {"state_bits": bits, "min_8bit_size": 512}
         if dtype == torch.bfloat16:
-            own |= {"stochastic_rounding": True} if weights == "stochastic" else {"master_weights": weights}
-        self.options = options | own
-        self.optimizer = self._made()
+            options_8bit |= {"stochastic_rounding": True} if weights == "stochastic" else {"master_weights": weights}
+        self.options = options | options_8bit
+        self.optimizer = self._new_optimizer()
         self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=10**6)
         self.errors = [self.error_of(i, bits) for i in range(len(SHAPES))]
         self.quiet: set[int] = set()  # the tensors that have had sparse gradients
@@ -111,11 +107,11 @@ class Loop(RuleBasedStateMachine):
         self._compile()
 
     def _compile(self) -> None:
-        """A compiled step of the optimizer that there is, beside its own."""
+        """Compiles the step of the current optimizer anew."""
         if not self.compiler:
             return
         torch._dynamo.reset()
-        torch._dynamo.config.recompile_limit = 100  # else what has changed often is no longer compiled
+        torch._dynamo.config.recompile_limit = 100  # beyond it a step that has often changed runs uncompiled
 
         def counted(graph: Any, inputs: Any) -> Any:
             run = torch._dynamo.lookup_backend(self.compiler)(graph, inputs)
@@ -129,24 +125,24 @@ class Loop(RuleBasedStateMachine):
         self.compiled = torch.compile(self.optimizer.step, backend=counted)
 
     def _groups(self, params: Any) -> list[dict[str, Any]]:
-        groups: list[dict[str, Any]] = [{"params": [params[i] for i in own]} for own in self.members]
+        groups: list[dict[str, Any]] = [{"params": [params[i] for i in group]} for group in self.members]
         if self.name == "Muon":
             groups[1] |= {"algorithm": "adamw", "lr": 1e-2}
         return groups
 
-    def _made(self, **changes: Any) -> Any:
-        new, options = getattr(optim, self.name), {**self.options, **changes}
+    def _new_optimizer(self, **changes: Any) -> Any:
+        cls, options = getattr(optim, self.name), {**self.options, **changes}
         groups = self._groups([self.model.weight(i) for i in range(len(SHAPES))])
         if self.wrapper == "backward":
-            return optim.StepInBackward(new, groups, **options)
+            return optim.StepInBackward(cls, groups, **options)
         if self.wrapper:
             on_device = "device" in self.wrapper
             wrapper = LateHostOffload if on_device or self.wrapper == "late" else optim.HostOffload
             mode: dict[str, Any] = {"offload_gradients": self.wrapper in ("host gradients", "late")}
             if on_device:
                 mode = {"step_on": "device", "step_in_backward": "backward" in self.wrapper}
-            return wrapper(new, groups, **mode, **options)
-        return new(groups, **options)
+            return wrapper(cls, groups, **mode, **options)
+        return cls(groups, **options)
 
     def _directions(self) -> list[Tensor]:
         """A part of the gradients that is the same at each step, so that moments are not noise alone."""
@@ -160,7 +156,7 @@ class Loop(RuleBasedStateMachine):
         return self.wrapper == ""
 
     def group_of(self, i: int) -> Any:
-        return self.optimizer.param_groups[next(k for k, own in enumerate(self.members) if i in own)]
+        return self.optimizer.param_groups[next(k for k, group in enumerate(self.members) if i in group)]
 
     def error_of(self, i: int, bits: Any) -> float:
         """The error of an update with states of these bits."""
@@ -175,7 +171,7 @@ class Loop(RuleBasedStateMachine):
 
     @torch.no_grad()
     def written(self, i: int) -> None:
-        """Takes a weight that something other than a step has written over into the plain loop."""
+        """After a weight was written by something other than a step: the plain loop's weight becomes the same."""
         p, ref = self.model.weight(i).detach(), self.refs[i]
         assert p.shape == ref.shape
         unit = WRITTEN[p.dtype]
@@ -207,9 +203,10 @@ class Loop(RuleBasedStateMachine):
         scaled: str,
         compiled: bool,
     ) -> None:
-        inside, offloads = "backward" in self.wrapper, self.wrapper in ("host gradients", "late")
-        micro, clip = (1, None) if inside else (micro, clip)
-        clip, scaled = (None, "") if inside or offloads else (clip, scaled)
+        if "backward" in self.wrapper:
+            micro = 1
+        if "backward" in self.wrapper or self.wrapper in ("host gradients", "late"):
+            clip, scaled = None, ""
         if scaled and any(p.dtype == torch.float16 for p in self.model.parameters()):
             clip = None  # torch refuses to unscale fp16 gradients
         self.step_is_compiled = compiled and bool(self.compiler) and not scaled
@@ -243,7 +240,10 @@ class Loop(RuleBasedStateMachine):
         if micro > 1 and any(p.dtype != torch.float32 for p in self.model.parameters()):
             for i, ref in enumerate(self.refs):  # how micro-batches are added up is not what is compared here
                 g = self.model.weight(i).grad
-                g = on_host[i] if self.wrapper in ("host gradients", "late") else None if g is None else g / scale
+                if self.wrapper in ("host gradients", "late"):
+                    g = on_host[i]
+                elif g is not None:
+                    g = g / scale
                 if g is not None and scaled != "infinite":
                     assert (g.float() - ref.grad).abs().mean() <= 0.02 * ref.grad.abs().mean() + 1e-6
                     ref.grad = g.float()
@@ -257,7 +257,7 @@ class Loop(RuleBasedStateMachine):
 
     @torch.no_grad()
     def _prepare(self) -> list[tuple[Tensor, Tensor]]:
-        """Pairs of weights before a step: memkern's, and the plain one, which is set to it if nothing else is kept."""
+        """Pairs of weights before a step: memkern's, and the plain one, which is first set to it if no more is kept."""
         for i, ref in enumerate(self.refs):
             p = self.model.weight(i)
             p.grad = ref.grad = None
@@ -319,24 +319,24 @@ class Loop(RuleBasedStateMachine):
             if ref.grad is None:
                 assert torch.equal(p, before[i][0].float()), f"w{i}: stepped without a gradient"
                 continue
-            seen = ref.detach().isfinite()
-            assert p[seen].isfinite().all(), f"w{i}: not finite where the plain step is"
-            off, update = (p - ref.detach())[seen].abs(), (ref.detach() - start)[seen].abs()
-            if not off.numel():
+            finite = ref.detach().isfinite()
+            assert p[finite].isfinite().all(), f"w{i}: not finite where the plain step is"
+            error, update = (p - ref.detach())[finite].abs(), (ref.detach() - start)[finite].abs()
+            if not error.numel():
                 continue
-            error = self.errors[i]
-            if i in self.quiet and error > self.error_of(i, 32):
-                error = QUIET_ERROR
-            unit, size = WRITTEN[self.model.weight(i).dtype], ref.detach()[seen].abs()
-            mean, most = self.budgets[i]
+            share = self.errors[i]
+            if i in self.quiet and share > self.error_of(i, 32):
+                share = QUIET_ERROR
+            unit, size = WRITTEN[self.model.weight(i).dtype], ref.detach()[finite].abs()
+            mean, largest = self.budgets[i]
             if group.get("master_weights") == "bf16+8":
-                mean, most = mean + float(size.mean()) * 2.0**-15, most + float(size.max()) * 2.0**-15
-            mean, most = mean + error * float(update.mean()), most + 30 * error * float(update.max())
-            self.budgets[i] = mean, most
+                mean, largest = mean + float(size.mean()) * 2.0**-15, largest + float(size.max()) * 2.0**-15
+            mean, largest = mean + share * float(update.mean()), largest + 30 * share * float(update.max())
+            self.budgets[i] = mean, largest
             allowed = mean + float(size.mean()) * unit + 1e-7
-            assert float(off.mean()) <= allowed, f"w{i}: off by {float(off.mean()):.3g}, allowed {allowed:.3g}"
-            allowed = most + float(size.max()) * unit + 1e-7
-            assert float(off.max()) <= allowed, f"w{i}: one off by {float(off.max()):.3g}, allowed {allowed:.3g}"
+            assert float(error.mean()) <= allowed, f"w{i}: off by {float(error.mean()):.3g}, allowed {allowed:.3g}"
+            allowed = largest + float(size.max()) * unit + 1e-7
+            assert float(error.max()) <= allowed, f"w{i}: one off by {float(error.max()):.3g}, allowed {allowed:.3g}"
 
     # ---- edits of weights
 
@@ -347,17 +347,17 @@ class Loop(RuleBasedStateMachine):
 
     @rule(i=numbers, edit=sampled_from([*training_edits.STORAGE]))
     def edit_storage(self, i: int, edit: str) -> None:
-        """Moves a weight's values in memory: what is kept beside them must not be lost."""
+        """Moves a weight's values in memory. States must follow them."""
         training_edits.STORAGE[edit](self.model.weight(i))
 
     @rule(i=numbers, seed=seeds)
     def swap_in_and_out(self, i: int, seed: int) -> None:
         """Averaged weights for an evaluation, and back."""
         p = self.model.weight(i)
-        kept = p.detach().clone()
+        before = p.detach().clone()
         with torch.no_grad():
             p.copy_(torch.randn_like(p) * 0.1)
-            p.copy_(kept)
+            p.copy_(before)
 
     @rule()
     def take_snapshot(self) -> None:
@@ -404,18 +404,18 @@ class Loop(RuleBasedStateMachine):
     @precondition(lambda self: self.whole and self.name != "Muon")  # whose groups have other states
     @rule(i=numbers)
     def move_between_groups(self, i: int) -> None:
-        k = next(k for k, own in enumerate(self.members) if i in own)
+        k = next(k for k, group in enumerate(self.members) if i in group)
         if len(self.members[k]) == 1:
             return
         p, ref = self.model.weight(i), self.refs[i]
         was_kept = self.is_kept(i)
-        self.optimizer.state_dict()  # a look at the groups: one that was replaced and then moved would be unknown
+        self.optimizer.state_dict()  # it looks at the groups: a parameter that is replaced and moved would be unknown
         for groups, x in ((self.optimizer.param_groups, p), (self.plain.param_groups, ref)):
             groups[k]["params"] = [q for q in groups[k]["params"] if q is not x]
             groups[1 - k]["params"] = [*groups[1 - k]["params"], x]
         self.members[k].remove(i)
         self.members[1 - k].append(i)
-        self.optimizer.state_dict()  # a look at the groups, before one is changed once more
+        self.optimizer.state_dict()  # it looks at the groups, before one is changed once more
         self._note_storage(i, was_kept)
 
     @rule(k=integers(0, 1), change=sampled_from(training_edits.OPTIONS))
@@ -434,7 +434,7 @@ class Loop(RuleBasedStateMachine):
             self._note_storage(i, self.is_kept(i))
 
     def _note_storage(self, i: int, was_kept: bool) -> None:
-        """The error that is allowed never falls: moments remember that they were rounded to fewer bits."""
+        """Raises the allowed error, which never falls: moments that were rounded to fewer bits keep that error."""
         self.errors[i] = max(self.errors[i], self.error_of(i, self.group_of(i)["state_bits"]))
         if self.is_kept(i) and not was_kept:
             self.written(i)
@@ -449,10 +449,10 @@ class Loop(RuleBasedStateMachine):
         change = {"stochastic_rounding": stochastic, "master_weights": None if stochastic else weights}
         self.optimizer.param_groups[k].update(change)
         for i, kept in zip(self.members[k], was_kept, strict=True):
-            if kept and self.is_kept(i):  # from one way to another, of which one may have 24 bits
-                mean, most = self.budgets[i]
+            if kept and self.is_kept(i):  # kept in another way, of which one may have 24 bits
+                mean, largest = self.budgets[i]
                 size = self.refs[i].detach().abs()
-                self.budgets[i] = mean + float(size.mean()) * 2.0**-15, most + float(size.max()) * 2.0**-15
+                self.budgets[i] = mean + float(size.mean()) * 2.0**-15, largest + float(size.max()) * 2.0**-15
             self._note_storage(i, kept)
 
     @precondition(lambda self: "backward" not in self.wrapper)

@@ -18,7 +18,6 @@ from tests.support.schedulers import SCHEDULERS
 from tests.support.training_loops import Holder, Loop
 
 WRITTEN = ("lr", "betas", "momentum")  # the options that schedulers write
-"""The options that schedulers write."""
 
 
 class SavedLoop(Loop):
@@ -60,20 +59,20 @@ class SavedLoop(Loop):
         for group, plain in zip(self.optimizer.param_groups, self.plain.param_groups, strict=True):
             for key in WRITTEN:
                 if key in group and key in plain:
-                    assert group[key] == plain[key], f"{key} is {group[key]}, and {plain[key]} of the plain one"
+                    assert group[key] == plain[key], f"{key} is {group[key]}, the plain optimizer's {plain[key]}"
 
     # ---- copies, saves, loads
 
-    @rule(way=sampled_from(["deepcopy", "pickle"]))
-    def copy_everything(self, way: str) -> None:
-        ours, plain = self.schedulers or (None, None)
-        all_three = self.model, self.optimizer, ours
+    @rule(method=sampled_from(["deepcopy", "pickle"]))
+    def copy_everything(self, method: str) -> None:
+        scheduler, plain_scheduler = self.schedulers or (None, None)
+        originals = self.model, self.optimizer, scheduler
         if self.wrapper == "late":
             return  # its queues are functions
-        self.model, self.optimizer, ours = (
-            copy.deepcopy(all_three) if way == "deepcopy" else pickle.loads(pickle.dumps(all_three))
+        self.model, self.optimizer, scheduler = (
+            copy.deepcopy(originals) if method == "deepcopy" else pickle.loads(pickle.dumps(originals))
         )
-        self.schedulers = None if ours is None else (ours, plain)
+        self.schedulers = None if scheduler is None else (scheduler, plain_scheduler)
         self._compile()
 
     @rule()
@@ -82,26 +81,24 @@ class SavedLoop(Loop):
             return  # a state of another memory format is refused, with the way out
         blob = io.BytesIO()
         torch.save((self.model.state_dict(), self.optimizer.state_dict()), blob)
-        ours = {
-            "members": self.members, "errors": self.errors, "budgets": self.budgets, "scheduled": self.scheduled,
-        }  # fmt: skip
+        attributes = {name: getattr(self, name) for name in ("members", "errors", "budgets", "scheduled")}
         refs = [ref.detach().clone() for ref in self.refs]
         norm = self.optimizer.param_groups[0]["max_grad_norm"]
         options = [
             {key: g[key] for key in ("state_bits", "master_weights", "stochastic_rounding")}
             for g in self.optimizer.param_groups
         ]
-        schedulers = None if self.schedulers is None else [each.state_dict() for each in self.schedulers]
-        rest = ours, refs, self.plain.state_dict(), schedulers, options, norm
-        self.saved = blob.getvalue(), copy.deepcopy(rest)
+        schedulers = None if self.schedulers is None else [s.state_dict() for s in self.schedulers]
+        plain_run = attributes, refs, self.plain.state_dict(), schedulers, options, norm
+        self.saved = blob.getvalue(), copy.deepcopy(plain_run)
 
     @precondition(lambda self: self.saved is not None)
     @rule(fresh=booleans(), bits=sampled_from([None, None, 8, 32]))
     def resume(self, fresh: bool, bits: Any) -> None:
-        blob, rest = self.saved
-        ours, refs, plain, schedulers, options, norm = copy.deepcopy(rest)
+        blob, plain_run = self.saved
+        attributes, refs, plain, schedulers, options, norm = copy.deepcopy(plain_run)
         weights, state = torch.load(io.BytesIO(blob), weights_only=True)
-        vars(self).update(ours)
+        vars(self).update(attributes)
         if fresh or not self.whole:
             self.model = Holder(self.time, weights["w0"].dtype)
         else:
@@ -116,12 +113,12 @@ class SavedLoop(Loop):
         with torch.no_grad():
             for ref, x in zip(self.refs, refs, strict=True):
                 ref.copy_(x)
-        for group, own in zip(self.plain.param_groups, self.members, strict=True):
-            group["params"] = [self.refs[i] for i in own]
+        for group, members in zip(self.plain.param_groups, self.members, strict=True):
+            group["params"] = [self.refs[i] for i in members]
         self.schedulers = None
         if schedulers is not None:  # made before the states are loaded, as they write lr
-            new = SCHEDULERS[self.scheduled]
-            self.schedulers = new(self.optimizer), new(self.plain)
+            new_scheduler = SCHEDULERS[self.scheduled]
+            self.schedulers = new_scheduler(self.optimizer), new_scheduler(self.plain)
             for scheduler, saved in zip(self.schedulers, schedulers, strict=True):
                 scheduler.load_state_dict(saved)
         self.optimizer.load_state_dict(state)
@@ -132,11 +129,11 @@ class SavedLoop(Loop):
 
     def _resumed(self, options: list[dict[str, Any]], bits: Any) -> Any:
         """An optimizer of the saved groups' own options, but for state_bits where others are given."""
-        made = self._groups
+        new_groups = self._groups
+        changes = {} if bits is None else {"state_bits": bits}
 
-        def groups(params: list[nn.Parameter]) -> list[dict[str, Any]]:
-            own = {} if bits is None else {"state_bits": bits}
-            return [{**group, **option, **own} for group, option in zip(made(params), options, strict=True)]
+        def saved_groups(params: list[nn.Parameter]) -> list[dict[str, Any]]:
+            return [{**group, **saved, **changes} for group, saved in zip(new_groups(params), options, strict=True)]
 
-        with patch.object(self, "_groups", groups):
-            return self._made()
+        with patch.object(self, "_groups", saved_groups):
+            return self._new_optimizer()
