@@ -142,9 +142,10 @@ class OnDevice1(OnDevice0):
     index = 1
 
 
-def placed(args: StepArgs, on: type[OnDevice0]) -> StepArgs:
+def placed(args: StepArgs, cls: type[OnDevice0]) -> StepArgs:
+    """The arguments with tensors that say they are on a GPU."""
     lists = "params", "grads", "moments", "scales", "steps", "trust_ratios"
-    return args._replace(**{name: [x.as_subclass(on) for x in getattr(args, name)] for name in lists})
+    return args._replace(**{name: [x.as_subclass(cls) for x in getattr(args, name)] for name in lists})
 
 
 @pytest.fixture
@@ -369,7 +370,7 @@ def test_each_device_keeps_its_kernels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     capability |= {0: (8, 9), 1: (9, 0)}
-    args = [placed(step_args("lars_step_", ["whole blocks"]), on) for on in (OnDevice0, OnDevice1)]
+    args = [placed(step_args("lars_step_", ["whole blocks"]), cls) for cls in (OnDevice0, OnDevice1)]
     for _ in range(2):  # at the second step Triton is not asked for its kernels
         for device, slow in ((0, True), (1, False)):
             two_devices.launched = []

@@ -98,9 +98,9 @@ def test_roundings_that_add_up(sign: int) -> None:
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("other", [1.0, 1e-30, 1e30, 0.0])
-def test_norms_that_are_not_finite(bad: float, other: float) -> None:
-    grad = torch.full((3000,), other)
+@pytest.mark.parametrize("elsewhere", [1.0, 1e-30, 1e30, 0.0])
+def test_norms_that_are_not_finite(bad: float, elsewhere: float) -> None:
+    grad = torch.full((3000,), elsewhere)
     grad[1500] = bad
     assert str(norm_of(grad)) == str(abs(bad))
     grad[1501] = torch.inf

@@ -134,8 +134,8 @@ def test_generators() -> None:
 def test_a_graph_that_is_used_twice() -> None:
     x, weight, bias, grad = inputs((200, 24), 16)
     y = randomized_linear(x, weight, bias)
-    first, again = (torch.autograd.grad(y, [x, weight, bias], grad, retain_graph=True) for _ in range(2))
-    assert_same(first, again)
+    first, second = (torch.autograd.grad(y, [x, weight, bias], grad, retain_graph=True) for _ in range(2))
+    assert_same(first, second)
 
 
 @pytest.mark.parametrize("leaf", ["x", "weight", "bias"])

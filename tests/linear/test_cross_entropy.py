@@ -107,11 +107,11 @@ def test_rows_that_are_nearly_solved_where_logits_are_large(offset: float, chunk
     doubles = [t.detach().double().requires_grad_() for t in leaves]
     options: dict[str, Any] = {"label_smoothing": smoothing, "chunk_size": chunk_size}
     truth = by_both(*doubles, target, **options)[1]
-    for own, torchs, t in zip(*by_both(*leaves, target, **options), truth, strict=True):
+    for ours, theirs, t in zip(*by_both(*leaves, target, **options), truth, strict=True):
         # A row's sum of exp() is 1 + 1e-5, whose ulp is a hundredth of the loss. Added in another order than torch's it
         # is off by 2.5 % of the gradient with AVX2, by less with AVX-512; saved as one number with the largest logit,
         # by 100 % and more.
-        assert (own - t).norm() <= 2 * (torchs - t).norm() + 2e-2 * t.norm()
+        assert (ours - t).norm() <= 2 * (theirs - t).norm() + 2e-2 * t.norm()
 
 
 @pytest.mark.parametrize("needs", [(a, b, c) for a in (0, 1) for b in (0, 1) for c in (0, 1)], ids=str)

@@ -69,9 +69,9 @@ def test_another_seed_is_another_projection() -> None:
         assert_same(matrix(name, 50, 10, a), first)
         assert not torch.equal(matrix(name, 50, 10, b), first)
         for word in (0, 1):  # of the seed
-            other = a.clone()
-            other[word] += 1
-            assert not torch.equal(matrix(name, 50, 10, other), first)
+            other_seed = a.clone()
+            other_seed[word] += 1
+            assert not torch.equal(matrix(name, 50, 10, other_seed), first)
 
 
 RUNS = 2000

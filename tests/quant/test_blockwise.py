@@ -31,7 +31,7 @@ FLT_MAX = torch.finfo(torch.float32).max
 TINIEST = 2.0**-149  # the least fp32 denormal
 
 
-def both(x: torch.Tensor, backend: str, **options: object) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_as_reference(x: torch.Tensor, backend: str, **options: object) -> tuple[torch.Tensor, torch.Tensor]:
     """(codes, scale) of a backend, which are asserted to be the reference's in every bit."""
     with on(backend):
         actual = memkern.quantize_blockwise(at(x, backend), **options)
@@ -107,7 +107,7 @@ def test_backends_agree_on_any_values(
     x = from_bits(bits)[None]
     step = step if codec == "power" else None
     for backend in fast_here():
-        codes, scale = both(x, backend, codec=codec, signed=signed, block_size=block_size, step=step)
+        codes, scale = quantize_as_reference(x, backend, codec=codec, signed=signed, block_size=block_size, step=step)
         with on(backend):
             back = memkern.dequantize_blockwise(codes, scale, codec=codec, block_size=block_size)
         with on("reference"):
@@ -145,7 +145,7 @@ def test_extreme_blocks(backend: str, dtype: torch.dtype, name: str) -> None:
     fits = torch.equal(x.float(), in_fp32) or name.startswith("NaN")  # NaN is not equal to itself
     for codec in CODECS:
         for signed, codes in ((True, signed_codes), (False, unsigned_codes)):
-            q, s = both(x, backend, codec=codec, signed=signed)
+            q, s = quantize_as_reference(x, backend, codec=codec, signed=signed)
             if fits:
                 positive = [v for v in values if math.isfinite(v) and v > 0]
                 assert s.item() == np.float32(scale if signed else max(positive, default=0.0))

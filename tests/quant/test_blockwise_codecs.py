@@ -83,9 +83,9 @@ def test_every_code_comes_back(backend: str, codec: str, signed: bool) -> None:
     scale = torch.full(layout_of(codes, 256).scale_shape, 0.37)
     with on(backend):
         x = memkern.dequantize_blockwise(codes, scale, codec=codec, block_size=256)
-        again, s = memkern.quantize_blockwise(x, codec=codec, signed=signed, block_size=256)
+        requantized, s = memkern.quantize_blockwise(x, codec=codec, signed=signed, block_size=256)
     assert abs(s.item() / 0.37 - 1) <= 3 * 2**-24  # 0.37, the quotient and the product are rounded
-    assert torch.equal(again, codes)
+    assert torch.equal(requantized, codes)
     assert x.unique().numel() == codes.numel()
 
 

@@ -1,5 +1,5 @@
-// count_instructions FIRST LAST PROGRAM ARGUMENTS: runs a statically linked program one instruction at a time and
-// prints how many it has executed at the addresses from FIRST up to LAST (hexadecimal).
+// count_instructions FIRST LAST PROGRAM ARGUMENTS: runs a statically linked program one instruction at a time
+// and prints how many it has executed at the addresses from FIRST up to LAST (hexadecimal).
 #include <sys/personality.h>
 #include <sys/ptrace.h>
 #include <sys/user.h>
@@ -8,24 +8,24 @@
 #include <cstdio>
 #include <cstdlib>
 
-int main(int count, char** arguments) {
-  if (count < 4) return fprintf(stderr, "usage: count_instructions FIRST LAST PROGRAM ARGUMENTS\n"), 2;
-  const unsigned long first = strtoul(arguments[1], nullptr, 16), last = strtoul(arguments[2], nullptr, 16);
+int main(int argc, char** argv) {
+  if (argc < 4) return fprintf(stderr, "usage: count_instructions FIRST LAST PROGRAM ARGUMENTS\n"), 2;
+  const unsigned long first = strtoul(argv[1], nullptr, 16), last = strtoul(argv[2], nullptr, 16);
   const pid_t child = fork();
   if (child == 0) {
     personality(ADDR_NO_RANDOMIZE);
     ptrace(PTRACE_TRACEME, 0, nullptr, nullptr);
-    execv(arguments[3], arguments + 3);
-    return perror(arguments[3]), 127;
+    execv(argv[3], argv + 3);
+    return perror(argv[3]), 127;
   }
-  unsigned long inside = 0;
+  unsigned long executed = 0;
   int status;
   while (waitpid(child, &status, 0) == child && WIFSTOPPED(status)) {
     user_regs_struct registers;
     ptrace(PTRACE_GETREGS, child, nullptr, &registers);
-    inside += first <= registers.rip && registers.rip < last;
+    executed += first <= registers.rip && registers.rip < last;
     ptrace(PTRACE_SINGLESTEP, child, nullptr, nullptr);
   }
-  if (!WIFEXITED(status) || WEXITSTATUS(status) != 0) return fprintf(stderr, "%s failed\n", arguments[3]), 1;
-  printf("%lu\n", inside);
+  if (!WIFEXITED(status) || WEXITSTATUS(status) != 0) return fprintf(stderr, "%s failed\n", argv[3]), 1;
+  printf("%lu\n", executed);
 }

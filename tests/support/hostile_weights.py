@@ -8,11 +8,14 @@ from torch import Tensor
 BF16 = torch.bfloat16
 
 
-def hostile(kept: str) -> tuple[Tensor, Tensor]:
-    """Every bf16 value eight times, beside eight errors that a state can hold, the extremes among them; (1024, 512)."""
+def hostile(storage: str) -> tuple[Tensor, Tensor]:
+    """Every bf16 value eight times, beside eight errors that a state can hold, the extremes among them; (1024, 512).
+
+    storage: a value of master_weights.
+    """
     patterns = torch.arange(2**16).repeat_interleave(8)
     p = torch.where(patterns >= 2**15, patterns - 2**16, patterns).short().view(BF16)
-    if kept == "bf16+8":
+    if storage == "bf16+8":
         state = torch.tensor([-128, -127, -1, 0, 1, 77, 126, 127], dtype=torch.int8).repeat(2**16)
     else:
         state = torch.tensor([-32768, -32767, -1, 0, 1, 12345, 32766, 32767], dtype=torch.int16).repeat(2**16)

@@ -142,9 +142,9 @@ def step(model: nn.Module, x: Tensor, call: Callable[[Tensor], Tensor] | None = 
     return saved, gradients_of(model)
 
 
-def off(found: Tensor, expected: Tensor) -> float:
+def off(actual: Tensor, expected: Tensor) -> float:
     """The relative error, by norms."""
-    return float((found - expected).norm() / expected.norm())
+    return float((actual - expected).norm() / expected.norm())
 
 
 def peak(call: Callable[[], object]) -> int:

@@ -112,19 +112,19 @@ def counted(live: DeviceBytes) -> Iterator[None]:
         live.resize(x, size)
 
     @contextlib.contextmanager
-    def on(stream: Any) -> Iterator[None]:
+    def use_stream(stream: Any) -> Iterator[None]:
         yield
 
-    def record(x: Tensor, stream: Any) -> None:
+    def record_stream(x: Tensor, stream: Any) -> None:
         live.copied[:] = [x]
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(torch.Tensor, "record_stream", record))
+        stack.enter_context(mock.patch.object(torch.Tensor, "record_stream", record_stream))
         for name, value in (
             ("Stream", Stream),
             ("Event", Event),
             ("current_stream", lambda *_: current),
-            ("stream", on),
+            ("stream", use_stream),
             ("current_device", lambda: 0),
             ("set_device", lambda *_: None),
             ("synchronize", lambda *_: None),

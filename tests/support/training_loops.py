@@ -444,16 +444,16 @@ class Loop(RuleBasedStateMachine):
     def change_weights(self, k: int, weights: str | None) -> None:
         if any(self.model.weight(i).dtype != torch.bfloat16 for i in self.members[k]):
             return
-        was_kept = [self.is_kept(i) for i in self.members[k]]
+        kept_before = [self.is_kept(i) for i in self.members[k]]
         stochastic = weights == "stochastic"
         change = {"stochastic_rounding": stochastic, "master_weights": None if stochastic else weights}
         self.optimizer.param_groups[k].update(change)
-        for i, kept in zip(self.members[k], was_kept, strict=True):
-            if kept and self.is_kept(i):  # kept in another way, of which one may have 24 bits
+        for i, was_kept in zip(self.members[k], kept_before, strict=True):
+            if was_kept and self.is_kept(i):  # kept in another way, of which one may have 24 bits
                 mean, largest = self.budgets[i]
                 size = self.refs[i].detach().abs()
                 self.budgets[i] = mean + float(size.mean()) * 2.0**-15, largest + float(size.max()) * 2.0**-15
-            self._note_storage(i, kept)
+            self._note_storage(i, was_kept)
 
     @precondition(lambda self: "backward" not in self.wrapper)
     @rule(norm=one_of(just(None), sampled_from([0.05, 1.0])))

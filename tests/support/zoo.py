@@ -56,12 +56,12 @@ def _t5(feed_forward: str) -> dict[str, Any]:
 
 
 def _whisper(tokens: int) -> dict[str, Any]:
-    both = ("attention_heads", WIDTH // HEAD), ("ffn_dim", 4 * WIDTH), ("layers", LAYERS // 2)
-    sizes = {f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in both}
+    common = ("attention_heads", WIDTH // HEAD), ("ffn_dim", 4 * WIDTH), ("layers", LAYERS // 2)
+    sizes = {f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in common}
     token_ids = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"), 0)
     positions = {"max_source_positions": tokens, "max_target_positions": tokens}
-    rest = {"d_model": WIDTH, "vocab_size": VOCABULARY, "dropout": 0.0, "num_mel_bins": 80}
-    return sizes | token_ids | positions | rest
+    model = {"d_model": WIDTH, "vocab_size": VOCABULARY, "dropout": 0.0, "num_mel_bins": 80}
+    return sizes | token_ids | positions | model
 
 
 def _clip(tokens: int) -> dict[str, Any]:
@@ -84,9 +84,9 @@ def _gpt2(tokens: int) -> dict[str, Any]:
 def _wav2vec2(tokens: int) -> dict[str, Any]:
     """Its convolutions make a token of 320 samples."""
     kinds = ("feat_proj", "final", "activation", "hidden", "attention")
-    off = {f"{kind}_dropout": 0.0 for kind in kinds} | {"layerdrop": 0.0, "apply_spec_augment": False}
+    no_dropout = {f"{kind}_dropout": 0.0 for kind in kinds} | {"layerdrop": 0.0, "apply_spec_augment": False}
     sizes = {k: v for k, v in _encoder(tokens).items() if k not in ("max_position_embeddings", *_NO_DROPOUT)}
-    return sizes | off | {"ctc_zero_infinity": True}
+    return sizes | no_dropout | {"ctc_zero_infinity": True}
 
 
 def _mamba(tokens: int) -> dict[str, Any]:

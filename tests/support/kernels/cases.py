@@ -95,7 +95,9 @@ def steps(ops: Sequence[str], title: str, edit: Edit | None = None, steps: int =
         add(op, title, calls, steps=steps, gradient=options.get("gradient", hard_gradient), **marks)
 
 
-def both(title: str, layouts: Sequence[Any] = SMALL, matrices: Sequence[Any] = MATRICES[:6], **options: Any) -> None:
+def steps_and_muon(
+    title: str, layouts: Sequence[Any] = SMALL, matrices: Sequence[Any] = MATRICES[:6], **options: Any
+) -> None:
     """A case of each op, of few elements: those of STEPS with ``layouts``, and Muon's with ``matrices``."""
     steps(STEPS, title, layouts=layouts, **options)
     steps(MUON, title, layouts=matrices, **options)
@@ -105,10 +107,10 @@ for p, g in product(FLOATS, FLOATS):
     usual = p is g or (p, g) == (F32, BF16)
     steps(ALL, f"{name_of(p)}, {name_of(g)} gradients", param=[p], grad=[g], full=not usual, **SCALER)
 steps(ALL, "every dtype", interpreted=True, **MIXED)
-both("backwards", [*LAYOUTS][::-1], MATRICES[::-1], groups=(1, 0), interpreted=True, **MIXED, **SCALER)
+steps_and_muon("backwards", [*LAYOUTS][::-1], MATRICES[::-1], groups=(1, 0), interpreted=True, **MIXED, **SCALER)
 for p, g in ((F32, F32), (BF16, BF16), (F16, F32)):
     codecs = (0, 1) if p is F32 else (0, 0)
-    both(f"few, {name_of(p)}", param=[p], grad=[g], codec=codecs, emulated=True, orders=True, **SCALER)
+    steps_and_muon(f"few, {name_of(p)}", param=[p], grad=[g], codec=codecs, emulated=True, orders=True, **SCALER)
 for n in (8, 24, 256, 264, 1000, 4096):
     steps(STEPS, f"blocks of {n}", layouts=SOME, block_size=n, orders=n == 264)
     steps(MUON, f"blocks of {n}", block_size=n)
@@ -118,27 +120,27 @@ for pair, n in product(((1, 2), (2, 3), (3, 0)), (128, 24, 1000)):  # both group
     grad = FLOATS[pair[0] % 3] if n == 24 else BF16
     steps(ALL, f"weights {pair}, blocks of {n}", param=[BF16], grad=[grad], weights=pair, block_size=n, **SCALER)
 for pair in ((2, 3), (1, 0)):
-    both(f"few, weights {pair}", param=[BF16], grad=[BF16], weights=pair, emulated=True)
-for kept, n in product(("bf16+8", "bf16+16"), (128, 256)):
-    edit = values_of.beside_hostile_states(kept)
+    steps_and_muon(f"few, weights {pair}", param=[BF16], grad=[BF16], weights=pair, emulated=True)
+for storage, n in product(("bf16+8", "bf16+16"), (128, 256)):
+    edit = values_of.beside_hostile_states(storage)
     steps(
-        STEPS, f"every weight beside hostile states, {kept}, blocks of {n}", edit, steps=1, full=True,
-        layouts=((1024, 512),), param=[BF16], grad=[BF16], weights=[WEIGHTS[kept]] * 2, block_size=n, **POWER,
+        STEPS, f"every weight beside hostile states, {storage}, blocks of {n}", edit, steps=1, full=True,
+        layouts=((1024, 512),), param=[BF16], grad=[BF16], weights=[WEIGHTS[storage]] * 2, block_size=n, **POWER,
     )  # fmt: skip
 for pair, p in product(((2, 3), (4, 5)), (F32, BF16)):
-    both(f"hyperparameters {pair}, {name_of(p)}", groups=pair, param=[p], grad=[p], interpreted=p is F32)
-both("codes of both codecs", kinds="codes", codec=(1, 0), block_size=(64, 256), interpreted=True)
-both("power codes", **POWER)
-both("fp32 states", kinds="fp32")
+    steps_and_muon(f"hyperparameters {pair}, {name_of(p)}", groups=pair, param=[p], grad=[p], interpreted=p is F32)
+steps_and_muon("codes of both codecs", kinds="codes", codec=(1, 0), block_size=(64, 256), interpreted=True)
+steps_and_muon("power codes", **POWER)
+steps_and_muon("fp32 states", kinds="fp32")
 for title, norm_or_skip in {
     "not clipped": {"grad_norm": torch.tensor(0.5, dtype=torch.float64)},
     "the norm is NaN": {"grad_norm": torch.tensor(math.nan, dtype=torch.float64)},
     "skipped": {"found_inf": torch.tensor(1.0)},
 }.items():
-    both(title, SMALL[:4], interpreted=True, **{**SCALER, **norm_or_skip})
+    steps_and_muon(title, SMALL[:4], interpreted=True, **{**SCALER, **norm_or_skip})
 for field in ("params", "grads", "moments"):
-    both(f"unaligned {field}", edit=off(field), **MIXED)
-both("no tensors", (), (), interpreted=True)
+    steps_and_muon(f"unaligned {field}", edit=off(field), **MIXED)
+steps_and_muon("no tensors", (), (), interpreted=True)
 steps(STEPS, "many tiles of a tensor", layouts=((40, 1000),) * 3, steps=1)
 steps(STEPS, "two threads", layouts=((130, 257), (300, 1000)), steps=1)
 for op in STEPS:  # in the interpreter the prologues of two cover those of all
@@ -152,7 +154,7 @@ for title, gradient in {
     "zero gradients": lambda p, seed, dtype: torch.zeros_like(p, dtype=dtype),
     "gradients that are often not finite": values_of.often_not_finite,
 }.items():
-    both(title, gradient=gradient, steps=3, fresh=True)
+    steps_and_muon(title, gradient=gradient, steps=3, fresh=True)
 strides = ("odd", "long rows", "whole blocks", "channels_last")
 steps(STEPS, "gradients of other strides", values_of.other_strides, layouts=strides, steps=1, interpreted=True)
 transposed = replaced("grads", lambda args: [g.mT.contiguous().mT for g in args.grads])

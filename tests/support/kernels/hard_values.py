@@ -68,9 +68,9 @@ def other_strides(args: StepArgs) -> StepArgs:
     return args._replace(grads=[a.t().contiguous().t(), gaps, c[:1].expand_as(c), d.contiguous()])
 
 
-def beside_hostile_states(kept: str) -> Edit:
+def beside_hostile_states(storage: str) -> Edit:
     def edit(args: StepArgs) -> StepArgs:
-        p, state = hostile(kept)
+        p, state = hostile(storage)
         return args._replace(params=[p], weight_states=[state])
 
     return edit
