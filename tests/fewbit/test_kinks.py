@@ -1,4 +1,4 @@
-"""Where torch's derivatives jump, and at the numbers next to that, those of few-bit activations are torch's or near."""
+"""Few-bit activations have torch's derivatives, or some near them, where these jump and at the numbers next to that."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Few-bit activations on a real GPU: outputs near those of torch's kernels, tensors above 2^31 elements, autocast."""
+"""On a real GPU few-bit activations are near torch's kernels, also above 2^31 elements, and follow its autocast."""
 
 import pytest
 import torch

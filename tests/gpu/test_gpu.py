@@ -1,4 +1,4 @@
-"""Optimizers and codes on a real GPU: CUDA graphs, streams, scalers, large tensors, launches. `make gpu` runs it.
+"""On a real GPU optimizers and codes work with graphs, streams, scalers, large tensors, by few launches (`make gpu`).
 
 That the kernels give the reference's bits is tested with the CPU's, over the same parameters (tests/kernels,
 tests/optim).

@@ -1,4 +1,4 @@
-"""The Triton backend without a GPU: its kernels in Triton's interpreter, in a process of their own."""
+"""Runs the tests of the Triton backend in Triton's interpreter, without a GPU, each group in a process of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The host's side of the Triton backend: Triton's own launcher, with a driver that notes what it is to launch."""
+"""The Triton backend launches the right kernels, by Triton's own launcher and a driver that notes what is launched."""
 
 from __future__ import annotations
 

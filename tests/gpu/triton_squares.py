@@ -1,4 +1,4 @@
-"""Sums of squares in Triton's interpreter, as on devices with slow fp64. test_triton.py runs this file.
+"""Triton's sums of squares for devices with slow fp64 are within BOUND. test_triton.py runs this in the interpreter.
 
 Those of devices with fast fp64 are tested in tests/kernels.
 """

@@ -1,4 +1,4 @@
-"""Plans and graphs of the Triton backend, and its GELU, in Triton's interpreter. test_triton.py runs this file.
+"""The Triton backend's plans and graphs follow what changes; its GELU. test_triton.py runs this in the interpreter.
 
 That its kernels give the reference's bits is tested in tests/kernels.
 """

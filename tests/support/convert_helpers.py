@@ -1,4 +1,4 @@
-"""What the tests of the state converters share: parameters, training, comparison."""
+"""For the tests of the state converters: parameters, training, comparison."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pytest plugin: a test runs as few combinations of its parameters as have every pair of values (all in test-long).
+"""A pytest plugin: of a test's combinations of parameters so few run that every pair of values occurs.
 
 ``@pytest.mark.pairwise`` on a test with three parameters or more. What fails with one combination of values mostly
 fails with two of them already (Cohen et al., The AETG System: An Approach to Testing Based on Combinatorial Design,

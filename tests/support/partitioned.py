@@ -1,4 +1,4 @@
-"""Graphs cut as Inductor cuts them and run without generated code: a backend of torch.compile, traced functions, and
+"""Cuts graphs as Inductor does and runs them without generated code: a backend of torch.compile, traced functions, and
 what steps of compiled models save and compute.
 """
 

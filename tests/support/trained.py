@@ -1,4 +1,4 @@
-"""Optimizers after some steps on a backend: the variants, states, settings and gradients whose bits are compared."""
+"""Trains some steps on a backend: the variants, states and gradients with which tests compare the bits."""
 
 from __future__ import annotations
 
