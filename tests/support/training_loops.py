@@ -32,7 +32,9 @@ PLAIN: dict[str, tuple[type, dict[str, Any]]] = {
 }
 """A class, what it is compared with (torch.optim's, else memkern's own with fp32 states), and options of both."""
 ERRORS = {32: 1e-3, 8: 0.3}
-"""The error of an update, in means over a tensor, by state_bits; of sign(m), 0.3 is 15 % of the signs."""
+"""The error of an update, in means over a tensor, by state_bits; of sign(m), 0.3 is 15 % of the signs. Of a single
+element the error may be 30 times as large a share of the largest update.
+"""
 MUON_ERRORS = {32: 0.05, 8: 0.5}
 """ERRORS for Muon's matrices: small singular values, which rounding changes most, count as much as large ones."""
 QUIET_ERROR = 1.0
@@ -91,10 +93,10 @@ class Loop(RuleBasedStateMachine):
         self.refs = [nn.Parameter(self.model.weight(i).detach().float().clone()) for i in range(len(SHAPES))]
         options = {"lr": 1e-2, "weight_decay": 0.0, **PLAIN[name][1]}
         self.plain = PLAIN[name][0](self._groups(self.refs), **options)
-        options_8bit: dict[str, Any] = {"state_bits": bits, "min_8bit_size": 512}
+        memkern_options: dict[str, Any] = {"state_bits": bits, "min_8bit_size": 512}
         if dtype == torch.bfloat16:
-            options_8bit |= {"stochastic_rounding": True} if weights == "stochastic" else {"master_weights": weights}
-        self.options = options | options_8bit
+            memkern_options |= {"stochastic_rounding": True} if weights == "stochastic" else {"master_weights": weights}
+        self.options = options | memkern_options
         self.optimizer = self._new_optimizer()
         self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=10**6)
         self.errors = [self.error_of(i, bits) for i in range(len(SHAPES))]
@@ -171,7 +173,7 @@ class Loop(RuleBasedStateMachine):
 
     @torch.no_grad()
     def written(self, i: int) -> None:
-        """After a weight was written by something other than a step: the plain loop's weight becomes the same."""
+        """Copies a weight to the plain loop after something other than a step has written it."""
         p, ref = self.model.weight(i).detach(), self.refs[i]
         assert p.shape == ref.shape
         unit = WRITTEN[p.dtype]
