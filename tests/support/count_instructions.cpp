@@ -1,5 +1,5 @@
-// count_instructions FIRST LAST PROGRAM ARGUMENTS: runs a statically linked program one instruction at a time
-// and prints how many it has executed at the addresses from FIRST up to LAST (hexadecimal).
+// count_instructions FIRST LAST PROGRAM ARGUMENTS: runs a statically linked program one instruction at a time and
+// prints how many it has executed at the addresses from FIRST up to LAST (hexadecimal).
 #include <sys/personality.h>
 #include <sys/ptrace.h>
 #include <sys/user.h>

@@ -97,6 +97,7 @@ inline __attribute__((noinline)) void run_thread() {
 
 enum Operation { kShuffle, kShuffleXor, kBallot };
 
+// Waits until the lanes of the mask have all come to this operation, and returns its result for this lane.
 inline uint64_t meet(Operation operation, unsigned mask, uint64_t value, int argument) {
   Fiber& f = self();
   if (!(mask >> machine.current % kWarp & 1)) die("a lane is missing from its own mask");
@@ -185,6 +186,7 @@ inline void run_block(const Order& order) {
   }
 }
 
+// Runs `body` in each thread of each block.
 inline void run(const std::function<void()>& body, int64_t blocks, int threads) {
   static int capacity = 0;
   if (threads > capacity) {
@@ -205,12 +207,12 @@ inline void run(const std::function<void()>& body, int64_t blocks, int threads) 
 // Whether one-element tensors are treated as on the host, where the op reads them, or as on the device.
 inline bool scalars_on_host() { return std::getenv("SIMT_HOST_SCALARS") != nullptr; }
 
-// Of the device that is emulated.
+// Whether the emulated device has slow fp64.
 inline bool slow_fp64() { return std::getenv("SIMT_SLOW_FP64") != nullptr; }
 
 inline bool capturing() { return std::getenv("SIMT_CAPTURE") != nullptr; }
 inline void replay() {
-  for (const auto& each : machine.recorded) each();
+  for (const auto& launch : machine.recorded) launch();
 }
 
 template <class T> uint64_t to_bits(T x) {
@@ -251,7 +253,7 @@ inline unsigned __ballot_sync(unsigned mask, bool yes) {
 }
 inline bool __any_sync(unsigned mask, bool yes) { return __ballot_sync(mask, yes) != 0; }
 
-inline int __reduce_max_sync(unsigned mask, int x) {  // of numbers that are alike
+inline int __reduce_max_sync(unsigned mask, int x) {  // of equal numbers only
   if (__shfl_sync(mask, x, 0) != x) simt::die("lanes disagree on a loop's count");
   return x;
 }
@@ -261,13 +263,13 @@ template <class T> void __stcs(T* p, T x) { *p = x; }
 inline int __clz(unsigned x) { return x ? __builtin_clz(x) : 32; }
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
   const uint64_t bytes = static_cast<uint64_t>(b) << 32 | a;
-  unsigned found = 0;
+  unsigned selected = 0;
   for (int i = 0; i < 4; ++i)
-    found |= static_cast<unsigned>(bytes >> 8 * (selector >> 4 * i & 7) & 0xFF) << 8 * i;
-  return found;
+    selected |= static_cast<unsigned>(bytes >> 8 * (selector >> 4 * i & 7) & 0xFF) << 8 * i;
+  return selected;
 }
 inline float __fmaf_rn(float a, float b, float c) { return std::fmaf(a, b, c); }
-// For 0 <= a and a + b < 2^52.
+// Rounded down. For 0 <= a and a + b < 2^52.
 inline float __fadd_rd(float a, float b) {
   const double sum = static_cast<double>(a) + b;
   const float nearest = static_cast<float>(sum);
