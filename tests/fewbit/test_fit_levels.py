@@ -43,8 +43,8 @@ def derivative_of(fn: Callable[[Tensor], Tensor]) -> Derivative:
 def test_shipped_tables_are_fitted_ones(name: str, bits: int) -> None:
     fitted, shipped = fit_table(name, bits).levels, LEVELS[name, bits]
     assert (fitted.bits, fitted.flips, fitted.symmetry) == (shipped.bits, shipped.flips, shipped.symmetry)
-    assert fitted.levels == pytest.approx(shipped.levels, abs=2e-6)
-    assert fitted.thresholds == pytest.approx(shipped.thresholds, abs=2e-5)
+    assert fitted.levels == pytest.approx(shipped.levels, abs=2e-6)  # tables have six digits
+    assert fitted.thresholds == pytest.approx(shipped.thresholds, abs=2e-5)  # flat derivatives move them more
 
 
 @pytest.mark.parametrize("name", TWO_BRANCH_FUNCTIONS)

@@ -106,7 +106,7 @@ def test_values_stored_over_many_steps_are_unbiased(backend: str) -> None:
     # Evenly spread offsets miss a share of the steps by about log(steps) / steps; what u decides is one code's width.
     unit = scale.double() / N**2
     width = 2 * (x.double().abs() / unit).sqrt() + 1
-    usable = scale.double() > 1e-30
+    usable = scale.double() > 1e-30  # blocks with a scale below 1e-34 are stored as zeros
     assert ((error <= 0.005 * width * unit + 1e-6 * x.double().abs()) | ~usable).all()
     with on(backend):
         nearest = memkern.dequantize_blockwise(*memkern.quantize_blockwise(x)).double()
@@ -130,7 +130,7 @@ def test_zeros_and_what_is_not_finite(backend: str, step: int, values: list[floa
         codes, scale = memkern.quantize_blockwise(at(x, backend), step=step)
     with on("reference"):
         assert_same((codes, scale), memkern.quantize_blockwise(x, step=step))
-    usable = max((abs(v) for v in values if math.isfinite(v)), default=0) > 1e-34
+    usable = max((abs(v) for v in values if math.isfinite(v)), default=0) > 1e-34  # else N^2 / scale overflows
     for v, q in zip(values, codes[0].tolist(), strict=False):
         if not math.isfinite(v) or v == 0 or not usable:
             assert q == 0

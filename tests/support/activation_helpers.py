@@ -41,7 +41,7 @@ def _elu(alpha: float, scale: float = 1.0, factor: float = 1.0) -> Callable[[int
     return lambda bits: elu_levels(LEVELS["elu", bits], alpha, scale).scaled(factor)
 
 
-def _with(fn: Callable[..., Tensor], *args: Any) -> Callable[..., Tensor]:
+def _with_arguments(fn: Callable[..., Tensor], *args: Any) -> Callable[..., Tensor]:
     return lambda x, **options: fn(x, *args, **options)
 
 
@@ -49,7 +49,7 @@ f = functional
 ACTIVATIONS = {
     "gelu": Activation(f.gelu, F.gelu, nn.GELU, _shipped("gelu")),
     "gelu tanh": Activation(
-        _with(f.gelu, "tanh"),
+        _with_arguments(f.gelu, "tanh"),
         lambda x: F.gelu(x, approximate="tanh"),
         lambda **o: nn.GELU("tanh", **o),
         _shipped("gelu_tanh"),
@@ -59,7 +59,7 @@ ACTIVATIONS = {
     "sigmoid": Activation(f.sigmoid, torch.sigmoid, nn.Sigmoid, _shipped("sigmoid")),
     "softplus": Activation(f.softplus, F.softplus, nn.Softplus, _shipped("softplus")),
     "softplus 2, 4": Activation(
-        _with(f.softplus, 2.0, 4.0),
+        _with_arguments(f.softplus, 2.0, 4.0),
         lambda x: F.softplus(x, 2.0, 4.0),
         lambda **o: nn.Softplus(2.0, 4.0, **o),
         _shipped("softplus", 2.0),
@@ -71,7 +71,7 @@ ACTIVATIONS = {
     ),
     "elu": Activation(f.elu, F.elu, nn.ELU, _elu(1.0), inplace=True),
     "elu 0.3": Activation(
-        _with(f.elu, 0.3),
+        _with_arguments(f.elu, 0.3),
         lambda x, **o: F.elu(x, 0.3, **o),
         lambda **o: nn.ELU(0.3, **o),
         _elu(0.3),
@@ -79,7 +79,7 @@ ACTIVATIONS = {
     ),
     "celu": Activation(f.celu, F.celu, nn.CELU, _elu(1.0), inplace=True),
     "celu 2": Activation(
-        _with(f.celu, 2.0),
+        _with_arguments(f.celu, 2.0),
         lambda x, **o: F.celu(x, 2.0, **o),
         lambda **o: nn.CELU(2.0, **o),
         _elu(1.0, factor=0.5),
@@ -95,7 +95,7 @@ ACTIVATIONS = {
     "leaky_relu": Activation(f.leaky_relu, F.leaky_relu, nn.LeakyReLU, lambda bits: relu_levels(0.01), False, True),
     "hardtanh": Activation(f.hardtanh, F.hardtanh, nn.Hardtanh, lambda bits: hardtanh_levels(-1, 1), False, True),
     "hardtanh 0, 6": Activation(
-        _with(f.hardtanh, 0.0, 6.0),
+        _with_arguments(f.hardtanh, 0.0, 6.0),
         lambda x, **o: F.hardtanh(x, 0.0, 6.0, **o),
         lambda **o: nn.Hardtanh(0.0, 6.0, **o),
         lambda bits: hardtanh_levels(0, 6),
@@ -108,14 +108,14 @@ ACTIVATIONS = {
     "hardshrink": Activation(f.hardshrink, F.hardshrink, nn.Hardshrink, lambda bits: shrink_levels(0.5), False),
     "softshrink": Activation(f.softshrink, F.softshrink, nn.Softshrink, lambda bits: shrink_levels(0.5), False),
     "softshrink 1.1": Activation(
-        _with(f.softshrink, 1.1),
+        _with_arguments(f.softshrink, 1.1),
         lambda x: F.softshrink(x, 1.1),
         lambda **o: nn.Softshrink(1.1, **o),
         lambda bits: shrink_levels(1.1),
         False,
     ),
     "threshold": Activation(
-        _with(f.threshold, 0.25, -2.0),
+        _with_arguments(f.threshold, 0.25, -2.0),
         lambda x, **o: F.threshold(x, 0.25, -2.0, **o),
         lambda **o: nn.Threshold(0.25, -2.0, **o),
         lambda bits: relu_levels(threshold=0.25),
