@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint: states saved by some number of ranks and loaded by another."""
+"""States saved by torch.distributed.checkpoint load on another number of ranks, with the bits of one process."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from tests.support.sharded import Odd, alone, everything, gpt, in_shards, new_mu
 
 OPTIONS = {"min_8bit_size": 0, "weight_decay": 0.1}
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
-FROM_FIRST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
 
-def made(build: Any, new: Any, shards: bool = True) -> Any:
+def make(build: Any, new: Any, shards: bool = True) -> Any:
     model = in_shards(build()) if shards else build()
     return model, new(model.parameters(), **OPTIONS)
 
 
-def resumed(build: Any, new: Any, shards: bool, path: str, first: int, last: int, to: str = "") -> Any:
-    """Steps from ``first`` to ``last``, from a checkpoint where there is a path."""
-    model, optimizer = made(build, new, shards)
+def resume(build: Any, new: Any, shards: bool, path: str, first: int, last: int, save_to: str = "") -> Any:
+    """Loads the checkpoint at ``path`` where one is given, and steps from ``first`` to ``last``."""
+    model, optimizer = make(build, new, shards)
     if path:
         load(model, optimizer, path)
     steps(model, optimizer, first, last)
-    if to:
-        dcp.save(state_of(model, optimizer), checkpoint_id=to)
+    if save_to:
+        dcp.save(state_of(model, optimizer), checkpoint_id=save_to)
     return everything(model, optimizer)
 
 
@@ -48,31 +48,32 @@ def resumed(build: Any, new: Any, shards: bool, path: str, first: int, last: int
     [(gpt, optim.AdamW8bit), (Odd, optim.AdamW8bit), (Odd, optim.Lion8bit), (Odd, new_muon)],
 )
 def test_resharding(ranks: Ranks, tmp_path: Path, build: Any, new: Any) -> None:
-    """A run on 2, 3, 1 and 4 ranks in turn, under fully_shard, and (one rank) without."""
+    """The ranks resume each other's checkpoints under fully_shard; one rank also without it."""
     expected = alone(build, new, OPTIONS, 8)
     a, b, c = (str(tmp_path / name) for name in "abc")
-    ranks(2, resumed, build, new, True, "", 0, 2, a)
-    ranks(3, resumed, build, new, True, a, 2, 4, b)
+    ranks(2, resume, build, new, True, "", 0, 2, a)
+    ranks(3, resume, build, new, True, a, 2, 4, b)
     for shards in (True,) if build is gpt else (True, False):
-        (alone_now,) = ranks(1, resumed, build, new, shards, b, 4, 8, "" if shards else c)
-        assert_same(alone_now, expected)
+        (of_one_rank,) = ranks(1, resume, build, new, shards, b, 4, 8, "" if shards else c)
+        assert_same(of_one_rank, expected)
     if build is gpt:
         return
-    assert_same(ranks(4, resumed, build, new, True, a, 2, 8)[3], expected)
+    assert_same(ranks(4, resume, build, new, True, a, 2, 8)[3], expected)
     expected = alone(build, new, OPTIONS, 9)
-    assert_same(ranks(3, resumed, build, new, True, c, 8, 9)[1], expected)
+    assert_same(ranks(3, resume, build, new, True, c, 8, 9)[1], expected)
 
 
-def with_full_dict(build: Any, new: Any, path: str, options: Any) -> Any:
-    model, optimizer = made(build, new)
+def save_or_resume_full_dict(build: Any, new: Any, path: str, options: Any) -> Any:
+    """Saves a full state dict after two steps; where the file exists, loads it and takes two more."""
+    model, optimizer = make(build, new)
     if not Path(path).exists():
         steps(model, optimizer, 0, 2)
         state = state_of(model, optimizer, FULL)
         if dist.get_rank() == 0:
             torch.save(state, path)
         return None
-    first = dist.get_rank() == 0 or options is FULL or not options.broadcast_from_rank0
-    state = torch.load(path, weights_only=True) if first else {"model": {}, "optim": {}}
+    reads_file = dist.get_rank() == 0 or not options.broadcast_from_rank0
+    state = torch.load(path, weights_only=True) if reads_file else {"model": {}, "optim": {}}
     set_model_state_dict(model, state["model"], options=options)
     set_optimizer_state_dict(model, optimizer, optim_state_dict=state["optim"], options=options)
     steps(model, optimizer, 2, 4)
@@ -81,20 +82,20 @@ def with_full_dict(build: Any, new: Any, path: str, options: Any) -> Any:
 
 @pytest.mark.full
 @pytest.mark.parametrize("new", [optim.AdamW8bit, optim.AdamW])
-@pytest.mark.parametrize("options", [FULL, FROM_FIRST], ids=["full", "from rank 0"])
+@pytest.mark.parametrize("options", [FULL, FROM_RANK_0], ids=["full", "from rank 0"])
 def test_full_state_dict(ranks: Ranks, tmp_path: Path, new: Any, options: Any) -> None:
     path = str(tmp_path / "full.pt")
-    ranks(2, with_full_dict, Odd, new, path, FULL)
+    ranks(2, save_or_resume_full_dict, Odd, new, path, FULL)
     expected = alone(Odd, new, OPTIONS, 4)
-    for rank in ranks(3, with_full_dict, Odd, new, path, options):
+    for rank in ranks(3, save_or_resume_full_dict, Odd, new, path, options):
         assert_same(rank, expected)
 
 
-def of_other_bits(path: str) -> str:
-    model, optimizer = made(Odd, optim.AdamW8bit)
+def load_codes_into_fp32_states(path: str) -> str:
+    model, optimizer = make(Odd, optim.AdamW8bit)
     steps(model, optimizer, 0, 2)
     dcp.save(state_of(model, optimizer), checkpoint_id=path)
-    model, optimizer = made(Odd, optim.AdamW)
+    model, optimizer = make(Odd, optim.AdamW)
     try:
         load(model, optimizer, path)
     except ValueError as error:
@@ -104,13 +105,13 @@ def of_other_bits(path: str) -> str:
 
 @pytest.mark.full
 def test_codes_are_not_loaded_as_floats(ranks: Ranks, tmp_path: Path) -> None:
-    """torch.distributed.checkpoint.load writes 8-bit codes into 32-bit states without a word."""
-    for message in ranks(2, of_other_bits, str(tmp_path)):
+    """torch.distributed.checkpoint.load writes 8-bit codes into 32-bit states silently; the optimizer then raises."""
+    for message in ranks(2, load_codes_into_fp32_states, str(tmp_path)):
         assert "state_bits=8" in message
 
 
-def async_saved(path: str) -> Any:
-    model, optimizer = made(Odd, optim.AdamW8bit)
+def save_async(path: str) -> Any:
+    model, optimizer = make(Odd, optim.AdamW8bit)
     steps(model, optimizer, 0, 2)
     group = dist.new_group()  # its collectives and the steps' run at the same time
     future = dcp.async_save(state_of(model, optimizer), checkpoint_id=path, process_group=group)
@@ -125,5 +126,5 @@ def async_saved(path: str) -> Any:
 @pytest.mark.full
 def test_async_save(ranks: Ranks, tmp_path: Path) -> None:
     expected = alone(Odd, optim.AdamW8bit, OPTIONS, 5)
-    for rank in ranks(2, async_saved, str(tmp_path)):
+    for rank in ranks(2, save_async, str(tmp_path)):
         assert_same(rank, expected)

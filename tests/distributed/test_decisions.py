@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,8 +19,6 @@ from memkern import optim
 from memkern.optim import muon_step
 from tests.support.helpers import assert_same
 from tests.support.ranks import Ranks
-
-"""Places the whole tensor of a number; None where this rank has no such parameter."""
 
 
 def _shard(mesh: DeviceMesh, *placements: Any) -> Callable[[Tensor], DTensor]:
@@ -54,13 +53,14 @@ def two_dimensions() -> list[Any]:
 
 
 def chain() -> list[Any]:
-    """Meshes that share one rank: the first has no part of the last parameter, and the last none of the first."""
+    """Meshes of neighbours: the first rank has no part of the last parameter, and the last rank none of the first."""
     world = dist.get_world_size()
-    # Names of their own: DTensor caches meshes that are equal, and another test has one of ranks 0 and 1.
-    meshes = [DeviceMesh("cpu", [k, k + 1], mesh_dim_names=(f"pair{k}",)) for k in range(world - 1)]
+    # Unique names, since DTensor caches equal meshes, and another test has one of ranks 0 and 1.
+    meshes = [DeviceMesh("cpu", [i, i + 1], mesh_dim_names=(f"pair{i}",)) for i in range(world - 1)]
     return [_shard(mesh) for mesh in meshes]
 
 
+# Each returns the functions that place one parameter's whole tensor on the mesh.
 LAYOUTS = {f.__name__: f for f in (beside_plain, replicas_of_shards, replicated, part_of_a_mesh, two_dimensions, chain)}
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "Muon8bit": (optim.Muon8bit, {}),
@@ -71,11 +71,12 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-def own(x: Tensor) -> Tensor:
+def local(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-def made(layout: str, name: str) -> tuple[list[Any], list[Parameter], Any]:
+def make_optimizer(layout: str, name: str) -> tuple[list[Any], list[Parameter], Any]:
+    """The functions that place tensors, the parameters and their optimizer."""
     generator = torch.Generator().manual_seed(0)
     places = LAYOUTS[layout]()
     params = [Parameter(place(torch.randn(64, 64, generator=generator))) for place in places]
@@ -89,24 +90,24 @@ def give_gradients(places: list[Any], params: list[Parameter], step: int) -> Non
         p.grad = place(torch.randn(64, 64, generator=generator))
 
 
-def run_with_fault(layout: str, name: str, at: int, value: float) -> Any:
-    """Three steps; in the second one rank has a non-finite value in the gradient of parameter number ``at``."""
-    places, params, optimizer = made(layout, name)
+def run_with_fault(layout: str, name: str, number: int, value: float) -> Any:
+    """Three steps; in the second the last rank's gradient of this parameter has the value. Updates and step counts."""
+    places, params, optimizer = make_optimizer(layout, name)
     scaler = GradScaler("cpu", init_scale=1.0) if "scaled" in name else None
     result: list[Any] = []
     for step in range(3):
         give_gradients(places, params, step)
-        there = [own(p.grad) for p in params]
-        if step == 1 and dist.get_rank() == dist.get_world_size() - 1 and there[at].numel():
-            there[at][0, 0] = value
-        before = [own(p).clone() for p in params]
+        grads = [local(p.grad) for p in params]
+        if step == 1 and dist.get_rank() == dist.get_world_size() - 1 and grads[number].numel():
+            grads[number][0, 0] = value
+        before = [local(p).clone() for p in params]
         if scaler is None:
             optimizer.step()
         else:
             scaler.scale(torch.ones(()))  # makes the scale
             scaler.step(optimizer)
             scaler.update()
-        moved = [(own(p) - old).abs().max().item() for p, old in zip(params, before, strict=True) if old.numel()]
+        moved = [(local(p) - old).abs().max().item() for p, old in zip(params, before, strict=True) if old.numel()]
         result.append((moved, [state["step"].item() for state in optimizer.state.values()]))
     return result
 
@@ -115,7 +116,7 @@ def run_with_fault(layout: str, name: str, at: int, value: float) -> Any:
 @pytest.mark.parametrize("value", [torch.nan, pytest.param(torch.inf, marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize(
-    ("layout", "world", "at"),
+    ("layout", "world", "number"),  # number: of the parameter with the fault
     [
         ("beside_plain", 2, 1),
         ("beside_plain", 2, 2),
@@ -131,30 +132,31 @@ def run_with_fault(layout: str, name: str, at: int, value: float) -> Any:
     ],
 )
 def test_a_value_that_is_not_finite_on_one_rank(
-    ranks: Ranks, layout: str, world: int, at: int, name: str, value: float
+    ranks: Ranks, layout: str, world: int, number: int, name: str, value: float
 ) -> None:
     """All ranks skip the step, or none; a norm that is not finite on one rank clips on all."""
     if "scaled" in name and layout == "beside_plain":
-        layout, at = "replicated", 1  # GradScaler refuses plain tensors beside DTensors
-    found = ranks(world, run_with_fault, layout, name, at, value)
+        layout, number = "replicated", 1  # GradScaler refuses plain tensors beside DTensors
+    results = ranks(world, run_with_fault, layout, name, number, value)
     skips = "Muon" in name or "scaled" in name
-    for rank in found:
-        for moved, steps in rank[:1] + rank[2:] if skips else rank[:1]:
+    for rank in results:
+        finite_steps = rank[:1] + rank[2:] if skips else rank[:1]
+        for moved, steps in finite_steps:
             assert all(0 < x < 1 for x in moved), (moved, steps)
-    for moved, steps in (rank[1] for rank in found):
+    for moved, steps in (rank[1] for rank in results):
         if skips:
             assert moved == [0.0] * len(moved)
             assert set(steps) == {1.0}
         elif value == torch.inf:  # as in one process: the norm is infinite, all other gradients are clipped to 0
-            assert sum(x != x for x in moved) <= 1
+            assert sum(map(math.isnan, moved)) <= 1
         else:  # the norm is NaN, and so is every update
-            assert all(x != x for x in moved)
-    assert skips or any(x != x for rank in found for x in rank[1][0])
+            assert all(map(math.isnan, moved))
+    assert skips or any(math.isnan(x) for rank in results for x in rank[1][0])
 
 
 def run_with_other_gradient(name: str) -> Any:
-    """The plain gradient is ten times as large on one rank."""
-    places, params, optimizer = made("beside_plain", name)
+    """A step in which rank 1's gradient of the plain parameter is ten times as large; the sharded ones, whole."""
+    places, params, optimizer = make_optimizer("beside_plain", name)
     give_gradients(places, params, 0)
     if dist.get_rank() == 1:
         params[1].grad *= 10
@@ -164,7 +166,7 @@ def run_with_other_gradient(name: str) -> Any:
 
 @pytest.mark.parametrize("name", ["Muon, clipped", "AdamW8bit, clipped", "LAMB8bit, clipped"])
 def test_the_norm_is_one_for_all_ranks(ranks: Ranks, name: str) -> None:
-    """All ranks clip by the norm of the rank with the largest, so that a tensor's shards are clipped alike."""
+    """All ranks clip by the largest norm of any rank, so that a tensor's shards are clipped alike."""
     build, options = OPTIMIZERS[name]
     generator = torch.Generator().manual_seed(0)
     params = [Parameter(torch.randn(64, 64, generator=generator)) for _ in range(3)]
@@ -179,8 +181,8 @@ def test_the_norm_is_one_for_all_ranks(ranks: Ranks, name: str) -> None:
 
 
 def run_without_a_plain_gradient(bucket: int) -> Any:
-    """A plain matrix, whose gradient one rank lacks, between sharded ones."""
-    places, params, optimizer = made("beside_plain", "Muon8bit")
+    """A step of sharded matrices and a plain one, whose gradient one rank lacks; the sharded ones, whole."""
+    places, params, optimizer = make_optimizer("beside_plain", "Muon8bit")
     muon_step.BUCKET_BYTES, before = bucket, muon_step.BUCKET_BYTES
     try:
         give_gradients(places, params, 0)
@@ -192,8 +194,8 @@ def run_without_a_plain_gradient(bucket: int) -> Any:
     return [p.detach().full_tensor() for p in (params[0], params[2])]
 
 
-@pytest.mark.parametrize("bucket", [2**26, 3 * 64 * 64])
-def test_a_plain_matrix_changes_nothing_of_what_is_exchanged(ranks: Ranks, bucket: int) -> None:
+@pytest.mark.parametrize("bucket", [2**26, 3 * 64 * 64])  # bytes: all matrices in a bucket, or less than one of fp32
+def test_a_plain_matrix_leaves_the_exchange_of_sharded_ones_alone(ranks: Ranks, bucket: int) -> None:
     generator = torch.Generator().manual_seed(0)
     params = [Parameter(torch.randn(64, 64, generator=generator)) for _ in range(3)]
     optimizer = optim.Muon8bit(params, lr=0.02, min_8bit_size=0, weight_decay=0.0)

@@ -1,4 +1,4 @@
-"""FullyShardedDataParallel (FSDP1), whose flat shards name no tensors: norms are refused, states are gathered."""
+"""FullyShardedDataParallel (FSDP1) has flat shards: options that need a tensor's norm raise, states are gathered."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from memkern import optim
 from tests.support.ranks import Ranks
 
 
-def model_of(use_orig_params: bool) -> Any:
+def make_models(use_orig_params: bool) -> Any:
+    """The same model under FSDP and whole."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(256, 300), nn.Tanh(), nn.Linear(300, 100))
     return FSDP(copy.deepcopy(model), use_orig_params=use_orig_params, device_id=torch.device("cpu")), model
@@ -29,8 +30,8 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> Non
         optimizer.zero_grad()
 
 
-def refused(use_orig_params: bool) -> None:
-    model, _ = model_of(use_orig_params)
+def assert_norms_raise(use_orig_params: bool) -> None:
+    model, _ = make_models(use_orig_params)
     for new, options, name in (
         (optim.AdamW8bit, {"max_grad_norm": 1.0}, "max_grad_norm"),
         (optim.LAMB8bit, {}, "LAMB8bit"),
@@ -44,24 +45,25 @@ def refused(use_orig_params: bool) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_norms_of_flat_shards_are_refused(ranks: Ranks, use_orig_params: bool) -> None:
-    ranks(2, refused, use_orig_params)
+    ranks(2, assert_norms_raise, use_orig_params)
 
 
-def gathered(use_orig_params: bool) -> Any:
-    model, plain = model_of(use_orig_params)
+def gather_and_load(use_orig_params: bool) -> Any:
+    """States: of the whole model, gathered by FSDP, and the optimizer's before and after it loads the gathered ones."""
+    model, whole = make_models(use_orig_params)
     optimizer = optim.AdamW8bit(model.parameters(), min_8bit_size=0)
-    whole = optim.AdamW(plain.parameters())
+    fp32_optimizer = optim.AdamW(whole.parameters())
     train(model, optimizer, 3)
-    train(plain, whole, 3)
+    train(whole, fp32_optimizer, 3)
     state = FSDP.optim_state_dict(model, optimizer)
-    expected = {name: {key: x.clone() for key, x in whole.state[p].items()} for name, p in plain.named_parameters()}
-    found = copy.deepcopy({name: {**values} for name, values in state["state"].items()})
+    expected = copy.deepcopy({name: dict(fp32_optimizer.state[p]) for name, p in whole.named_parameters()})
+    gathered = copy.deepcopy({name: {**values} for name, values in state["state"].items()})
     loaded = FSDP.optim_state_dict_to_load(model, optimizer, state)
     before = [{key: x.clone() for key, x in values.items()} for values in optimizer.state.values()]
     optimizer.load_state_dict(loaded)
     after = [{key: x.clone() for key, x in values.items()} for values in optimizer.state.values()]
     train(model, optimizer, 1)
-    return expected, found, before, after
+    return expected, gathered, before, after
 
 
 @pytest.mark.feature("torch", "FSDP1: `optim_state_dict`")
@@ -69,28 +71,28 @@ def gathered(use_orig_params: bool) -> Any:
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_optim_state_dict(ranks: Ranks, use_orig_params: bool) -> None:
     """Gathers the states of the model's own tensors as floats; loading quantizes them again."""
-    for expected, found, before, after in ranks(2, gathered, use_orig_params):
-        assert {*found} == {*expected}
+    for expected, gathered, before, after in ranks(2, gather_and_load, use_orig_params):
+        assert {*gathered} == {*expected}
         for name, state in expected.items():
-            assert {*found[name]} == {"step", "exp_avg", "exp_avg_sq"}
-            assert float(found[name]["step"]) == 3
+            assert {*gathered[name]} == {"step", "exp_avg", "exp_avg_sq"}
+            assert float(gathered[name]["step"]) == 3
             # With use_orig_params=True torch 2.13 on the CPU gives exp_avg the values of exp_avg_sq, torch.optim's too.
             for key in ("exp_avg", "exp_avg_sq")[use_orig_params:]:
-                error = (found[name][key] - state[key]).norm() / state[key].norm()
-                assert found[name][key].shape == state[key].shape
+                error = (gathered[name][key] - state[key]).norm() / state[key].norm()
+                assert gathered[name][key].shape == state[key].shape
                 assert error < 0.05, f"{name} {key}: {error}"
         for old, new in zip(before, after, strict=True):
             assert {*old} == {*new}
             assert old["exp_avg"].dtype == new["exp_avg"].dtype
             if old["exp_avg"].dtype == torch.int8:
                 for key in ("exp_avg", "exp_avg_sq")[use_orig_params:]:
-                    assert int((old[key].short() - new[key].short()).abs().max()) <= 1
+                    assert int((old[key].short() - new[key].short()).abs().max()) <= 1  # code
 
 
 def test_a_tensor_that_is_no_shard(monkeypatch: pytest.MonkeyPatch) -> None:
     p = nn.Parameter(torch.zeros(10))
     optim.LAMB8bit([p])
-    p._fsdp_flattened = True
-    optim.AdamW8bit([p], max_grad_norm=1.0)  # a process alone has it all
+    p._fsdp_flattened = True  # FSDP1's mark
+    optim.AdamW8bit([p], max_grad_norm=1.0)  # one process has all of the flat parameter
     with pytest.raises(RuntimeError, match="fully_shard"):
         optim.LAMB8bit([p])

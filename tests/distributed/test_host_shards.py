@@ -1,6 +1,6 @@
-"""Shards in the host's memory whose mesh is of another device, as CPUOffloadPolicy makes them on a GPU.
+"""Optimizers step shards in the host's memory whose mesh is of another device, as with CPUOffloadPolicy on a GPU.
 
-The mesh is of CUDA devices, where there is no GPU: moving anything to its device raises.
+The tests have a mesh of CUDA devices and no GPU, so that moving a tensor to the mesh's device raises.
 """
 
 from __future__ import annotations
@@ -52,48 +52,48 @@ def test_steps_and_states_stay_on_the_host(mesh: DeviceMesh, name: str) -> None:
     def shard(x: Tensor) -> Tensor:
         return on_mesh(x, mesh, [Shard(0)], x.shape)
 
-    def trained(wrapped: Any, steps: range, state: Any = None) -> tuple[list[Tensor], Any]:
-        params = [nn.Parameter(wrapped(x)) for x in (tensors(0) if state is None else state[0])]
+    def train(place: Any, steps: range, start: Any = None) -> tuple[list[Tensor], Any]:
+        params = [nn.Parameter(place(x)) for x in (tensors(0) if start is None else start[0])]
         optimizer = cls(params, **options)
-        if state is not None:
-            optimizer.load_state_dict(state[1])
+        if start is not None:
+            optimizer.load_state_dict(start[1])
         for step in steps:
             for p, g in zip(params, tensors(step + 1), strict=True):
-                p.grad = wrapped(g)
+                p.grad = place(g)
             optimizer.step()
         states = [x for s in optimizer.state.values() for x in s.values() if isinstance(x, Tensor)]
         assert {x.device.type for x in [*map(local, states), *map(local, params)]} == {"cpu"}
         return [local(p).detach().clone() for p in params], optimizer.state_dict()
 
-    plain, sharded = trained(lambda x: x, range(4)), trained(shard, range(4))
-    assert all(map(torch.equal, plain[0], sharded[0]))
-    half = trained(lambda x: x, range(2))
-    again = trained(shard, range(2, 4), half)  # the whole tensors of one process, in shards
-    assert all(map(torch.equal, plain[0], again[0]))
+    whole, sharded = train(lambda x: x, range(4)), train(shard, range(4))
+    assert all(map(torch.equal, whole[0], sharded[0]))
+    whole_after_two = train(lambda x: x, range(2))
+    resumed = train(shard, range(2, 4), whole_after_two)
+    assert all(map(torch.equal, whole[0], resumed[0]))
 
 
 @pytest.mark.parametrize("name", ["torch", *(name for name in CLASSES if name != "Muon")])
-def test_whole_tensors_load_into_them(name: str, mesh: DeviceMesh) -> None:
+def test_whole_tensors_load_into_shards(name: str, mesh: DeviceMesh) -> None:
     cls, options = CLASSES.get(name, (torch.optim.AdamW, {"fused": True}))
 
     def model() -> nn.Module:
-        made = nn.Sequential(nn.Linear(64, 128), nn.LayerNorm(128))
-        for module in made:
-            for name, p in [*module.named_parameters()]:
-                setattr(module, name, nn.Parameter(on_mesh(p.detach(), mesh, [Shard(0)], p.shape)))
-        made.register_buffer("count", torch.tensor(3.0))
-        return made
+        net = nn.Sequential(nn.Linear(64, 128), nn.LayerNorm(128))
+        for module in net:
+            for key, p in [*module.named_parameters()]:
+                setattr(module, key, nn.Parameter(on_mesh(p.detach(), mesh, [Shard(0)], p.shape)))
+        net.register_buffer("count", torch.tensor(3.0))
+        return net
 
-    def stepped(made: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-        for p in made.parameters():
+    def step(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        for p in net.parameters():
             p.grad = on_mesh(torch.ones(p.shape), mesh, [Shard(0)], p.shape)
         optimizer.step()
-        return {name: local(p).detach().clone() for name, p in made.named_parameters()}
+        return {name: local(p).detach().clone() for name, p in net.named_parameters()}
 
-    one, two = model(), model()
-    optimizers = [cls(m.parameters(), **{"lr": 0.1, **options}) for m in (one, two)]
-    stepped(one, optimizers[0])
-    load_full(two, full(one.state_dict()))
-    load_full_states(optimizers[1], copy.deepcopy(full(optimizers[0].state_dict())))  # torch shares steps
-    ends = [stepped(m, optimizer) for m, optimizer in zip((one, two), optimizers, strict=True)]
-    assert all(torch.equal(x, ends[1][name]) for name, x in ends[0].items())
+    source, target = model(), model()
+    source_optimizer, target_optimizer = (cls(m.parameters(), **{"lr": 0.1, **options}) for m in (source, target))
+    step(source, source_optimizer)
+    load_full(target, full(source.state_dict()))
+    load_full_states(target_optimizer, copy.deepcopy(full(source_optimizer.state_dict())))  # torch would share steps
+    expected, weights = step(source, source_optimizer), step(target, target_optimizer)
+    assert all(torch.equal(weights[key], x) for key, x in expected.items())

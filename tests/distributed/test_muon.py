@@ -25,7 +25,7 @@ def run(sizes: tuple[int, ...], build: Any, options: dict[str, Any], last: int, 
 
 
 @pytest.mark.feature("torch", "Muon8bit with `fully_shard` on 2 processes: bits of one process")
-@pytest.mark.parametrize("bucket", [2**26, 0])
+@pytest.mark.parametrize("bucket", [2**26, 0])  # bytes: all matrices in one bucket, or each in its own
 def test_bits_of_one_process(ranks: Ranks, bucket: int) -> None:
     options = {"min_8bit_size": 0}
     expected = alone(Odd, new_muon, options, 4)
@@ -41,7 +41,7 @@ SHARDED = [(2,), (3,), (2, 2)]
 @pytest.mark.parametrize(("build", "last"), [(gpt, 10), (Odd, 100)])
 @pytest.mark.full
 def test_100_steps(ranks: Ranks, build: Any, last: int, sizes: Any, state_bits: int) -> None:
-    """A third rank has no elements of a matrix; two ``sizes`` are HSDP's replicas and shards."""
+    """With three ranks the third has no elements of a matrix. ``sizes``: ranks, or HSDP's replicas and shards."""
     options = {"min_8bit_size": 0, "state_bits": state_bits}
     expected = alone(build, new_muon, options, last)
     for rank in ranks(torch.Size(sizes).numel(), run, sizes, build, options, last, 2**14):
@@ -52,30 +52,29 @@ def count_exchanges() -> Any:
     """The exchanges of a step, and the shapes of the matrices that this rank orthogonalizes in each call."""
     model = in_shards(gpt())
     optimizer = new_muon(model.parameters(), min_8bit_size=0)
-    counts, whole, reduce, own = 0, [], dist.all_to_all_single, dtensor_muon.orthogonalize_
+    exchanges, shapes, all_to_all, orthogonalize_ = 0, [], dist.all_to_all_single, dtensor_muon.orthogonalize_
 
-    def counted(*args: Any, **options: Any) -> Any:
-        nonlocal counts
-        counts += 1
-        return reduce(*args, **options)
+    def count(*args: Any, **options: Any) -> Any:
+        nonlocal exchanges
+        exchanges += 1
+        return all_to_all(*args, **options)
 
-    def noted(updates: Any, *args: Any) -> None:
-        whole.append([tuple(u.shape) for u in updates])
-        own(updates, *args)
+    def record(updates: Any, *args: Any) -> None:
+        shapes.append([tuple(u.shape) for u in updates])
+        orthogonalize_(updates, *args)
 
-    with (
-        patch.object(dist, "all_to_all_single", counted),
-        patch.object(dtensor_muon, "orthogonalize_", noted),
-    ):
+    with patch.object(dist, "all_to_all_single", count), patch.object(dtensor_muon, "orthogonalize_", record):
         steps(model, optimizer, 0, 1)
-    return counts, whole
+    return exchanges, shapes
 
 
 def test_each_matrix_has_one_owner(ranks: Ranks) -> None:
+    def cost(shape: tuple[int, int]) -> int:
+        return min(shape) ** 2 * (2 * max(shape) + min(shape))  # multiplications in an iteration of Newton-Schulz
+
     results = ranks(2, count_exchanges)
-    assert [counts for counts, _ in results] == [2, 2]  # there and back
-    shapes = sorted(shape for _, ((*own,),) in results for shape in own)
+    assert [exchanges for exchanges, _ in results] == [2, 2]  # there and back
+    owned = [shapes for _, (shapes,) in results]  # by rank, which orthogonalizes all of its matrices in one call
+    shapes = sorted(owned[0] + owned[1])
     assert shapes == sorted(tuple(p.shape) for p in gpt().parameters() if p.dim() >= 2)
-    loads = [sum(min(s) ** 2 * (2 * max(s) + min(s)) for s in own) for _, ((*own,),) in results]
-    largest = max(min(s) ** 2 * (2 * max(s) + min(s)) for s in shapes)
-    assert abs(loads[0] - loads[1]) <= largest
+    assert abs(sum(map(cost, owned[0])) - sum(map(cost, owned[1]))) <= max(map(cost, shapes))

@@ -1,4 +1,4 @@
-"""HostOffload of sharded parameters: the bits of one process without HostOffload."""
+"""HostOffload of sharded parameters gives the bits of one process without HostOffload."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MICRO_BATCHES = 2
 
 
 class Given(Odd):
-    """Its backward pass computes given gradients, on the first rank alone, so that sums over ranks are exact."""
+    """A model whose backward pass gives known gradients, zero on all ranks but the first: sums over ranks are exact."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Given(Odd):
 def sharded(model: nn.Module, *sizes: int) -> nn.Module:
     in_shards(model, mesh=mesh(*sizes))
     model.set_gradient_divide_factor(1.0)
-    model.set_force_sum_reduction_for_comms(True)  # gloo has no other
+    model.set_force_sum_reduction_for_comms(True)  # gloo has no averages
     return model
 
 
@@ -52,48 +52,48 @@ def steps(model: nn.Module, optimizer: Any, first: int, last: int) -> None:
         optimizer.zero_grad()
 
 
-def made(
-    build: Any, model: nn.Module, options: dict[str, Any], wrapper: Any = None, **own: Any
+def make(
+    build: Any, model: nn.Module, options: dict[str, Any], wrapper: Any = None, **wrapper_options: Any
 ) -> torch.optim.Optimizer:
     params: Any = model.parameters()
     if build is optim.Muon8bit:
         params = muon_groups(params)
-    return build(params, **options) if wrapper is None else wrapper(build, params, **own, **options)
+    return build(params, **options) if wrapper is None else wrapper(build, params, **wrapper_options, **options)
 
 
 def alone(build: Any, options: dict[str, Any], last: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     model = Given(dtype)
-    optimizer = made(build, model, options)
+    optimizer = make(build, model, options)
     steps(model, optimizer, 0, last)
     return everything(model, optimizer)
 
 
-def offloaded(
-    build: Any, options: dict[str, Any], last: int, sizes: tuple[int, ...], dtype: torch.dtype, ways: Any
+def train_offloaded(
+    build: Any, options: dict[str, Any], last: int, sizes: tuple[int, ...], dtype: torch.dtype, wrappers: Any
 ) -> list[dict[str, Any]]:
     """The result of each way of offloading."""
     host_weights.BUCKET_ELEMENTS = 2000
-    found = []
-    for wrapper, own in ways:
+    results = []
+    for wrapper, wrapper_options in wrappers:
         model = sharded(Given(dtype), *sizes)
-        optimizer = made(build, model, options, wrapper, **own)
+        optimizer = make(build, model, options, wrapper, **wrapper_options)
         assert len(optimizer._weights.buckets) > 1 or "max_grad_norm" in options
         steps(model, optimizer, 0, last)
-        found.append(everything(model, optimizer))
-    return found
+        results.append(everything(model, optimizer))
+    return results
 
 
-WAYS = [
+WRAPPERS = [
     (wrapper, {"offload_gradients": offload_gradients})
     for wrapper in (HostOffload, LateHostOffload)
     for offload_gradients in (False, True)
 ]
-EIGHT = {"min_8bit_size": 0, "lr": 1e-2}
+EIGHT_BITS = {"min_8bit_size": 0, "lr": 1e-2}
 
 
-def test_a_few_steps(ranks: Ranks) -> None:
-    expected = alone(optim.AdamW8bit, EIGHT, 2)
-    for rank in ranks(2, offloaded, optim.AdamW8bit, EIGHT, 2, (), torch.float32, WAYS[-1:]):
+def test_two_steps_have_the_bits_of_one_process(ranks: Ranks) -> None:
+    expected = alone(optim.AdamW8bit, EIGHT_BITS, 2)
+    for rank in ranks(2, train_offloaded, optim.AdamW8bit, EIGHT_BITS, 2, (), torch.float32, WRAPPERS[-1:]):
         assert_same(rank, [expected])
 
 
@@ -112,45 +112,45 @@ def test_a_few_steps(ranks: Ranks) -> None:
     ],
 )
 def test_has_the_bits_of_one_process(ranks: Ranks, build: Any, options: Any, sizes: Any) -> None:
-    """Clipped, and accumulated over two backward passes: where the norms' sums are in another order, too."""
-    options = {"lr": 1e-2} if options is None else {**EIGHT, **options}
+    """With clipping and two backward passes a step, although norms of shards are summed in another order."""
+    options = {"lr": 1e-2} if options is None else {**EIGHT_BITS, **options}
     expected = alone(build, options, 3)
     if "max_grad_norm" in options:
         unclipped = alone(build, {**options, "max_grad_norm": None}, 3)
         assert not torch.equal(expected["table"]["exp_avg_scale"], unclipped["table"]["exp_avg_scale"])
     world = torch.Size(sizes).numel()
-    for rank in ranks(world, offloaded, build, options, 3, sizes, torch.float32, WAYS):
-        for found in rank:
-            assert_same(found, expected)
+    for rank in ranks(world, train_offloaded, build, options, 3, sizes, torch.float32, WRAPPERS):
+        for result in rank:
+            assert_same(result, expected)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("build", [optim.AdamW8bit, torch.optim.AdamW])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision_models(ranks: Ranks, build: Any, dtype: torch.dtype) -> None:
-    """fp32 weights are on the host: those of HostOffload in one process."""
-    options = {"lr": 1e-2} if build is torch.optim.AdamW else EIGHT
+    """The fp32 weights on the host, and all else, are those of HostOffload in one process."""
+    options = {"lr": 1e-2} if build is torch.optim.AdamW else EIGHT_BITS
     model = Given(dtype)
     optimizer = HostOffload(build, model.parameters(), **options)
     steps(model, optimizer, 0, 3)
     expected = everything(model, optimizer)
-    for rank in ranks(2, offloaded, build, options, 3, (), dtype, WAYS):
-        for found in rank:
-            assert_same(found, expected)
+    for rank in ranks(2, train_offloaded, build, options, 3, (), dtype, WRAPPERS):
+        for result in rank:
+            assert_same(result, expected)
 
 
 # ---- saved and loaded
 
 
-def resumed(build: Any, options: dict[str, Any], dtype: torch.dtype, path: str, first: int, last: int, to: str) -> Any:
+def resume(build: Any, options: Any, dtype: torch.dtype, path: str, first: int, last: int, save_to: str) -> Any:
     host_weights.BUCKET_ELEMENTS = 2000
     model = sharded(Given(dtype))
     optimizer = LateHostOffload(build, model.parameters(), **options)
     if path:
         load(model, optimizer, path)
     steps(model, optimizer, first, last)
-    if to:
-        dcp.save(state_of(model, optimizer), checkpoint_id=to)
+    if save_to:
+        dcp.save(state_of(model, optimizer), checkpoint_id=save_to)
     return everything(model, optimizer)
 
 
@@ -159,10 +159,10 @@ def resumed(build: Any, options: dict[str, Any], dtype: torch.dtype, path: str, 
 @pytest.mark.parametrize(
     ("build", "options", "dtype"),
     [
-        (optim.AdamW8bit, {"max_grad_norm": 1e-2, **EIGHT}, torch.float32),
-        (optim.AdamW8bit, EIGHT, torch.bfloat16),
-        (torch.optim.AdamW, {"lr": 1e-2}, torch.bfloat16),  # whose state has no weights
-        (optim.AdamW8bit, {"step_on": "device", **EIGHT}, torch.float32),
+        (optim.AdamW8bit, {"max_grad_norm": 1e-2, **EIGHT_BITS}, torch.float32),
+        (optim.AdamW8bit, EIGHT_BITS, torch.bfloat16),
+        (torch.optim.AdamW, {"lr": 1e-2}, torch.bfloat16),  # its state dict has no fp32 weights
+        (optim.AdamW8bit, {"step_on": "device", **EIGHT_BITS}, torch.float32),
     ],
 )
 def test_resharding(ranks: Ranks, tmp_path: Path, build: Any, options: Any, dtype: torch.dtype) -> None:
@@ -170,20 +170,20 @@ def test_resharding(ranks: Ranks, tmp_path: Path, build: Any, options: Any, dtyp
     optimizer = HostOffload(build, model.parameters(), **options)
     steps(model, optimizer, 0, 6)
     a, b = (str(tmp_path / name) for name in "ab")
-    ranks(2, resumed, build, options, dtype, "", 0, 2, a)
-    ranks(3, resumed, build, options, dtype, a, 2, 4, b)
-    (found,) = ranks(1, resumed, build, options, dtype, b, 4, 6, "")
-    assert_same(found, everything(model, optimizer))
+    ranks(2, resume, build, options, dtype, "", 0, 2, a)
+    ranks(3, resume, build, options, dtype, a, 2, 4, b)
+    (result,) = ranks(1, resume, build, options, dtype, b, 4, 6, "")
+    assert_same(result, everything(model, optimizer))
     if dtype == torch.float32:
         options = {key: x for key, x in options.items() if key != "step_on"}
-        assert_same(found, alone(build, options, 6))
+        assert_same(result, alone(build, options, 6))
 
 
 # ---- step_on="device"
 
 
 class Rows(Given):
-    """Shards of whole blocks."""
+    """A model of one matrix, whose shards are whole blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,10 +191,10 @@ class Rows(Given):
         self.table = nn.Parameter(torch.randn(131, 192))
 
 
-def stepped_by_the_device(build: Any, options: dict[str, Any], in_backward: bool) -> Any:
+def step_on_the_device(build: Any, options: dict[str, Any], in_backward: bool) -> Any:
     device.BUCKET_BYTES = 3000
     model = sharded(Rows() if in_backward else Given())
-    optimizer: Any = made(build, model, options, LateHostOffload, step_on="device", step_in_backward=in_backward)
+    optimizer: Any = make(build, model, options, LateHostOffload, step_on="device", step_in_backward=in_backward)
     for step in range(3):
         model(step).backward()
         assert not in_backward or all(p.grad is None for p in model.parameters())
@@ -207,24 +207,24 @@ def stepped_by_the_device(build: Any, options: dict[str, Any], in_backward: bool
 @pytest.mark.full
 @pytest.mark.parametrize("build", [optim.AdamW8bit, optim.LAMB8bit, optim.LARS8bit, optim.Lion8bit])
 @pytest.mark.parametrize("in_backward", [False, True])
-def test_states_that_the_device_steps(ranks: Ranks, build: Any, in_backward: bool) -> None:
-    options = {**EIGHT, **({} if in_backward else {"max_grad_norm": 1e-2})}
+def test_steps_on_the_device_have_the_bits_of_one_process(ranks: Ranks, build: Any, in_backward: bool) -> None:
+    options = {**EIGHT_BITS, **({} if in_backward else {"max_grad_norm": 1e-2})}
     model = Rows() if in_backward else Given()
-    optimizer = made(build, model, options)
+    optimizer = make(build, model, options)
     for step in range(3):
         model(step).backward()
         optimizer.step()
         optimizer.zero_grad()
-    for found in ranks(3, stepped_by_the_device, build, options, in_backward):
-        assert_same(found, everything(model, optimizer))
+    for rank in ranks(3, step_on_the_device, build, options, in_backward):
+        assert_same(rank, everything(model, optimizer))
 
 
-def refused() -> None:
+def assert_muon_raises() -> None:
     model = sharded(Given())
     with pytest.raises(ValueError, match="params of Muon must be whole tensors with step_on='device', got a DTensor"):
-        made(optim.Muon8bit, model, {}, HostOffload, step_on="device")
+        make(optim.Muon8bit, model, {}, HostOffload, step_on="device")
 
 
 @pytest.mark.full
-def test_shards_of_matrices(ranks: Ranks) -> None:
-    ranks(2, refused)
+def test_muon_on_the_device_refuses_shards(ranks: Ranks) -> None:
+    ranks(2, assert_muon_raises)

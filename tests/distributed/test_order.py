@@ -1,4 +1,4 @@
-"""Parameters without names in another order on one rank: a step raises where shapes tell (with names: programs.py)."""
+"""A step raises where one rank has its unnamed parameters in another order, which shapes show (named: programs.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch.distributed.pipelining: an optimizer for each stage."""
+"""Each stage of torch.distributed.pipelining has its own optimizer and the parameters of one process."""
 
 from __future__ import annotations
 
@@ -62,5 +62,5 @@ def test_a_stage_has_its_optimizer(ranks: Ranks, new: Any) -> None:
             optimizer.zero_grad()
     for (params, states), stage in zip(ranks(2, in_pipeline, new, count), model, strict=True):
         assert states == len(params)
-        for found, p in zip(params, stage.parameters(), strict=True):
-            torch.testing.assert_close(found, p.detach(), rtol=1e-3, atol=1e-4)
+        for result, p in zip(params, stage.parameters(), strict=True):
+            torch.testing.assert_close(result, p.detach(), rtol=1e-3, atol=1e-4)

@@ -7,7 +7,7 @@ import pytest
 from tests.distributed import programs
 from tests.support.ranks import Ranks
 
-PROGRAMS = 12
+PROGRAMS = 12  # for each number of ranks
 
 
 @pytest.mark.full

@@ -1,4 +1,4 @@
-"""Sharded parameters: every rank has the bits that one process alone would have."""
+"""Optimizers of sharded parameters give the bits of one process, or its losses where torch reduces gradients."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class OddBF16(Odd):
         self.bfloat16()
 
 
-def run(build: Any, new: Any, options: dict[str, Any], last: int, policy: Any = None) -> Any:
-    model = in_shards(build(), **(policy or {}))
+def run(build: Any, new: Any, options: dict[str, Any], last: int, shard_options: Any = None) -> Any:
+    model = in_shards(build(), **(shard_options or {}))
     optimizer = new(model.parameters(), **options)
     steps(model, optimizer, 0, last)
     return everything(model, optimizer)
@@ -45,31 +45,32 @@ def run_on(sizes: tuple[int, ...], *args: Any) -> Any:
     return run(*args, {"mesh": mesh(*sizes)})
 
 
-TWO_HUNDRED = pytest.mark.feature("torch", "`fully_shard` on 2 and 3 processes: 200 steps with the bits of one process")
+MANY_STEPS = pytest.mark.feature("torch", "`fully_shard` on 2 and 3 processes: 200 steps with the bits of one process")
 HSDP = pytest.mark.feature("torch", "HSDP, two replicas of two shards: bits of one process")
 DECAY: dict[str, Any] = {"min_8bit_size": 0, "weight_decay": 0.1}
-IN_64 = {"min_8bit_size": 0, "block_size": 64}
-BITS: list[Any] = [
+BLOCKS_OF_64 = {"min_8bit_size": 0, "block_size": 64}
+# sizes of the mesh, model, optimizer, options, steps
+BIT_CASES: list[Any] = [
     pytest.param((2,), Odd, optim.AdamW8bit, DECAY, 3),
     *(
-        pytest.param((world,), build, new, DECAY | options, last, marks=[pytest.mark.full, TWO_HUNDRED])
+        pytest.param((world,), build, new, DECAY | options, last, marks=[pytest.mark.full, MANY_STEPS])
         for world in (2, 3)
         for new in (optim.AdamW8bit, optim.Lion8bit)
         for build, options, last in ((gpt, {"min_8bit_size": 4096}, 200), (Odd, {}, 30))
     ),
     *(
-        pytest.param((2, 2), Odd, new, IN_64 | {"codec": codec}, 3, marks=[pytest.mark.full, HSDP])
+        pytest.param((2, 2), Odd, new, BLOCKS_OF_64 | {"codec": codec}, 3, marks=[pytest.mark.full, HSDP])
         for new, codec in ((optim.Adam8bit, "power"), (optim.AdamW, "power"), (optim.Lion8bit, "dynamic"))
     ),
     *(
-        pytest.param((2,), OddBF16, new, {"min_8bit_size": 0, "master_weights": kept}, 5, marks=pytest.mark.full)
+        pytest.param((2,), OddBF16, new, {"min_8bit_size": 0, "master_weights": bits}, 5, marks=pytest.mark.full)
         for new in (optim.AdamW8bit, optim.Lion8bit)
-        for kept in (None, "bf16+16", "bf16+8")
+        for bits in (None, "bf16+16", "bf16+8")
     ),
 ]
 
 
-@pytest.mark.parametrize(("sizes", "build", "new", "options", "last"), BITS)
+@pytest.mark.parametrize(("sizes", "build", "new", "options", "last"), BIT_CASES)
 def test_bits_of_one_process(ranks: Ranks, sizes: Any, build: Any, new: Any, options: Any, last: int) -> None:
     expected = alone(build, new, options, last)
     assert new is optim.AdamW or any(state["exp_avg"].dtype == torch.int8 for state in expected.values())
@@ -80,7 +81,7 @@ def test_bits_of_one_process(ranks: Ranks, sizes: Any, build: Any, new: Any, opt
 def run_placed(
     sizes: tuple[int, ...], shape: tuple[int, ...], placements: Any, new: Any, master_weights: str | None
 ) -> Any:
-    """Steps of three parameters of a shape, and the placements of the first one's scales."""
+    """Parameters and states after steps of three parameters, and the placements of the first one's scales."""
     dtype = torch.bfloat16 if master_weights else torch.float32
     starts = [sharded.gradient(torch.zeros(shape, dtype=dtype), number, 0) for number in (7, 8, 9)]
     holder = nn.ParameterList(nn.Parameter(distribute_tensor(x, mesh(*sizes), placements)) for x in starts)
@@ -105,7 +106,7 @@ def run_placed(
         ((2, 2), (40, 512), [Shard(0), Shard(1)], [Shard(0), Shard(1)]),  # fully_shard with tensor parallelism
         ((2, 2), (41, 512), [Shard(0), Shard(0)], [Shard(0), Shard(0)]),
         ((2, 2), (41, 30), [Shard(0), Shard(0)], [Replicate(), Replicate()]),
-        ((2, 2), (6, 64), [Shard(0), Shard(0)], [Replicate(), Replicate()]),  # of 2, 1, 2 and 1 rows, 2 to a block
+        ((2, 2), (6, 64), [Shard(0), Shard(0)], [Replicate(), Replicate()]),  # 2, 1, 2 and 1 rows, 2 to a block
         ((2, 2), (41, 500), [Shard(0), Shard(1)], [Replicate(), Replicate()]),
         ((1, 2), (41, 500), [Shard(1), Shard(0)], [Shard(1), Shard(0)]),
     ],
@@ -114,9 +115,10 @@ def test_placements(
     ranks: Ranks, sizes: Any, shape: Any, placements: Any, scales: Any, new: Any, master_weights: str | None
 ) -> None:
     expected = ranks(1, run_placed, (1,), shape, [Replicate()], new, master_weights)[0][0]
-    for state, at in ranks(torch.Size(sizes).numel(), run_placed, sizes, shape, placements, new, master_weights):
+    results = ranks(torch.Size(sizes).numel(), run_placed, sizes, shape, placements, new, master_weights)
+    for state, scale_placements in results:
         assert_same(state, expected)
-        assert at == tuple(scales)
+        assert scale_placements == tuple(scales)
 
 
 @pytest.mark.feature("torch", "`fully_shard`: LAMB and LARS within 1e-6 of one process")
@@ -145,10 +147,8 @@ def test_max_grad_norm(ranks: Ranks, new: Any, sizes: Any) -> None:
     options = {"min_8bit_size": 0, "max_grad_norm": 0.05, "lr": 1e-2}
     expected = alone(Odd, new, options, 1)
     unclipped = alone(Odd, new, {**options, "max_grad_norm": None}, 1)
-    assert not torch.equal(
-        expected["long"]["exp_avg_scale" if new is not optim.Lion else "exp_avg"],
-        unclipped["long"]["exp_avg_scale" if new is not optim.Lion else "exp_avg"],
-    )
+    key = "exp_avg" if new is optim.Lion else "exp_avg_scale"
+    assert not torch.equal(expected["long"][key], unclipped["long"][key])
     for rank in ranks(torch.Size(sizes).numel(), run_on, sizes, Odd, new, options, 1):
         for name, state in rank.items():
             for key in ("param", *(key for key in state if key.endswith("_scale"))):
@@ -156,16 +156,16 @@ def test_max_grad_norm(ranks: Ranks, new: Any, sizes: Any) -> None:
 
 
 def count_collectives(new: Any, options: dict[str, Any]) -> list[int]:
-    """The number of collectives of each of three steps."""
+    """The number of all-reduces in each of three steps."""
     model = in_shards(gpt())
     optimizer = new(model.parameters(), **options)
     counts, reduce = [], dist.all_reduce
 
-    def counted(*args: Any, **kwargs: Any) -> Any:
+    def count(*args: Any, **kwargs: Any) -> Any:
         counts[-1] += 1
         return reduce(*args, **kwargs)
 
-    dist.all_reduce = counted
+    dist.all_reduce = count
     try:
         for step in range(3):
             counts.append(0)
@@ -177,7 +177,7 @@ def count_collectives(new: Any, options: dict[str, Any]) -> list[int]:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("new", "options", "expected"),
+    ("new", "options", "expected"),  # all-reduces in each step
     [
         (optim.AdamW8bit, {}, [0, 0, 0]),
         (optim.AdamW8bit, {"max_grad_norm": 1.0}, [1, 1, 1]),
@@ -190,13 +190,13 @@ def test_collectives_of_a_step(ranks: Ranks, new: Any, options: dict[str, Any], 
     assert ranks(2, count_collectives, new, options) == [expected] * 2
 
 
-def losses(new: Any, options: dict[str, Any], shards: bool, policy: Any = None) -> Any:
-    """Losses of a training loop in which torch reduces the gradients of each rank's own tokens."""
+def train(new: Any, options: dict[str, Any], shards: bool, policy: Any = None) -> Any:
+    """Losses and parameters of a training loop in which torch reduces the gradients of each rank's own tokens."""
     model = gpt()
     rank, world = dist.get_rank(), dist.get_world_size()
     model = in_shards(model, **(policy or {})) if shards else nn.parallel.DistributedDataParallel(model)
     optimizer = new(model.parameters(), **options)
-    found = []
+    losses = []
     for step in range(8):
         generator = torch.Generator().manual_seed(step)
         tokens = torch.randint(0, 256, (12, 33), generator=generator) // 8
@@ -207,9 +207,9 @@ def losses(new: Any, options: dict[str, Any], shards: bool, policy: Any = None) 
         optimizer.zero_grad()
         total = loss.detach().clone()
         dist.all_reduce(total)
-        found.append(total / world)
+        losses.append(total / world)
     params = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
-    return torch.stack(found), [p.detach().clone() for p in params]
+    return torch.stack(losses), [p.detach().clone() for p in params]
 
 
 @pytest.mark.feature(
@@ -219,12 +219,12 @@ def losses(new: Any, options: dict[str, Any], shards: bool, policy: Any = None) 
 @pytest.mark.parametrize("new", [optim.AdamW8bit, optim.Lion8bit, optim.LAMB8bit])
 def test_losses_end_to_end(ranks: Ranks, new: Any) -> None:
     options = {"lr": 1e-3, "max_grad_norm": 1.0}
-    expected = ranks(1, losses, new, options, False)[0][0]
+    expected = ranks(1, train, new, options, False)[0][0]
     assert expected[-1] < expected[0]
     for world, shards in ((2, False), (2, True), (3, True)):
-        results = ranks(world, losses, new, options, shards)
-        for found, params in results:
-            torch.testing.assert_close(found, expected, rtol=1e-3, atol=0)
+        results = ranks(world, train, new, options, shards)
+        for losses, params in results:
+            torch.testing.assert_close(losses, expected, rtol=1e-3, atol=0)
             if not shards:
                 assert_same(params, results[0][1])  # DDP's replicas
 
@@ -242,15 +242,17 @@ def test_losses_end_to_end(ranks: Ranks, new: Any) -> None:
 )
 def test_policies(ranks: Ranks, policy: Any) -> None:
     options = {"lr": 1e-3}
-    expected = ranks(1, losses, optim.AdamW8bit, options, False)[0][0]
-    for found, _ in ranks(2, losses, optim.AdamW8bit, options, True, policy):
-        torch.testing.assert_close(found, expected, rtol=2e-2 if "mp_policy" in policy else 1e-3, atol=0)
+    expected = ranks(1, train, optim.AdamW8bit, options, False)[0][0]
+    rtol = 2e-2 if "mp_policy" in policy else 1e-3  # bf16 in the forward and backward pass
+    for losses, _ in ranks(2, train, optim.AdamW8bit, options, True, policy):
+        torch.testing.assert_close(losses, expected, rtol=rtol, atol=0)
 
 
+# The options that are set before each step.
 CHANGES = [{}, {"block_size": 64}, {"state_bits": 32}, {"state_bits": 8}, {"codec": "dynamic"}]
 
 
-def with_changes(shards: bool) -> Any:
+def run_with_changes(shards: bool) -> Any:
     model = in_shards(Odd()) if shards else Odd()
     optimizer = optim.AdamW8bit(model.parameters(), min_8bit_size=0)
     for step, change in enumerate(CHANGES):
@@ -262,12 +264,12 @@ def with_changes(shards: bool) -> Any:
 @pytest.mark.full
 @pytest.mark.parametrize("world", [2, 3])
 def test_states_are_converted_in_the_blocks_of_the_whole_tensor(ranks: Ranks, world: int) -> None:
-    expected = with_changes(False)
-    for rank in ranks(world, with_changes, True):
+    expected = run_with_changes(False)
+    for rank in ranks(world, run_with_changes, True):
         assert_same(rank, expected)
 
 
-def refused() -> None:
+def assert_refused() -> None:
     partial = nn.Parameter(DTensor.from_local(torch.randn(4, 4), mesh(), [Partial()]))
     with pytest.raises(ValueError, match="sharded or replicated"):
         optim.AdamW8bit([partial])
@@ -276,12 +278,12 @@ def refused() -> None:
 
 
 @pytest.mark.full
-def test_refused(ranks: Ranks) -> None:
-    ranks(2, refused)
+def test_partial_and_transposed_parameters_are_refused(ranks: Ranks) -> None:
+    ranks(2, assert_refused)
 
 
-def other_placements() -> Any:
-    """Gradients that are not placed as their parameters, as tensor parallelism may leave them."""
+def step_with_replicated_gradient() -> Any:
+    """A step with a replicated gradient of a sharded parameter: the parameter, its state's placements, report()."""
     p = nn.Parameter(distribute_tensor(torch.ones(9, 40), mesh(), [Shard(0)]))
     optimizer = optim.AdamW8bit([p], min_8bit_size=0)
     p.grad = distribute_tensor(sharded.gradient(p, 0, 0), mesh(), [Replicate()])
@@ -291,18 +293,18 @@ def other_placements() -> Any:
 
 @pytest.mark.full
 def test_gradients_of_other_placements(ranks: Ranks) -> None:
-    ((expected, _, alone_report),) = ranks(1, other_placements)
+    ((expected, _, alone_report),) = ranks(1, step_with_replicated_gradient)
     assert alone_report["process_group"] == "gloo, rank 0 of 1"
     line = "(9,40): replicated scales, stepped on the reference"
     assert line not in alone_report["shards_end_inside_blocks"]
-    for rank, (found, placements, said) in enumerate(ranks(2, other_placements)):
-        assert_same(found, expected)
+    for rank, (result, placements, rank_report) in enumerate(ranks(2, step_with_replicated_gradient)):
+        assert_same(result, expected)
         assert placements == (Shard(0),)
-        assert said["process_group"] == f"gloo, rank {rank} of 2"
-        assert line in said["shards_end_inside_blocks"]
+        assert rank_report["process_group"] == f"gloo, rank {rank} of 2"
+        assert line in rank_report["shards_end_inside_blocks"]
 
 
-def trained_in_bf16() -> Any:
+def train_in_bf16() -> Any:
     """fully_shard's own writes to a parameter must not look like changes from outside."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
@@ -320,30 +322,30 @@ def trained_in_bf16() -> Any:
 
 @pytest.mark.full
 def test_weight_errors_are_kept_under_fully_shard(ranks: Ranks) -> None:
-    for share in ranks(2, trained_in_bf16):
+    for share in ranks(2, train_in_bf16):
         assert share > 0.5
 
 
-def fp32_weights_of(build: Any, kept: str, shards: bool) -> Any:
-    """Results of to_fp32_state_dict after some steps, with other master_weights and back, and after being loaded."""
+def fp32_weights_of(build: Any, master_weights: str, shards: bool) -> Any:
+    """to_fp32_state_dict's results after steps, after each of two changes of master_weights, and after loading."""
     model = in_shards(build()) if shards else build()
-    optimizer = optim.AdamW8bit(model.parameters(), lr=1e-2, min_8bit_size=0, master_weights=kept)
+    optimizer = optim.AdamW8bit(model.parameters(), lr=1e-2, min_8bit_size=0, master_weights=master_weights)
     steps(model, optimizer, 0, 3)
-    found = [optim.to_fp32_state_dict(model, optimizer)]
-    for other in ("bf16+16", kept):
-        optimizer.param_groups[0]["master_weights"] = other
+    state_dicts = [optim.to_fp32_state_dict(model, optimizer)]
+    for value in ("bf16+16", master_weights):
+        optimizer.param_groups[0]["master_weights"] = value
         optimizer.state_dict()
-        found.append(optim.to_fp32_state_dict(model, optimizer))
-    optim.load_fp32_state_dict(model, optimizer, found[0])
+        state_dicts.append(optim.to_fp32_state_dict(model, optimizer))
+    optim.load_fp32_state_dict(model, optimizer, state_dicts[0])
     steps(model, optimizer, 3, 4)
-    found.append(optim.to_fp32_state_dict(model, optimizer))
-    return [{name: sharded.whole(x) for name, x in one.items()} for one in found]
+    state_dicts.append(optim.to_fp32_state_dict(model, optimizer))
+    return [{name: sharded.whole(x) for name, x in state_dict.items()} for state_dict in state_dicts]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kept", ["bf16+16", "bf16+8"])
-def test_fp32_state_dicts(ranks: Ranks, kept: str) -> None:
-    expected = fp32_weights_of(OddBF16, kept, False)
-    assert all(x.dtype == torch.float32 for one in expected for x in one.values())
-    for rank in ranks(2, fp32_weights_of, OddBF16, kept, True):
+@pytest.mark.parametrize("master_weights", ["bf16+16", "bf16+8"])
+def test_fp32_state_dicts(ranks: Ranks, master_weights: str) -> None:
+    expected = fp32_weights_of(OddBF16, master_weights, False)
+    assert all(x.dtype == torch.float32 for state_dict in expected for x in state_dict.values())
+    for rank in ranks(2, fp32_weights_of, OddBF16, master_weights, True):
         assert_same(rank, expected)

@@ -20,7 +20,8 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(96, 512), nn.GELU(), nn.Linear(512, 100), nn.Tanh(), nn.Linear(100, 7))
 
 
-def losses(data: int, tensor: int, new: Any, options: dict[str, Any]) -> Any:
+def train(data: int, tensor: int, new: Any, options: dict[str, Any]) -> Any:
+    """Losses on a mesh of data x tensor ranks, and the placements of each parameter and of its exp_avg."""
     model = mlp()
     if data * tensor > 1:
         mesh = init_device_mesh("cpu", (data, tensor), mesh_dim_names=("data", "tensor"))
@@ -28,7 +29,7 @@ def losses(data: int, tensor: int, new: Any, options: dict[str, Any]) -> Any:
         if data > 1:
             fully_shard(model, mesh=mesh["data"])
     optimizer = new(model.parameters(), **options)
-    found = []
+    losses = []
     for step in range(6):
         generator = torch.Generator().manual_seed(step % 3)
         x, y = torch.randn(8, 96, generator=generator), torch.randn(8, 7, generator=generator)
@@ -36,12 +37,12 @@ def losses(data: int, tensor: int, new: Any, options: dict[str, Any]) -> Any:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        found.append(float(loss.detach()))
-    states = [
+        losses.append(float(loss.detach()))
+    placements = [
         (str(getattr(p, "placements", None)), str(getattr(optimizer.state[p]["exp_avg"], "placements", None)))
         for p in model.parameters()
     ]
-    return found, states
+    return losses, placements
 
 
 @pytest.mark.feature("torch", "tensor parallel DTensors: losses of one process")
@@ -49,10 +50,10 @@ def losses(data: int, tensor: int, new: Any, options: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("new", [optim.AdamW8bit, optim.Lion8bit, optim.LAMB8bit])
 def test_losses(ranks: Ranks, new: Any) -> None:
     options = {"lr": 3e-3, "min_8bit_size": 0, "max_grad_norm": 1.0}
-    ((expected, _),) = ranks(1, losses, 1, 1, new, options)
-    assert expected[3] < expected[0]  # of the same batch
+    ((expected, _),) = ranks(1, train, 1, 1, new, options)
+    assert expected[3] < expected[0]  # batches repeat after three steps
     for data, tensor in ((1, 2), (2, 2)):
-        for found, states in ranks(data * tensor, losses, data, tensor, new, options):
-            assert found == pytest.approx(expected, rel=2e-3)
-            assert all(of_state == of_param for of_param, of_state in states)
-            assert len({of_param for of_param, _ in states}) > 1
+        for losses, placements in ranks(data * tensor, train, data, tensor, new, options):
+            assert losses == pytest.approx(expected, rel=2e-3)
+            assert all(of_state == of_param for of_param, of_state in placements)
+            assert len({of_param for of_param, _ in placements}) > 1

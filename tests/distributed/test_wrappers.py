@@ -14,11 +14,11 @@ from tests.support.ranks import Ranks
 from tests.support.sharded import alone, everything, gpt, in_shards, muon_groups, steps
 
 
-def trained(new: Any, inside: bool) -> Any:
+def train(new: Any, in_backward: bool) -> Any:
     """Parameters and states after three steps, and whether the gradients were freed in each backward pass."""
     model = in_shards(gpt())
     params: Any = muon_groups(model.parameters()) if new is optim.Muon8bit else model.parameters()
-    optimizer = optim.StepInBackward(new, params, lr=1e-3) if inside else new(params, lr=1e-3)
+    optimizer = optim.StepInBackward(new, params, lr=1e-3) if in_backward else new(params, lr=1e-3)
     freed = []
     for step in range(3):
         tokens = torch.randint(0, 256, (4, 33), generator=torch.Generator().manual_seed(step))
@@ -33,13 +33,13 @@ def trained(new: Any, inside: bool) -> Any:
 @pytest.mark.full
 @pytest.mark.parametrize("new", [optim.AdamW8bit, optim.LAMB8bit, optim.Muon8bit])
 def test_step_in_backward(ranks: Ranks, new: Any) -> None:
-    after, inside = ranks(2, trained, new, False), ranks(2, trained, new, True)
-    for (expected, kept), (found, freed) in zip(after, inside, strict=True):
-        assert_same(found, expected)
-        assert (kept, freed) == ([False] * 3, [True] * 3)
+    after_backward, in_backward = ranks(2, train, new, False), ranks(2, train, new, True)
+    for (expected, freed_after), (result, freed_in) in zip(after_backward, in_backward, strict=True):
+        assert_same(result, expected)
+        assert (freed_after, freed_in) == ([False] * 3, [True] * 3)
 
 
-def sharded_after_two_steps(new: Any, options: dict[str, Any]) -> Any:
+def shard_after_two_steps(new: Any, options: dict[str, Any]) -> Any:
     model = gpt()
     optimizer = new(model.parameters(), **options)
     steps(model, optimizer, 0, 2)
@@ -52,5 +52,5 @@ def sharded_after_two_steps(new: Any, options: dict[str, Any]) -> Any:
 @pytest.mark.full
 def test_states_move_to_the_shards_of_a_model(ranks: Ranks) -> None:
     expected = alone(gpt, optim.AdamW8bit, {"lr": 1e-3}, 4)
-    for found in ranks(2, sharded_after_two_steps, optim.AdamW8bit, {"lr": 1e-3}):
-        assert_same(found, expected)
+    for rank in ranks(2, shard_after_two_steps, optim.AdamW8bit, {"lr": 1e-3}):
+        assert_same(rank, expected)
