@@ -55,19 +55,19 @@ STATE_METHODS = ("state_dict", "load_state_dict", "__setstate__")
 
 @pytest.fixture(autouse=True)
 def _other_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With MEMKERN_TEST_DEFAULT=meta or float64 these methods run under that default device or dtype.
+    """With MEMKERN_TEST_DEFAULT=meta or float64, set by hand, these methods run under that default device or dtype.
 
-    Set by hand. A tensor that is made without a device or a dtype then fails tests.
+    Tests then fail where the methods make a tensor without naming its device or dtype.
     """
-    other = os.environ.get("MEMKERN_TEST_DEFAULT")
-    if not other:
+    default = os.environ.get("MEMKERN_TEST_DEFAULT")
+    if not default:
         return
-    new = {"meta": lambda: torch.device("meta"), "float64": lambda: default_dtype(torch.float64)}[other]
+    mode = {"meta": lambda: torch.device("meta"), "float64": lambda: default_dtype(torch.float64)}[default]
 
     def under(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            with new():
+            with mode():
                 return function(*args, **kwargs)
 
         return call

@@ -1,4 +1,4 @@
-"""torch's generic tests of optimizers (tests/support/generic_tests.py) on every class, and some for these alone."""
+"""torch's generic tests of optimizers (tests/support/generic_tests.py) and some of memkern's own, on every class."""
 
 import copy
 from typing import Any
@@ -82,7 +82,7 @@ TOLERANCES = {torch.float64: (1e-13, 1e-11), torch.float32: (1e-6, 1e-5)}
     [pytest.param(b, o, id=f"{b.__name__}-{n}") for b, n, o in CASES if not b.__name__.endswith("8bit")],
 )
 def test_equals_a_loop_over_the_parameters(build: type, options: Options, dtype: torch.dtype, strided: bool) -> None:
-    """The test that torch runs on its foreach and fused implementations."""
+    """Seven steps agree with the formulas in fp64, as torch tests its foreach and fused implementations."""
     options = copy.deepcopy({**options, "state_bits": 32})
     weight, bias, _ = linear(dtype, strided)
     optimizer = build([weight, bias], **options)
@@ -98,27 +98,27 @@ def test_equals_a_loop_over_the_parameters(build: type, options: Options, dtype:
         optimizer.step()
         expected = [spec_of(build).step(*values, group) for values in zip(expected, grads, states, strict=True)]
     atol, rtol = TOLERANCES[dtype]
-    for p, e in zip((weight, bias), expected, strict=True):
+    for p, x in zip((weight, bias), expected, strict=True):
         assert p.dtype == dtype
-        torch.testing.assert_close(p.detach().double(), e, atol=atol, rtol=rtol)
+        torch.testing.assert_close(p.detach().double(), x, atol=atol, rtol=rtol)
 
 
 def test_devices_step_apart(new: Any) -> None:
-    """The meta device stands for a second one."""
+    """Each device has its own op call; the meta device stands for a second one."""
     here, there = Parameter(torch.randn(10, 5)), Parameter(torch.empty(6, 4, device="meta"))
     (alone,) = clones(here)
-    optimizer, expected = new([here, there], max_grad_norm=None), new([alone], max_grad_norm=None)
+    optimizer, alone_optimizer = new([here, there], max_grad_norm=None), new([alone], max_grad_norm=None)
     for _ in range(3):
         here.grad, there.grad = torch.randn_like(here), torch.empty_like(there)
         alone.grad = here.grad.clone()
         optimizer.step()
-        expected.step()
+        alone_optimizer.step()
     assert_same(here, alone)
     for key, value in optimizer.state[there].items():
         assert value.device.type == "meta", key
 
 
-# ---- errors of torch's own
+# ---- errors that torch.optim.Optimizer raises
 
 a, b = (Parameter(torch.randn(1, 1)) for _ in range(2))
 # name: params, options, the error and its message
@@ -137,7 +137,7 @@ ERRORS: dict[str, tuple[Any, Options, type[Exception], str]] = {
 
 @over_optimizers
 @pytest.mark.parametrize("name", ERRORS)
-def test_errors(build: type, name: str) -> None:
+def test_bad_params_raise_as_in_torch(build: type, name: str) -> None:
     params, options, error, message = ERRORS[name]
     with pytest.raises(error, match=f"(?i){message}"):
         build(params, **options)

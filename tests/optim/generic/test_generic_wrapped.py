@@ -1,7 +1,7 @@
 """torch's generic tests of optimizers (tests/support/generic_tests.py) on StepInBackward and HostOffload.
 
-The tests written in test_generic.py are left out: they ask for what these classes refuse or do not promise, as
-parameters on several devices, and gradients that are only read, where these free or copy them.
+The tests written in test_generic.py are left out: they need parameters on several devices, which these classes
+refuse, or gradients that a step only reads, which these classes free or copy.
 """
 
 import copy
@@ -31,26 +31,27 @@ IN_BACKWARD = ("StepInBackward", "HostOffload, in backward")
 
 
 def builder(name: str, build: type) -> Callable[..., torch.optim.Optimizer]:
-    wrapper, own = CLASSES[name]
+    wrapper, wrapper_options = CLASSES[name]
 
     def make(params: Any, **options: Any) -> torch.optim.Optimizer:
-        return wrapper(build, params, **own, **options)
+        return wrapper(build, params, **wrapper_options, **options)
 
     make.__name__ = f"StepInBackward({build.__name__})" if wrapper is StepInBackward else "HostOffload"
     return make
 
 
-def fixture_of(build: Callable[..., torch.optim.Optimizer], given: dict[str, Any]) -> Any:
+def with_options(build: Callable[..., torch.optim.Optimizer], defaults: dict[str, Any]) -> Any:
     def make(params: Any, **changes: Any) -> torch.optim.Optimizer:
-        return build(params, **copy.deepcopy({**given, **changes}))
+        return build(params, **copy.deepcopy({**defaults, **changes}))
 
     make.build = build
     return make
 
 
-# Wrappers that `make test` leaves to `make test-all`, and the cases of generic_optimizers.py that run on wrappers.
+# Wrappers that run in `make test-all` alone.
 FULL = ("HostOffload on the CPU", "HostOffload, gradients too", "HostOffload, by the device")
-OWN_OPTIONS = {
+# The cases of generic_optimizers.py that run on wrappers.
+WRAPPED_CASES = {
     optim.AdamW: ("maximize", "tensor lr", "capturable", "max_grad_norm", "amsgrad"),
     optim.AdamW8bit: ("default", "8 bits", "dynamic"),
 }
@@ -61,20 +62,20 @@ def param_of(name: str, build: type, *values: Any) -> Any:
     return pytest.param((name, build, *values), marks=marks, id="-".join([name, build.__name__, *values[:1]]))
 
 
-OWN_CASES = [
+PARAMS = [
     param_of(name, build, case, options)
     for name in CLASSES
     for build, case, options in CASES
-    if case in OWN_OPTIONS.get(build, ())
+    if case in WRAPPED_CASES.get(build, ())
     and not (case == "max_grad_norm" and name in IN_BACKWARD)
     and not (case == "capturable" and "step_on" in CLASSES[name][1])
 ]
 
 
-@pytest.fixture(params=OWN_CASES)
+@pytest.fixture(params=PARAMS)
 def new(request: pytest.FixtureRequest) -> Any:
     name, build, _, options = request.param
-    make = fixture_of(builder(name, build), options)
+    make = with_options(builder(name, build), options)
     make.options = options
     return make
 
@@ -82,6 +83,6 @@ def new(request: pytest.FixtureRequest) -> Any:
 @pytest.fixture(params=[param_of(n, b) for n in CLASSES for b in (optim.AdamW8bit, optim.LAMB)])
 def plain(request: pytest.FixtureRequest) -> Any:
     name, build = request.param
-    make = fixture_of(builder(name, build), {"min_8bit_size": 0})
+    make = with_options(builder(name, build), {"min_8bit_size": 0})
     make.options = {}
     return make

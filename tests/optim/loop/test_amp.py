@@ -1,4 +1,4 @@
-"""The optimizers under a GradScaler, and what an infinite or NaN gradient changes without one."""
+"""The optimizers under a GradScaler; without one, an infinite or NaN gradient changes its own element alone."""
 
 import pytest
 import torch
@@ -44,14 +44,14 @@ def test_a_scale_that_is_a_power_of_two_changes_no_bit(backend: str, build: type
             for _ in range(4):
                 optimizer.zero_grad()
                 scaler.scale(loss_of(model, x, y)).backward()
-                if unscaled:  # before gradients are clipped, for one
+                if unscaled:  # as where gradients are clipped
                     scaler.unscale_(optimizer)
                 gradient = next(model.parameters()).grad.clone()
                 scaler.step(optimizer)
                 scaler.update()
-                assert torch.equal(next(model.parameters()).grad, gradient)  # left as it is
+                assert torch.equal(next(model.parameters()).grad, gradient)  # the step does not write it
         runs.append(snapshot(optimizer))
-        assert scaler.get_scale() == (SCALE * 4 if scaled else 1.0)  # it grew on the way
+        assert scaler.get_scale() == (SCALE * 4 if scaled else 1.0)  # it doubled twice
     assert_same(*runs)
 
 
@@ -110,20 +110,20 @@ def test_any_scale_unscales_by_its_fp32_reciprocal(build: type, dtype: torch.dty
 def test_a_bad_gradient_reaches_its_element_only(backend: str, build: type, codec: str, bad: float) -> None:
     place, runs = (2, 200), []
     with on(backend):
-        for spoilt in (False, True):
+        for spoils in (False, True):
             p = torch.nn.Parameter(hard((4, 300), 0))
-            # Without decay: a trust ratio ties the elements of a layer together (test_layerwise.py).
+            # Without decay there is no trust ratio, which would carry the value to the whole layer (test_layerwise.py).
             optimizer = build([p], codec=codec, min_8bit_size=0, weight_decay=0.0)
             for step in range(4):
                 p.grad = hard((4, 300), 10 + step)
-                p.grad[place] = bad if spoilt and step == 1 else 0.0
+                p.grad[place] = bad if spoils and step == 1 else 0.0
                 optimizer.step()
             runs.append(snapshot(optimizer))
     clean, spoilt = runs
-    if "Lion" in build.__name__ and bad == bad:
-        assert spoilt["params"][0][place].isfinite()  # the sign of an infinity is a sign
+    if "Lion" in build.__name__ and bad is not torch.nan:
+        assert spoilt["params"][0][place].isfinite()  # Lion takes a gradient's sign
     elif "LARS" in build.__name__ or "SGD" in build.__name__:
-        assert not spoilt["params"][0][place].isfinite()  # it takes a step along an infinity
+        assert not spoilt["params"][0][place].isfinite()  # the update is infinite or NaN
     else:
         assert spoilt["params"][0][place].isnan()
     for state in (clean["states"][0], spoilt["states"][0]):

@@ -24,20 +24,18 @@ from tests.support.helpers import (
     train,
 )
 
-FULL = [optim.AdamW, optim.Adam, optim.Lion, optim.LAMB, optim.LARS, optim.SGD]
-over_full = pytest.mark.parametrize("build", FULL, ids=name_of)
+FP32 = [optim.AdamW, optim.Adam, optim.Lion, optim.LAMB, optim.LARS, optim.SGD]
+over_fp32 = pytest.mark.parametrize("build", FP32, ids=name_of)
 
 
-def moments_of(optimizer: torch.optim.Optimizer, group: dict[str, Any] | None = None) -> list[torch.Tensor]:
-    group = group or optimizer.param_groups[0]
-    return [
-        load_moment(name, optimizer.state[p]) for p in optimizer.param_groups[0]["params"] for name in optimizer.moments
-    ]
+def moments_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    params = optimizer.param_groups[0]["params"]
+    return [load_moment(name, optimizer.state[p]) for p in params for name in optimizer.moments]
 
 
-def assert_close_as_codes(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    """Moments that differ by no more than one more rounding to 8 bits."""
-    for x, y in zip(found, expected, strict=True):
+def assert_close_as_codes(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    """Moments differ by no more than one rounding to 8 bits."""
+    for x, y in zip(actual, expected, strict=True):
         assert (x - y).abs().amax() <= 0.02 * y.abs().amax()
 
 
@@ -63,7 +61,7 @@ def test_clipping_begins_without_gradients(backend: str, build: type) -> None:
 
 @over_optimizers
 @pytest.mark.parametrize("order", [1, -1])
-def test_bad_gradients_of_a_second_device_raise_before_the_first_steps(build: type, order: int) -> None:
+def test_bad_gradients_on_one_device_raise_before_the_other_device_steps(build: type, order: int) -> None:
     here, there = make_params()[0], torch.nn.Parameter(torch.empty(6, 4, device="meta"))
     optimizer = build([here, there][::order])
     for grad in (
@@ -96,7 +94,7 @@ def to_channels_last(optimizer: torch.optim.Optimizer) -> None:
         p.data = p.data.contiguous(memory_format=torch.channels_last)
 
 
-@over_full
+@over_fp32
 @over_cpu
 def test_channels_last_after_a_step_changes_nothing(backend: str, build: type) -> None:
     changed, straight = build([images()]), build([images()])
@@ -208,12 +206,12 @@ def test_a_step_under_inference_mode_and_one_outside(backend: str, build: type, 
     optimizer, straight = (build(make_params(), max_grad_norm=max_grad_norm) for _ in range(2))
     with on(backend):
         for modes in ((True, False, True), (False, False, False)):
-            each = optimizer if modes[0] else straight
-            params = each.param_groups[0]["params"]
+            current = optimizer if modes[0] else straight
+            params = current.param_groups[0]["params"]
             for step, inference in enumerate(modes):
                 give_gradients(params, step)
                 with torch.inference_mode(inference):
-                    each.step()
+                    current.step()
     assert_same(snapshot(optimizer), snapshot(straight))
     assert not any(v.is_inference() for s in optimizer.state.values() for v in s.values())
 
@@ -236,7 +234,7 @@ def test_fp64_parameters_refuse_8_bit_states(build: type) -> None:
     assert_same(snapshot(optimizer), before)
 
 
-@over_full
+@over_fp32
 def test_a_model_turns_to_fp64_and_back(build: type) -> None:
     optimizer = build(make_params())
     params = optimizer.param_groups[0]["params"]
@@ -251,7 +249,7 @@ def test_a_model_turns_to_fp64_and_back(build: type) -> None:
         assert all(p.isfinite().all() for p in params)
 
 
-@over_full
+@over_fp32
 def test_fp64_under_a_grad_scaler(build: type) -> None:
     """Scaled and clipped as fp32 parameters are, and skipped whole."""
     params = [torch.nn.Parameter(p.detach().double()) for p in make_params()]
@@ -277,10 +275,10 @@ def test_fp64_under_a_grad_scaler(build: type) -> None:
 
 
 def strided(p: torch.Tensor) -> torch.nn.Parameter:
-    """The values of p with a gap of one element after each, which holds -7; tests read the gaps from its storage."""
-    room = torch.full((*p.shape, 2), -7.0, dtype=p.dtype)
-    room[..., 0] = p.detach()
-    return torch.nn.Parameter(room[..., 0])
+    """The values of p with a gap of one element after each. The gaps hold -7, which no step may write over."""
+    storage = torch.full((*p.shape, 2), -7.0, dtype=p.dtype)
+    storage[..., 0] = p.detach()
+    return torch.nn.Parameter(storage[..., 0])
 
 
 @over_optimizers
@@ -309,29 +307,29 @@ def test_parameters_with_gaps_step_as_dense_ones(
         assert not p.is_contiguous()
         between = p.detach().as_strided(p.shape, p.stride(), 1)
         assert (between == -7).all()
-    assert {b.numel() for b in optimizer._buffers.values()} == {64 * 128}
+    assert {b.numel() for b in optimizer._buffers.values()} == {64 * 128}  # of the largest parameter
     other = build([torch.nn.Parameter(first.detach().clone()), *map(strided, gaps)], **options)
     other.load_state_dict(optimizer.state_dict())
     assert_same(snapshot(other)["states"], snapshot(optimizer)["states"])
 
 
-def halved(way: str, build: type) -> torch.Tensor:
-    """Weights after three steps, half of whose columns were cut off before the first: as a view, or as a copy."""
+def train_half(case: str, build: type) -> torch.Tensor:
+    """Weights after three steps of a layer that loses half of its columns before: by a copy, else by a view."""
     torch.manual_seed(0)
     layer = torch.nn.Linear(512, 64)
-    if way == "StepInBackward":
+    if case == "StepInBackward":
         optimizer = optim.StepInBackward(build, layer.parameters())
-    elif way == "HostOffload":
+    elif case == "HostOffload":
         optimizer = optim.HostOffload(build, layer.parameters())
     else:
         optimizer = build(layer.parameters())
     half = layer.weight.data[:, :256]
-    layer.weight.data = half.clone() if way == "copy" else half
+    layer.weight.data = half.clone() if case == "copy" else half
     for step in range(3):
         layer(hard((4, 256), step)).sum().backward()  # whose gradients have no gaps
         optimizer.step()
         optimizer.zero_grad()
-    assert layer.weight.is_contiguous() == (way == "copy")
+    assert layer.weight.is_contiguous() == (case == "copy")
     return layer.weight.detach()
 
 
@@ -339,9 +337,9 @@ def halved(way: str, build: type) -> torch.Tensor:
 @over_cpu
 def test_gaps_that_come_after_the_optimizer_was_made(backend: str, build: type) -> None:
     with on(backend):
-        expected = halved("copy", build)
-        for way in ("view", "StepInBackward", "HostOffload"):
-            assert torch.equal(halved(way, build), expected), way
+        expected = train_half("copy", build)
+        for case in ("view", "StepInBackward", "HostOffload"):
+            assert torch.equal(train_half(case, build), expected), case
 
 
 def test_bad_gradients_of_a_parameter_with_gaps_raise_before_the_others_step() -> None:
@@ -367,7 +365,7 @@ def test_amsgrad_needs_32_bits(build: type) -> None:
 
 
 def test_amsgrad_comes_and_goes() -> None:
-    optimizer, p = optim.AdamW(make_params(), lr=1e-2), make_params()[0]
+    optimizer = optim.AdamW(make_params(), lr=1e-2)
     (p, *_) = optimizer.param_groups[0]["params"]
     train(optimizer, 2)
     assert "max_exp_avg_sq" not in optimizer.state[p]
@@ -385,7 +383,7 @@ def test_amsgrad_comes_and_goes() -> None:
 
 
 def test_parameters_that_were_made_on_meta() -> None:
-    """As where a model is built on the meta device, gets its optimizer and then its memory and values."""
+    """A model is built on the meta device, gets its optimizer, and only then memory and values."""
     with torch.device("meta"):
         model = torch.nn.Linear(64, 128)
     optimizer = optim.AdamW8bit(model.parameters(), capturable=True)

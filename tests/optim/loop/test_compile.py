@@ -1,4 +1,4 @@
-"""torch.compile(fullgraph=True) around a step: the bits of eager mode, and no recompilation at each step."""
+"""A step under torch.compile(fullgraph=True) has the bits of eager mode, and is not recompiled at each call."""
 
 import itertools
 import shutil
@@ -27,7 +27,7 @@ from tests.support.training_edits import STORAGE
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
-def graphs() -> int:
+def graph_count() -> int:
     return counters["stats"]["unique_graphs"]
 
 
@@ -41,16 +41,14 @@ RATES = {
     "changing fp32 tensor": (lambda: torch.tensor(1e-2), [1e-2, 9e-3, 5e-3, 0.0, 3e-2], 1),
     "warm-up from 0": (lambda: 0.0, [0.0, 1e-3, 2e-3, 1.0, 0.0], 2),
 }
-
-
 OTHERS = [build for build in OPTIMIZERS if build is not optim.AdamW8bit]
 
 
-def run(build: type, rates: str, through: Callable[[Any], Callable[..., Any]], **options: Any) -> Any:
+def run(build: type, rates: str, wrap: Callable[[Any], Callable[..., Any]], **options: Any) -> Any:
     make_lr, values, _ = RATES[rates]
     params = make_params()
     optimizer = build(params, lr=make_lr(), **options)
-    step = through(optimizer)
+    step = wrap(optimizer)
     for seed, value in enumerate(values):
         group = optimizer.param_groups[0]
         if isinstance(group["lr"], torch.Tensor):
@@ -67,20 +65,20 @@ def run(build: type, rates: str, through: Callable[[Any], Callable[..., Any]], *
     [
         *first_quick(((optim.AdamW8bit, rates) for rates in RATES), 2),
         *(pytest.param(build, "changing float", marks=pytest.mark.full) for build in OTHERS),
-        *(pytest.param(*each, marks=pytest.mark.long) for each in itertools.product(OTHERS, [*RATES][1:])),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in itertools.product(OTHERS, [*RATES][1:])),
     ],
     ids=name_of,
 )
-def test_graphs_and_bits(build: type, rates: str) -> None:
+def test_a_changing_lr_compiles_few_graphs_and_changes_no_bit(build: type, rates: str) -> None:
     expected = run(build, rates, lambda o: o.step)
     actual = run(build, rates, compiled)
-    assert 1 <= graphs() <= RATES[rates][2]
+    assert 1 <= graph_count() <= RATES[rates][2]
     assert_same(actual, expected)
 
 
 @pytest.mark.parametrize("edit", ["transposed", "gaps", "offset"])
 @pytest.mark.parametrize("build", [optim.AdamW8bit, pytest.param(optim.LAMB, marks=pytest.mark.full)], ids=name_of)
-def test_a_parameters_layout_changes(build: type, edit: str) -> None:
+def test_a_step_compiled_after_a_layout_changed(build: type, edit: str) -> None:
     def train(compiles: bool) -> Any:
         params = make_params()
         optimizer = build(params)
@@ -105,10 +103,11 @@ def test_several_groups_begin_in_a_compiled_step(build: type, options: dict[str,
     """A step of several op calls looks at each parameter's state, also where that same step makes the state."""
 
     def train(compiles: bool) -> Any:
-        params, own = make_params(), options
+        params, group_options = make_params(), options
         if edit == "fp64":
-            params, own = [torch.nn.Parameter(p.detach().double()) for p in params], options | {"state_bits": 32}
-        optimizer = build([{"params": [p]} for p in params], **own)
+            params = [torch.nn.Parameter(p.detach().double()) for p in params]
+            group_options = options | {"state_bits": 32}
+        optimizer = build([{"params": [p]} for p in params], **group_options)
         step = compiled(optimizer) if compiles else optimizer.step
         if edit == "gaps":
             STORAGE[edit](params[0])
@@ -139,27 +138,27 @@ def test_a_layout_that_changes_after_compilation_raises() -> None:
     compiled(optimizer)()
 
 
-def scaled(optimizer: Any, seed: int) -> None:
+def scale_gradients(optimizer: Any, seed: int) -> None:
     optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0**seed), torch.tensor(float(seed == 2))
 
 
-def own_rates(optimizer: Any, seed: int) -> None:
+def set_rates(optimizer: Any, seed: int) -> None:
     for i, group in enumerate(optimizer.param_groups):
         group["lr"] = 1e-2 * (i + 1) * 0.9**seed
 
 
-def missing(optimizer: Any, seed: int) -> None:
+def drop_gradient(optimizer: Any, seed: int) -> None:
     if seed == 2:
         optimizer.param_groups[1]["params"][0].grad = None
 
 
-def loaded(optimizer: Any, seed: int) -> None:
+def load_state(optimizer: Any, seed: int) -> None:
     if seed == 2:
         optimizer.load_state_dict(optimizer.state_dict())
 
 
-def images(optimizer: Any, seed: int) -> None:
-    """A parameter in channels_last, whose gradients are contiguous."""
+def use_channels_last(optimizer: Any, seed: int) -> None:
+    """Makes a parameter channels_last, and gives it contiguous gradients."""
     p = optimizer.param_groups[-1]["params"][0]
     if seed == 0:
         p.data = hard((8, 16, 6, 6), 0).contiguous(memory_format=torch.channels_last)
@@ -167,22 +166,22 @@ def images(optimizer: Any, seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("build", "change", "most"),
+    ("build", "change", "max_graphs"),
     [
-        (optim.AdamW8bit, scaled, 1),
-        (optim.AdamW8bit, own_rates, 2),
-        (optim.AdamW8bit, missing, 2),
-        (optim.AdamW8bit, loaded, 2),  # other state tensors
-        (optim.AdamW8bit, images, 1),
-        *(pytest.param(build, scaled, 1, marks=pytest.mark.full) for build in OTHERS),
+        (optim.AdamW8bit, scale_gradients, 1),
+        (optim.AdamW8bit, set_rates, 2),
+        (optim.AdamW8bit, drop_gradient, 2),
+        (optim.AdamW8bit, load_state, 2),  # other state tensors
+        (optim.AdamW8bit, use_channels_last, 1),
+        *(pytest.param(build, scale_gradients, 1, marks=pytest.mark.full) for build in OTHERS),
     ],
     ids=name_of,
 )
-def test_what_changes_between_compiled_steps(build: type, change: Callable[[Any, int], None], most: int) -> None:
-    def train(through: Callable[[Any], Callable[..., Any]]) -> Any:
+def test_changes_between_compiled_steps(build: type, change: Callable[[Any, int], None], max_graphs: int) -> None:
+    def train(wrap: Callable[[Any], Callable[..., Any]]) -> Any:
         params = make_params()
         optimizer = build([{"params": [p]} for p in params])
-        step = through(optimizer)
+        step = wrap(optimizer)
         for seed in range(4):
             give_gradients(params, seed)
             change(optimizer, seed)
@@ -190,15 +189,15 @@ def test_what_changes_between_compiled_steps(build: type, change: Callable[[Any,
         return snapshot(optimizer)
 
     assert_same(train(compiled), train(lambda o: o.step))
-    assert graphs() <= most
+    assert graph_count() <= max_graphs
 
 
-def test_closure() -> None:
-    def train(through: Callable[[Any], Callable[..., Any]]) -> Any:
+def test_a_compiled_step_with_a_closure_returns_its_loss() -> None:
+    def train(wrap: Callable[[Any], Callable[..., Any]]) -> Any:
         params = make_params()
         optimizer = optim.AdamW8bit(params)
         give_gradients(params, 0)
-        loss = through(optimizer)(lambda: sum((p * p).sum() for p in params))
+        loss = wrap(optimizer)(lambda: sum((p * p).sum() for p in params))
         return loss.detach(), snapshot(optimizer)
 
     (loss, result), (eager_loss, expected) = train(compiled), train(lambda o: o.step)
@@ -224,7 +223,7 @@ def test_the_backend_asked_for_is_the_one_that_runs(monkeypatch: pytest.MonkeyPa
                 step()
         assert (len(ran) > 0) == (seed in (1, 3))
         ran.clear()
-    assert graphs() == 2  # one a backend, and back without a third
+    assert graph_count() == 2  # one for each backend
 
 
 def test_autograd_sees_that_parameters_changed() -> None:
@@ -244,18 +243,16 @@ def test_autograd_sees_that_parameters_changed() -> None:
 def test_inductor(build: type) -> None:
     expected = run(build, "changing float", lambda o: o.step)
     assert_same(run(build, "changing float", lambda o: compiled(o, "inductor")), expected)
-    assert graphs() <= 2
+    assert graph_count() <= 2
 
 
 @pytest.mark.parametrize("build", [optim.Muon, optim.Muon8bit], ids=name_of)
-def test_muon(build: type) -> None:
-    """Both algorithms, in one graph."""
-
-    def run(through: Callable[[Any], Callable[..., Any]]) -> Any:
+def test_muon_compiles_with_both_of_its_algorithms(build: type) -> None:
+    def run(wrap: Callable[[Any], Callable[..., Any]]) -> Any:
         params = make_params([(64, 96), (96, 64), (80,)])
         groups = [{"params": params[:2]}, {"params": params[2:], "algorithm": "adamw", "lr": 1e-3}]
         optimizer = build(groups, min_8bit_size=0)
-        step = through(optimizer)
+        step = wrap(optimizer)
         for i in range(3):
             give_gradients(params, i)
             step()

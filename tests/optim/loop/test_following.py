@@ -1,4 +1,4 @@
-"""Groups that change between steps: parameters that are replaced, come or go; max_grad_norm; wrappers' entries."""
+"""States follow groups that change between steps: parameters that are replaced, come or go, options, wrappers."""
 
 from __future__ import annotations
 
@@ -76,10 +76,10 @@ def test_one_that_left_a_group_and_a_new_one_in_another_raise() -> None:
 def test_parameters_may_come_and_go() -> None:
     optimizer = optim.AdamW8bit(make_params(SHAPES))
     train(optimizer, 2)
-    first, *rest = optimizer.param_groups[0]["params"]
-    optimizer.param_groups[0]["params"] = rest  # frozen
+    first, *others = optimizer.param_groups[0]["params"]
+    optimizer.param_groups[0]["params"] = others  # frozen
     train(optimizer, 1, first=2)
-    optimizer.param_groups[0]["params"] = [nn.Parameter(torch.zeros(40, 128)), first, *rest]
+    optimizer.param_groups[0]["params"] = [nn.Parameter(torch.zeros(40, 128)), first, *others]
     train(optimizer, 1, first=3)
     steps = [float(optimizer.state[p]["step"]) for p in optimizer.param_groups[0]["params"]]
     assert steps == [1, 3, 4, 4]
@@ -145,7 +145,7 @@ def test_flat_parts_of_deepspeed_raise_where_norms_are_needed(monkeypatch: pytes
     monkeypatch.setitem(sys.modules, "deepspeed", types.ModuleType("deepspeed"))
     for new, options in ((optim.LAMB8bit, {}), (optim.AdamW8bit, {"max_grad_norm": 1.0})):
         optimizer = new(make_params(SHAPES), **options)
-        optimizer.param_groups[0]["params"] = [nn.Parameter(torch.randn(5664))]  # as ZeRO stage 1 and 2 do
+        optimizer.param_groups[0]["params"] = [nn.Parameter(torch.randn(5664))]  # as ZeRO's stages 1 and 2 do
         with pytest.raises(RuntimeError, match="DeepSpeed's ZeRO leaves this rank a flat part"):
             train(optimizer, 1)
     optimizer = optim.AdamW8bit(make_params(SHAPES))
@@ -167,8 +167,8 @@ def test_entries_of_wrappers_survive() -> None:
     other.param_groups[0]["params"] = copies_of(other.param_groups[0]["params"])
     give_gradients(other.param_groups[0]["params"], 1)
     other.step()
-    for state, p in zip(other.state.values(), saved["state"].values(), strict=True):
-        assert_same(state["lookahead_slow_buff"], p["lookahead_slow_buff"])
+    for state, expected in zip(other.state.values(), saved["state"].values(), strict=True):
+        assert_same(state["lookahead_slow_buff"], expected["lookahead_slow_buff"])
         assert state["ema"] == 0.5
 
 

@@ -1,4 +1,4 @@
-"""Random training loops with edits, saves and exports between steps (hypothesis), beside a plain optimizer's."""
+"""Random training loops with edits, saves and exports between steps (hypothesis) match a plain optimizer's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step's plan, its op calls kept for later steps, ends where users change states, groups or parameters."""
+"""A step keeps its plan (its op calls) for later steps, until users change states, groups or parameters."""
 
 import contextlib
 import copy
@@ -66,7 +66,7 @@ def cleared(o: optim.AdamW8bit) -> None:
     o.state.clear()
 
 
-def of_one_taken_out(o: optim.AdamW8bit) -> None:
+def one_state_deleted(o: optim.AdamW8bit) -> None:
     del o.state[params_of(o)[0]]
 
 
@@ -75,7 +75,7 @@ def plain_dicts(o: optim.AdamW8bit) -> None:
         o.state[p] = {key: x.clone() for key, x in o.state[p].items()}
 
 
-def without_format(o: optim.AdamW8bit) -> None:  # Lightning moves states so
+def without_format(o: optim.AdamW8bit) -> None:  # as Lightning moves states
     for p in params_of(o):
         o.state[p] = State({key: x.clone() for key, x in o.state[p].items()})
 
@@ -107,7 +107,7 @@ def half(o: optim.AdamW8bit) -> None:
 
 
 def stochastic(o: optim.AdamW8bit) -> None:
-    """Casts weights to bf16; at the second time turns on stochastic_rounding, which no state shows."""
+    """Casts weights to bf16; the second call turns on stochastic_rounding, which leaves no trace in a state."""
     o.param_groups[0]["stochastic_rounding"] = params_of(o)[0].dtype == torch.bfloat16
     half(o)
 
@@ -162,30 +162,30 @@ OPTIONS = {
     "weight_decay": 0.1,
 }  # fmt: skip
 EDITS = [
-    replaced_entry, reset_by_entry, cleared, of_one_taken_out, plain_dicts, without_format, swapped, other_group,
+    replaced_entry, reset_by_entry, cleared, one_state_deleted, plain_dicts, without_format, swapped, other_group,
     other_order, channels_last, half, stochastic, loaded, state_in_other_memory, memory_of_states_exchanged,
     storage_grown_and_moved, weights_in_other_memory, gaps, other_tensors, copy.deepcopy,
     *(option(name, value) for name, value in OPTIONS.items()),
 ]  # fmt: skip
 
 
-def named(edit: Callable[..., Any]) -> str:
+def name_of(edit: Callable[..., Any]) -> str:
     return edit.__name__
 
 
-@pytest.mark.parametrize("edit", EDITS, ids=named)
+@pytest.mark.parametrize("edit", EDITS, ids=name_of)
 def test_a_step_after_an_edit_is_that_of_a_new_plan(edit: Callable[[optim.AdamW8bit], Any]) -> None:
     """Bit for bit the steps of an optimizer whose plans are forgotten before each step."""
-    one, other = new(), new()
+    planned, replanned = new(), new()
     for i in range(6):
         if i in (2, 4):
-            one, other = edit(one) or one, edit(other) or other
-        for state in other.state.values():
+            planned, replanned = edit(planned) or planned, edit(replanned) or replanned  # deepcopy returns a new one
+        for state in replanned.state.values():
             if isinstance(state, State):
                 state.plan = state._layout = None
-        step(one, i)
-        step(other, i)
-    assert_same(snapshot(one), snapshot(other))
+        step(planned, i)
+        step(replanned, i)
+    assert_same(snapshot(planned), snapshot(replanned))
 
 
 def test_a_plan_holds_while_nothing_changes() -> None:
@@ -202,20 +202,20 @@ def test_a_plan_holds_while_nothing_changes() -> None:
 
 def test_a_state_that_another_parameter_gets() -> None:
     """Of two parameters of one shape, each has a gradient in a step in which the other has none."""
-    one, other = (optim.AdamW8bit(make_params([(64, 128)] * 3), min_8bit_size=0) for _ in range(2))
+    planned, replanned = (optim.AdamW8bit(make_params([(64, 128)] * 3), min_8bit_size=0) for _ in range(2))
     for i in range(4):
-        for optimizer in (one, other):
+        for optimizer in (planned, replanned):
             a, b, _ = params_of(optimizer)
             if i == 2:
                 optimizer.state[a], optimizer.state[b] = optimizer.state[b], optimizer.state[a]
-            for state in other.state.values():
+            for state in replanned.state.values():
                 state.plan = state._layout = None
-            step(optimizer, i, without={0: None, 1: 1, 2: 0, 3: 1}[i])
-    assert_same(snapshot(one), snapshot(other))
+            step(optimizer, i, without=(None, 1, 0, 1)[i])
+    assert_same(snapshot(planned), snapshot(replanned))
 
 
 def test_a_cut_parameter_is_refused_before_anything_is_changed() -> None:
-    """Though the op call with the cut parameter is the last of several."""
+    """The op call with the cut parameter would be the last of several."""
     dense, gaps = torch.randn(64, 128), torch.zeros(64, 256)[:, ::2].copy_(torch.randn(64, 128))
     params = [torch.nn.Parameter(dense), torch.nn.Parameter(gaps)]
     optimizer = optim.AdamW8bit(params, min_8bit_size=0)
@@ -228,7 +228,7 @@ def test_a_cut_parameter_is_refused_before_anything_is_changed() -> None:
     assert_same(snapshot(optimizer), before)
 
 
-@pytest.mark.parametrize("edit", [moved, cleared, plain_dicts, loaded], ids=named)
+@pytest.mark.parametrize("edit", [moved, cleared, plain_dicts, loaded], ids=name_of)
 def test_tensors_that_were_replaced_are_freed_at_once(edit: Callable[[optim.AdamW8bit], None]) -> None:
     optimizer = new()
     step(optimizer, 0)
@@ -245,11 +245,11 @@ def test_tensors_that_were_replaced_are_freed_at_once(edit: Callable[[optim.Adam
 def test_an_optimizer_is_freed_with_its_plan() -> None:
     optimizer = new()
     step(optimizer, 0)
-    state = weakref.ref(plan_of(optimizer))
+    plan = weakref.ref(plan_of(optimizer))
     gc.disable()
     try:
         del optimizer
-        assert state() is None
+        assert plan() is None
     finally:
         gc.enable()
 
@@ -274,9 +274,9 @@ def test_each_way_to_change_entries_ends_the_plan(method: str) -> None:
     assert state.plan is not None
     METHODS[method](state)
     assert state.plan is state._layout is None
-    # Nothing else that dict has changes entries.
-    changing = {name for name in dir(dict) if name in METHODS}
-    assert changing == {name for name in METHODS if getattr(State, name) is not getattr(dict, name)}
+    # State overrides these methods of dict, and no others.
+    in_dict = {name for name in dir(dict) if name in METHODS}
+    assert in_dict == {name for name in METHODS if getattr(State, name) is not getattr(dict, name)}
 
 
 @pytest.mark.parametrize("change", ["resize_", "transpose", "dtype"])
@@ -299,20 +299,20 @@ def test_a_state_that_does_not_fit_any_more_raises(change: str) -> None:
 
 @needs_cpp
 def test_another_backend_a_mode_and_trust_bounds_between_steps() -> None:
-    one, other = (BUILDERS["LAMB"](make_params(SHAPES)) for _ in range(2))
+    planned, replanned = (BUILDERS["LAMB"](make_params(SHAPES)) for _ in range(2))
     for i in range(8):
-        for optimizer in (one, other):
+        for optimizer in (planned, replanned):
             optimizer.param_groups[0]["trust_bounds"] = (0.5, 0.6) if i in (4, 5) else None
-        versions = [p._version for p in params_of(one)]
+        versions = [p._version for p in params_of(planned)]
         with memkern.use_backend("reference" if i == 2 else "cpu"):
             with Calls() if i == 3 else contextlib.nullcontext() as mode:
-                step(one, i)
+                step(planned, i)
             assert mode is None or "memkern::lamb_step_" in mode.names
-            for state in other.state.values():
+            for state in replanned.state.values():
                 state.plan = None
-            step(other, i)
-        assert all(p._version > version for p, version in zip(params_of(one), versions, strict=True))
-        assert_same(snapshot(one), snapshot(other))
+            step(replanned, i)
+        assert all(p._version > version for p, version in zip(params_of(planned), versions, strict=True))
+        assert_same(snapshot(planned), snapshot(replanned))
 
 
 def test_optimizers_in_threads_of_their_own() -> None:
@@ -320,7 +320,7 @@ def test_optimizers_in_threads_of_their_own() -> None:
     expected = new()
     for i in range(20):
         step(expected, i)
-    found: list[Any] = []
+    snapshots: list[Any] = []
 
     def train() -> None:
         optimizer = new()
@@ -328,23 +328,21 @@ def test_optimizers_in_threads_of_their_own() -> None:
             if i % 5 == 4:
                 step(new(), 0)
             step(optimizer, i)
-        found.append(snapshot(optimizer))
+        snapshots.append(snapshot(optimizer))
 
     threads = [threading.Thread(target=train) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(found) == 4
-    for each in found:
-        assert_same(each, snapshot(expected))
+    assert_same(snapshots, [snapshot(expected)] * 4)
 
 
 @needs_cpp
 @pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("build", BUILDERS)
-def test_freed_memory_is_an_error(build: str, steps: int) -> None:
-    """Storages that are resized to nothing, as FSDP does with weights, are named before anything changes."""
+def test_a_tensor_whose_memory_was_freed_raises(build: str, steps: int) -> None:
+    """A storage that was resized to 0, as FSDP does with weights, raises before anything changes."""
     dtype = torch.bfloat16 if "errors" in build else torch.float32
     optimizer, other = (
         BUILDERS[build]([torch.nn.Parameter(p.detach().to(dtype)) for p in make_params(SHAPES)]) for _ in range(2)

@@ -112,7 +112,7 @@ def test_16_bits_are_fp32_weights(variant: str, states: str) -> None:
     for (x, _), (joined, q) in zip(*runs.values(), strict=True):
         assert_same(joined, x)
         off = (x.to(BF16).float() - q.float()).abs()
-        assert (off == 0).float().mean() > 0.99 or x.numel() < 200  # ties alone
+        assert (off == 0).float().mean() > 0.99 or x.numel() < 200  # rounded ties alone differ
 
 
 CASES = [
@@ -135,14 +135,8 @@ def test_backends_give_the_same_bits(
     build = spec.cls
     params = [tensor(layout, BF16, seed=i, scale=0.1) for i, layout in enumerate(LAYOUTS)]
     runs = [
-        trained(
-            b,
-            build,
-            options | STATES[states] | OPTIONS[option],
-            params,
-            lambda p, seed: like(p, seed, g_dtype),
-        )
-        for b in (backend, "reference")
+        trained(name, build, options | STATES[states] | OPTIONS[option], params, lambda p, seed: like(p, seed, g_dtype))
+        for name in (backend, "reference")
     ]
     assert_same(*runs)
 
@@ -176,8 +170,8 @@ def test_a_shard_of_rows_has_the_bits_of_the_whole(backend: str, option: str) ->
     with on(backend):
         for step in range(4):
             whole.grad = like(whole, step)
-            for k, p in enumerate(shards):
-                p.grad = whole.grad[16 * k : 16 * k + 16].clone()
+            for i, p in enumerate(shards):
+                p.grad = whole.grad[16 * i : 16 * i + 16].clone()
             for optimizer in optimizers:
                 optimizer.step()
     assert_same(torch.cat([p.detach() for p in shards]), whole.detach())
@@ -192,7 +186,7 @@ def test_small_updates_add_up(build: type, option: str) -> None:
     for name, options in {"plain": {}, option: OPTIONS[option]}.items():
         p = torch.nn.Parameter(torch.full((64, 128), 1.5, dtype=BF16))
         extra = {"layers": 1} if issubclass(build, (optim.LAMB, optim.LARS)) else {}
-        extra |= {"momentum": 0.0} if issubclass(build, optim.SGD) else {}  # whose sum would grow tenfold
+        extra |= {"momentum": 0.0} if issubclass(build, optim.SGD) else {}  # it would sum ten gradients
         optimizer = build([p], lr=1e-4, weight_decay=0.0, **extra, **options)
         for _ in range(200):
             p.grad = torch.ones_like(p)
@@ -239,16 +233,14 @@ def test_the_option_may_change_between_steps(kept: str) -> None:
     params = bf16_params()
     optimizer = optim.AdamW8bit(params, lr=1e-2, **KEPT[kept])
     train(optimizer, 2)
-    weights, moments = (
-        fp32_weights(optimizer),
-        copy.deepcopy([s["exp_avg"] for s in optimizer.state.values()]),
-    )
-    for other in ("bf16+16", "bf16+8"):
-        optimizer.param_groups[0]["master_weights"] = other
+    weights = fp32_weights(optimizer)
+    moments = copy.deepcopy([s["exp_avg"] for s in optimizer.state.values()])
+    for value in ("bf16+16", "bf16+8"):
+        optimizer.param_groups[0]["master_weights"] = value
         optimizer.state_dict()  # converts
-        dropped = 2**-15 if "bf16+8" in (other, kept) else 0
+        rtol = 2**-15 if "bf16+8" in (value, kept) else 0
         for x, y in zip(fp32_weights(optimizer), weights, strict=True):
-            assert ((x - y).abs() <= dropped * y.abs() + 1e-38).all()
+            assert ((x - y).abs() <= rtol * y.abs() + 1e-38).all()
         assert_same([s["exp_avg"] for s in optimizer.state.values()], moments)
         optimizer.param_groups[0]["master_weights"] = kept
         optimizer.state_dict()
@@ -258,13 +250,13 @@ def test_the_option_may_change_between_steps(kept: str) -> None:
     assert "weight_error" not in optimizer.state[params[0]]
 
 
-def test_memory() -> None:
+def test_state_bytes_count_the_kept_errors() -> None:
     p = torch.nn.Parameter(torch.zeros(256, 1024, dtype=BF16))
-    for kept, each in ((None, 0), ("bf16+16", 2), ("bf16+8", 1)):
+    for kept, error_bytes in ((None, 0), ("bf16+16", 2), ("bf16+8", 1)):
         optimizer = optim.AdamW8bit([p], master_weights=kept)
         p.grad = torch.zeros_like(p)
         optimizer.step()
-        own = {key: size for key, size in memory.state_bytes(optimizer).items() if "weight" in key}
-        assert own == ({} if kept is None else {"weight_error": each * p.numel()})
+        weight_bytes = {key: size for key, size in memory.state_bytes(optimizer).items() if "weight" in key}
+        assert weight_bytes == ({} if kept is None else {"weight_error": error_bytes * p.numel()})
         assert sum(memory.state_bytes(optimizer).values()) == memory.optimizer_bytes(optimizer)
-        assert memory.optimizer_bytes(optimizer) == p.numel() * (2 + 8 / 128 + each) + 4
+        assert memory.optimizer_bytes(optimizer) == p.numel() * (2 + 8 / 128 + error_bytes) + 4
