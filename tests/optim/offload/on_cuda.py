@@ -1,6 +1,6 @@
 """Steps of HostOffload(step_on="device") on fake CUDA tensors, whose operators refuse tensors of two devices.
 
-Run by fake_cuda.call.
+test_device.py runs these functions by fake_cuda.call.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from tests.support.late_transfers import LateTransfers
 WIDTH, COUNT = 1024, 12
 
 
-class Instant(LateTransfers):
-    """Copies of tensors without values, which cannot be late."""
+class FakeTransfers(LateTransfers):
+    """Checks the devices of each copy, and copies nothing: fake tensors have no values."""
 
     def _begin(self, way: str, to: Tensor, source: Tensor, *after: Any) -> Any:
         assert (to.device.type, source.device.type) == (("cpu", "cuda") if way == "down" else ("cuda", "cpu"))
@@ -28,11 +28,11 @@ class Instant(LateTransfers):
 
 
 class FakeHostOffload(HostOffload):
-    _transfers_of = staticmethod(Instant)
+    _transfers_of = staticmethod(FakeTransfers)
 
 
 def steps(name: str, options: dict[str, Any], in_backward: bool) -> dict[str, Any]:
-    """Bytes on the device: of weights, both buffers, and the peak in a backward pass and its step; states' devices."""
+    """Bytes on the device (weights, both buffers, peak of a backward pass and its step), and the states' devices."""
     device.BUCKET_BYTES = 2**22
     with FakeTensorMode():
         params = [nn.Parameter(torch.empty(WIDTH, WIDTH, dtype=torch.bfloat16, device="cuda")) for _ in range(COUNT)]
@@ -54,7 +54,7 @@ def steps(name: str, options: dict[str, Any], in_backward: bool) -> dict[str, An
         (stage,) = optimizer._stages.values()
         peak = memory.peak_bytes(step)
         states = [x for state in optimizer.state.values() for x in state.values()]
-        # Operations that read states and weights together:
+        # These read states and weights together:
         optimizer.load_state_dict(optimizer.state_dict())
         optimizer.param_groups[0]["block_size"] = 128
         step()
@@ -75,11 +75,11 @@ def steps(name: str, options: dict[str, Any], in_backward: bool) -> dict[str, An
 
 
 def all_steps() -> dict[tuple[str, bool, bool], dict[str, Any]]:
-    """:func:`steps` by the optimizer's name, whether it has master_weights, and whether it steps in backward."""
+    """Results of :func:`steps` by (optimizer's name, has master_weights, steps in the backward pass)."""
     return {
-        (name, kept, in_backward): steps(name, {"master_weights": "bf16+16"} if kept else {}, in_backward)
+        (name, has_errors, in_backward): steps(name, {"master_weights": "bf16+16"} if has_errors else {}, in_backward)
         for name in ("AdamW8bit", "LAMB8bit", "SGD8bit", "AdamW")
-        for kept in (False, True)
+        for has_errors in (False, True)
         for in_backward in (False, True)
     }
 

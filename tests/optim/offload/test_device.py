@@ -1,4 +1,4 @@
-"""HostOffload(step_on="device"): bits, order of copies, memory, and what others do between the steps."""
+"""HostOffload(step_on="device") has the bits of a step in memory; the order of its copies, planted faults, memory."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from tests.support.helpers import OPTIMIZERS, assert_same, name_of, snapshot
 from tests.support.late_transfers import LateHostOffload, LateTransfers
 from tests.support.offloaded import ON_DEVICE, events_of_a_step, losses, model_of, options_of, run
 
-over_ways = pytest.mark.parametrize("way", ON_DEVICE)
+over_modes = pytest.mark.parametrize("mode", ON_DEVICE)
 
 
-def on_device(build: Any, way: str = "device", wrapper: Any = LateHostOffload, **options: Any) -> Callable[[Any], Any]:
-    return lambda params: wrapper(build, params, **ON_DEVICE[way], **options)
+def on_device(build: Any, mode: str = "device", wrapper: Any = LateHostOffload, **options: Any) -> Callable[[Any], Any]:
+    return lambda params: wrapper(build, params, **ON_DEVICE[mode], **options)
 
 
 def regions_of(optimizer: Any) -> list[Any]:
@@ -38,45 +38,45 @@ def regions_of(optimizer: Any) -> list[Any]:
 # ---- the same result
 
 
-@over_ways
+@over_modes
 @pytest.mark.parametrize("wrapper", [HostOffload, LateHostOffload], ids=["cpu", "late"])
 @pytest.mark.parametrize("build", OPTIMIZERS, ids=name_of)
-def test_has_the_bits_of_the_step_in_memory(build: type, wrapper: Any, way: str) -> None:
+def test_has_the_bits_of_the_step_in_memory(build: type, wrapper: Any, mode: str) -> None:
     options = options_of(build)
     expected, plain, _ = run(lambda params: build(params, **options))
-    found, optimizer, _ = run(on_device(build, way, wrapper, **options))
-    assert_same(found, expected)
+    result, optimizer, _ = run(on_device(build, mode, wrapper, **options))
+    assert_same(result, expected)
     assert isinstance(optimizer, build)
-    assert type(optimizer).__name__.endswith(f"HostOffload({build.__name__})" + ")" * ("backward" in way))
-    ours = optimizer.state_dict()
-    assert_same(dict(sorted(ours["state"].items())), plain.state_dict()["state"])
+    assert type(optimizer).__name__.endswith(f"HostOffload({build.__name__})" + ")" * ("backward" in mode))
+    states = optimizer.state_dict()["state"]  # a step in backward makes them in another order
+    assert_same(dict(sorted(states.items())), plain.state_dict()["state"])
     assert len({*regions_of(optimizer)}) > 1 or wrapper is HostOffload
 
 
-@over_ways
+@over_modes
 @pytest.mark.parametrize(
     "options", [{"master_weights": "bf16+16"}, {"master_weights": "bf16+8"}, {"stochastic_rounding": True}], ids=str
 )
-def test_bf16_weights(options: dict[str, Any], way: str) -> None:
+def test_bf16_weights(options: dict[str, Any], mode: str) -> None:
     options = {"min_8bit_size": 0, **options}
     expected, _, _ = run(lambda params: optim.AdamW8bit(params, **options), dtype=torch.bfloat16)
-    found, _, _ = run(on_device(optim.AdamW8bit, way, **options), dtype=torch.bfloat16)
-    assert_same(found, expected)
+    result, _, _ = run(on_device(optim.AdamW8bit, mode, **options), dtype=torch.bfloat16)
+    assert_same(result, expected)
 
 
-@over_ways
+@over_modes
 @pytest.mark.parametrize("name", ["AdamW8bit", "Lion8bit", "SGD8bit", "Adam", "Muon8bit"])
 @pytest.mark.parametrize("shape", [(40, 300), (50, 24), (3, 17, 100), (4000,), (1, 700)], ids=str)
-def test_parameters_of_which_some_rows_come_at_a_time(
-    name: str, shape: tuple[int, ...], way: str, monkeypatch: pytest.MonkeyPatch
+def test_parameters_that_come_some_rows_at_a_time(
+    name: str, shape: tuple[int, ...], mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows longer than a block, rows of which several are a block, a parameter of one row, and bf16 weights' errors."""
+    """Rows longer than a block, several rows to a block, one row alone; all with rounding errors of bf16 weights."""
     monkeypatch.setattr(device, "BUCKET_BYTES", 2500)
     adamw = {"algorithm": "adamw", "lr": 1e-3} if name == "Muon8bit" else {}
     options = {"amsgrad": True} if name == "Adam" else {"min_8bit_size": 0, "block_size": 64}
     options |= {"master_weights": "bf16+8"}
 
-    def trained(make: Callable[[Any], Any]) -> Any:
+    def train(make: Callable[[Any], Any]) -> Any:
         generator = torch.Generator().manual_seed(0)
         params = [nn.Parameter(torch.randn(s, generator=generator).bfloat16()) for s in (shape, (9,), shape)]
         optimizer = make([{"params": params, **adamw}])
@@ -90,20 +90,20 @@ def test_parameters_of_which_some_rows_come_at_a_time(
         return snapshot(optimizer), optimizer
 
     build = getattr(optim, name)
-    expected, _ = trained(lambda params: build(params, **options))
-    found, optimizer = trained(on_device(build, way, **options))
-    assert_same(found, expected)
+    expected, _ = train(lambda params: build(params, **options))
+    result, optimizer = train(on_device(build, mode, **options))
+    assert_same(result, expected)
     (stage,) = optimizer._stages.values()
-    first = regions_of(optimizer)[0]
-    assert len(first.buckets) > 1 or shape[0] == 1
-    # With what each entry is aligned to; or a row.
-    assert all(slot.memory.nbytes <= max(2500 + 5 * 128, 1.2 * first.size / shape[0]) for slot in stage.slots)
+    region = regions_of(optimizer)[0]
+    assert len(region.buckets) > 1 or shape[0] == 1
+    max_bytes = max(2500 + 5 * 128, 1.2 * region.size / shape[0])  # a bucket and its entries' alignment, or one row
+    assert all(slot.memory.nbytes <= max_bytes for slot in stage.slots)
 
 
 def test_muon_keeps_matrices_together_that_a_plain_step_takes_together() -> None:
     shapes = [(64, 64)] * 4 + [(64,)]
 
-    def trained(make: Callable[[Any], Any]) -> Any:
+    def train(make: Callable[[Any], Any]) -> Any:
         params = [nn.Parameter(torch.randn(s, generator=torch.Generator().manual_seed(1))) for s in shapes]
         optimizer = make([{"params": params[:4]}, {"params": params[4:], "algorithm": "adamw", "lr": 1e-3}])
         for step in range(3):
@@ -112,33 +112,33 @@ def test_muon_keeps_matrices_together_that_a_plain_step_takes_together() -> None
             optimizer.step()
         return optimizer, snapshot(optimizer)
 
-    optimizer, found = trained(on_device(optim.Muon8bit))
-    assert_same(found, trained(optim.Muon8bit)[1])
+    optimizer, result = train(on_device(optim.Muon8bit))
+    assert_same(result, train(optim.Muon8bit)[1])
     assert [len(region.places) for region in regions_of(optimizer)] == [4, 1]
 
 
 # ---- the order of copies
 
 
-@over_ways
-def test_the_next_states_come_while_one_bucket_is_stepped(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The copy back of one bucket is begun, then the next but one may come: nothing waits on the host."""
-    monkeypatch.setattr(device, "BUCKET_BYTES", 3500)  # a matrix
-    assert [e for e in events_of_a_step(ON_DEVICE[way], []) if not isinstance(e, str)] == [
+@over_modes
+def test_the_next_states_come_while_one_bucket_is_stepped(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device waits for each bucket's states; the host waits for nothing. Events: (kind,) direction, number."""
+    monkeypatch.setattr(device, "BUCKET_BYTES", 3500)  # the moments of a matrix
+    assert [e for e in events_of_a_step(ON_DEVICE[mode], []) if not isinstance(e, str)] == [
         *(("up", 0), ("device waits", "up", 0), ("down", 0)),
         *(("up", 1), ("device waits", "up", 1), ("down", 1)),
         *(("up", 2), ("device waits", "up", 2), ("down", 2)),
     ]
 
 
-def test_calls_of_a_bucket_take_no_time() -> None:
-    """The host's part of a bucket, without the op and the copies themselves; measured 15 us of one core of an EPYC."""
+def test_the_host_spends_less_than_60_us_on_a_bucket() -> None:
+    """Without the op and the copies themselves; measured: 15 us on one core of an EPYC."""
     optimizer = on_device(optim.AdamW8bit, min_8bit_size=0)([nn.Parameter(torch.randn(8, 8)) for _ in range(40)])
     for p in optimizer.param_groups[0]["params"]:
         p.grad = torch.ones_like(p)
     optimizer.step()
 
-    class Nothing(Transfers):
+    class NoTransfers(Transfers):
         shares_memory = False
 
         def to_host(self, host: Tensor, x: Tensor) -> Any:
@@ -149,14 +149,14 @@ def test_calls_of_a_bucket_take_no_time() -> None:
 
     (region, *_) = regions_of(optimizer)
     (bucket,) = region.buckets
-    region.stage.transfers = Nothing()
+    region.stage.transfers = NoTransfers()
     times = []
     for _ in range(200):
-        begun = time.perf_counter()
+        start = time.perf_counter()
         region.stage.begin()
         with bucket.brought():
             pass
-        times.append(time.perf_counter() - begun)
+        times.append(time.perf_counter() - start)
     assert sorted(times)[len(times) // 2] < 60e-6
 
 
@@ -170,21 +170,22 @@ def reuse_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def skip_copy_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fault: what a step has changed is not copied back for every third tensor."""
+    """Fault: every third tensor that a step has changed is not copied back."""
     real, calls = LateTransfers.to_host, []
 
-    def some(self: Any, host: Tensor, x: Tensor) -> Any:
+    def copy_two_of_three(self: Any, host: Tensor, x: Tensor) -> Any:
         calls.append(x)
         return ("down", 0) if len(calls) % 3 == 0 else real(self, host, x)
 
-    monkeypatch.setattr(LateTransfers, "to_host", some)
+    monkeypatch.setattr(LateTransfers, "to_host", copy_two_of_three)
 
 
 def without(owner: type, name: str) -> Callable[[pytest.MonkeyPatch], None]:
     return lambda monkeypatch: monkeypatch.setattr(owner, name, lambda *args: None)
 
 
-def edited_between(make: Callable[[Any], Any]) -> Any:
+def train_with_edits(make: Callable[[Any], Any]) -> Any:
+    """Four steps, after each of which a moment is halved; in the third two of three gradients are missing."""
     params = [nn.Parameter(torch.ones(20, 20)) for _ in range(3)]
     optimizer = make(params)
     for step in range(4):
@@ -196,7 +197,7 @@ def edited_between(make: Callable[[Any], Any]) -> Any:
 
 
 def count_each_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step's number goes back with the first rows of a parameter, and comes with the next ones."""
+    """Fault: the step counter is copied back with a parameter's first rows, and the next rows count it up again."""
     monkeypatch.setattr(device.Bucket, "copies_back", property(lambda bucket: bucket.copies, lambda *_: None), False)
 
 
@@ -205,7 +206,7 @@ FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "written before the copy back has ended": reuse_too_early,
     "changes stay on the device": skip_copy_back,
     "read before they are on the host": without(device.Stage, "wait_for_copies"),
-    "what came before the states were edited": without(device.Stage, "begin"),
+    "states from before an edit": without(device.Stage, "begin"),
     "each part of a parameter counts a step": count_each_row,
 }
 
@@ -214,20 +215,20 @@ FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 def test_planted_faults_are_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if "part" not in fault:
         monkeypatch.setattr(device, "BUCKET_BYTES", 4000)  # whole parameters
-    expected, make = edited_between(optim.AdamW), on_device(optim.AdamW)
-    assert_same(edited_between(make), expected)
+    expected, make = train_with_edits(optim.AdamW), on_device(optim.AdamW)
+    assert_same(train_with_edits(make), expected)
     FAULTS[fault](monkeypatch)
-    with pytest.raises((AssertionError, ValueError, RuntimeError)):  # other bits, or a counter that is none
-        assert_same(edited_between(make), expected)
+    with pytest.raises((AssertionError, ValueError, RuntimeError)):  # other bits, or a step counter that is refused
+        assert_same(train_with_edits(make), expected)
 
 
-# ---- between the steps (what others do: test_host_groups.py)
+# ---- between the steps (edits of groups and states: test_host_groups.py)
 
 
-@over_ways
-def test_a_compiled_step(way: str) -> None:
-    found = []
-    for make in (optim.AdamW8bit, on_device(optim.AdamW8bit, way)):
+@over_modes
+def test_a_compiled_step(mode: str) -> None:
+    results = []
+    for make in (optim.AdamW8bit, on_device(optim.AdamW8bit, mode)):
         model = model_of()
         optimizer: Any = make(model.parameters())
         optimizer.step = torch.compile(optimizer.step, backend="eager")
@@ -235,28 +236,28 @@ def test_a_compiled_step(way: str) -> None:
             losses(model, 1)[0].backward()
             optimizer.step()
             optimizer.zero_grad()
-        found.append(snapshot(optimizer))
-    assert_same(found[1], found[0])
+        results.append(snapshot(optimizer))
+    assert_same(*results)
 
 
-def test_memory_of_former_states_is_let_go() -> None:
+def test_blockof_former_states_is_freed() -> None:
     params = [nn.Parameter(torch.ones(64, 64)) for _ in range(3)]
     optimizer = on_device(optim.AdamW, "device")(params)
-    held = []
+    held_bytes = []
     for bits in (32, 8, 32, 8):
         optimizer.param_groups[0].update(state_bits=bits, min_8bit_size=0)
         for p in params:
             p.grad = torch.ones_like(p)
         optimizer.step()
         (stage,) = optimizer._stages.values()
-        held.append(sum(x.nbytes for x in stage.slabs._made.values()))
-    assert held[2:] == held[:2]
+        held_bytes.append(sum(x.nbytes for x in stage.slabs._made.values()))
+    assert held_bytes[2:] == held_bytes[:2]
 
 
 def test_parameters_that_have_a_gradient_now_and_then() -> None:
-    """As experts have: their states stay in their places in the host's memory."""
+    """As with experts. Their states stay in their places in the host's memory."""
 
-    def trained(make: Callable[[Any], Any]) -> Any:
+    def train(make: Callable[[Any], Any]) -> Any:
         params = [nn.Parameter(torch.full((20, 20), 1.0 + i)) for i in range(6)]
         optimizer, places = make(params), set()
         for step in range(12):
@@ -266,16 +267,16 @@ def test_parameters_that_have_a_gradient_now_and_then() -> None:
             places |= {x.data_ptr() for s in optimizer.state.values() for x in s.values()}
         return snapshot(optimizer), len(places)
 
-    expected, _ = trained(optim.AdamW)
-    found, places = trained(on_device(optim.AdamW))
-    assert_same(found, expected)
-    assert places == 6 * 3
+    expected, _ = train(optim.AdamW)
+    result, places = train(on_device(optim.AdamW))
+    assert_same(result, expected)
+    assert places == 6 * 3  # exp_avg, exp_avg_sq and step of each parameter
 
 
-def test_a_run_goes_on_between_the_forms(tmp_path: Any) -> None:
-    """Through files: from the optimizer alone to steps on the device, in the backward pass, on the CPU, and back."""
+def test_a_run_resumes_with_another_place_to_step(tmp_path: Any) -> None:
+    """From files: first the optimizer alone, then steps on the device, in the backward pass, on the CPU, and alone."""
     options = {"lr": 1e-2, "min_8bit_size": 0, "master_weights": "bf16+16"}
-    forms = [
+    places = [
         lambda p: optim.AdamW8bit(p, **options),
         on_device(optim.AdamW8bit, "device", **options),
         on_device(optim.AdamW8bit, "device, in backward", **options),
@@ -283,14 +284,14 @@ def test_a_run_goes_on_between_the_forms(tmp_path: Any) -> None:
         lambda p: optim.AdamW8bit(p, **options),
     ]
     results = []
-    for ways in (forms, forms[:1] * len(forms)):
+    for makers in (places, places[:1] * len(places)):
         model, state = model_of(torch.bfloat16), None
-        for k, make in enumerate(ways):
+        for seed, make in enumerate(makers):
             optimizer = make(model.parameters())
             if state is not None:
                 optimizer.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
             for _ in range(2):
-                generator = torch.Generator().manual_seed(k)
+                generator = torch.Generator().manual_seed(seed)
                 x = torch.randn(8, 16, generator=generator).bfloat16()
                 model(x).float().square().mean().backward()
                 optimizer.step()
@@ -302,7 +303,7 @@ def test_a_run_goes_on_between_the_forms(tmp_path: Any) -> None:
 
 
 def test_an_export_and_an_import_of_fp32_weights() -> None:
-    found = []
+    results = []
     for make in (optim.AdamW8bit, lambda p, **o: LateHostOffload(optim.AdamW8bit, p, step_on="device", **o)):
         model = model_of(torch.bfloat16)
         optimizer = make(model.parameters(), master_weights="bf16+16", min_8bit_size=0)
@@ -313,8 +314,8 @@ def test_an_export_and_an_import_of_fp32_weights() -> None:
         torch_state = optim.to_torch_state_dict(optimizer)
         optimizer.load_state_dict(optim.from_torch_state_dict(optimizer, torch_state))
         optimizer.step()
-        found.append((weights, torch_state["state"], snapshot(optimizer)))
-    assert_same(found[1], found[0])
+        results.append((weights, torch_state["state"], snapshot(optimizer)))
+    assert_same(*results)
 
 
 # ---- memory
@@ -323,12 +324,12 @@ def test_an_export_and_an_import_of_fp32_weights() -> None:
 @pytest.mark.full
 @pytest.mark.skipif(fake_cuda.why_not() is not None, reason="no fake CUDA tensors")
 def test_bytes_of_the_device() -> None:
-    """Weights, gradients (of p * p three at a time) and two buckets; and no operator takes tensors of two devices."""
-    for (name, _, in_backward), found in fake_cuda.call(on_cuda.all_steps).items():
-        gradient = found["weights"] // on_cuda.COUNT
-        assert found["states"] == {"cpu"}
-        assert found["buffers"] <= 2 * (2**22 if name != "LAMB8bit" else max(2**22, 2.1 * gradient))
-        assert found["peak"] <= (3 if in_backward else on_cuda.COUNT + 2) * gradient + 2**12
+    """The peak is gradients and products p * p, beside two buckets; no operator takes tensors of two devices."""
+    for (name, _, in_backward), report in fake_cuda.call(on_cuda.all_steps).items():
+        gradient = report["weights"] // on_cuda.COUNT
+        assert report["states"] == {"cpu"}
+        assert report["buffers"] <= 2 * (2**22 if name != "LAMB8bit" else max(2**22, 2.1 * gradient))
+        assert report["peak"] <= (3 if in_backward else on_cuda.COUNT + 2) * gradient + 2**12
 
 
 @pytest.mark.full
@@ -343,15 +344,15 @@ def test_memory_that_cannot_be_pinned_is_not(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(pinned_memory, "_pinned", refuse)
     with pytest.warns(UserWarning, match=r"4096 bytes .* cannot be pinned \(CUDA error: out of memory\).*ulimit -l"):
-        found = StreamTransfers.host_memory(object.__new__(StreamTransfers), 4096)
-    assert found.nbytes == 4096
-    assert not found.is_pinned()
+        memory_block = StreamTransfers.host_memory(object.__new__(StreamTransfers), 4096)
+    assert memory_block.nbytes == 4096
+    assert not memory_block.is_pinned()
 
 
-@over_ways
-def test_on_the_cpu_it_is_the_optimizer_itself(way: str) -> None:
+@over_modes
+def test_on_the_cpu_it_is_the_optimizer_itself(mode: str) -> None:
     model = model_of()
-    optimizer = on_device(optim.AdamW8bit, way, HostOffload)(model.parameters())
+    optimizer = on_device(optim.AdamW8bit, mode, HostOffload)(model.parameters())
     losses(model, 1)[0].backward()
     optimizer.step()
     assert all(state.region is None for state in optimizer.state.values())

@@ -1,4 +1,4 @@
-"""HostOffload with steps on the CPU: the bits of steps without it, clipping, GradScaler, and its state dicts."""
+"""HostOffload with steps on the CPU has the bits of steps without it, also clipped, scaled, and resumed."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from tests.support.offloaded import MODES, TORCH, losses, model_of, options_of, 
 def test_has_the_bits_of_the_step_in_memory(build: type) -> None:
     options = options_of(build)
     expected, _, _ = run(lambda params: build(params, **options))
-    found, _, _ = run(lambda params: LateHostOffload(build, params, **options))
-    assert_same(found, expected)
+    result, _, _ = run(lambda params: LateHostOffload(build, params, **options))
+    assert_same(result, expected)
 
 
 @over_modes
@@ -33,8 +33,8 @@ def test_has_the_bits_of_the_step_in_memory(build: type) -> None:
 def test_every_way_of_offloading(mode: str, wrapper: type[HostOffload], dtype: torch.dtype) -> None:
     expected, _, _ = run(lambda params: optim.AdamW(params, lr=1e-2), dtype=dtype)
     make = lambda params: wrapper(optim.AdamW, params, lr=1e-2, **MODES[mode])  # noqa: E731
-    found, optimizer, _ = run(make, dtype=dtype)
-    assert_same(found, expected)
+    result, optimizer, _ = run(make, dtype=dtype)
+    assert_same(result, expected)
     assert len(optimizer._weights.buckets) > 2
 
 
@@ -68,14 +68,14 @@ def test_a_half_precision_model_with_fp32_weights_on_the_host(
     optimizer = wrapper(build, models[1].parameters(), **MODES[mode], **options)
     for _ in range(3):
         x = torch.randn(8, 16).to(dtype)
-        for model, each in zip(models, (by_hand, optimizer), strict=True):
+        for model, stepper in zip(models, (by_hand, optimizer), strict=True):
             model(x).float().square().mean().backward()
-            each.step()
+            stepper.step()
         optimizer.zero_grad()
     assert_same([*models[1].parameters()], [*models[0].parameters()])
     states = [dict(optimizer.state[p]) for p in models[1].parameters()]
-    homes = [w.host_param for w in optimizer._weights.values()]
-    weights = [optim.weights.fp32_weight(w, state) for w, state in zip(homes, states, strict=True)]
+    host_params = [w.host_param for w in optimizer._weights.values()]
+    weights = [optim.weights.fp32_weight(w, state) for w, state in zip(host_params, states, strict=True)]
     for state in states:
         state.pop("weight_error", None)
     assert_same(weights, [w.detach() for w in by_hand.masters])
@@ -85,8 +85,8 @@ def test_a_half_precision_model_with_fp32_weights_on_the_host(
 def test_host_dtype_none_keeps_the_parameter_s_own() -> None:
     make = optim.AdamW8bit
     expected, _, _ = run(lambda params: make(params, lr=1e-2), dtype=torch.bfloat16)
-    found, _, _ = run(lambda params: LateHostOffload(make, params, host_dtype=None, lr=1e-2), dtype=torch.bfloat16)
-    assert_same(found, expected)
+    result, _, _ = run(lambda params: LateHostOffload(make, params, host_dtype=None, lr=1e-2), dtype=torch.bfloat16)
+    assert_same(result, expected)
 
 
 @over_modes
@@ -94,24 +94,24 @@ def test_host_dtype_none_keeps_the_parameter_s_own() -> None:
 def test_bf16_weights_that_keep_their_rounding(mode: str, wrapper: type[HostOffload]) -> None:
     options = {"master_weights": "bf16+8", "min_8bit_size": 0}
     expected, _, _ = run(lambda params: optim.AdamW8bit(params, **options), dtype=torch.bfloat16)
-    own = {"host_dtype": None, **MODES[mode]}
-    found, _, _ = run(lambda params: wrapper(optim.AdamW8bit, params, **own, **options), dtype=torch.bfloat16)
-    assert_same(found, expected)
-    del own["host_dtype"]  # master_weights says what the host has
-    found, _, _ = run(lambda params: wrapper(optim.AdamW8bit, params, **own, **options), dtype=torch.bfloat16)
-    assert_same(found, expected)
+    wrapped = {"host_dtype": None, **MODES[mode]}
+    result, _, _ = run(lambda params: wrapper(optim.AdamW8bit, params, **wrapped, **options), dtype=torch.bfloat16)
+    assert_same(result, expected)
+    del wrapped["host_dtype"]  # master_weights alone says that the host keeps bf16 weights
+    result, _, _ = run(lambda params: wrapper(optim.AdamW8bit, params, **wrapped, **options), dtype=torch.bfloat16)
+    assert_same(result, expected)
 
 
 @over_transfers
 @pytest.mark.parametrize("mode", ["default", "offload_gradients"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name_of)
-def test_accumulation(mode: str, wrapper: type[HostOffload], dtype: torch.dtype) -> None:
-    """On the host, too, gradients are added in the parameter's dtype."""
+def test_micro_batches_add_up_as_in_memory(mode: str, wrapper: type[HostOffload], dtype: torch.dtype) -> None:
+    """Gradients are added in the parameter's dtype, on the host too."""
     build = optim.AdamW
     expected, _, _ = run(lambda params: build(params), micro_batches=3, dtype=dtype)
     make = lambda params: wrapper(build, params, host_dtype=None, **MODES[mode])  # noqa: E731
-    found, _, _ = run(make, micro_batches=3, dtype=dtype)
-    assert_same(found, expected)
+    result, _, _ = run(make, micro_batches=3, dtype=dtype)
+    assert_same(result, expected)
 
 
 @over_transfers
@@ -120,11 +120,10 @@ def test_accumulation(mode: str, wrapper: type[HostOffload], dtype: torch.dtype)
 def test_max_grad_norm(build: type, mode: str, wrapper: type[HostOffload]) -> None:
     expected, _, _ = run(lambda params: build(params, max_grad_norm=1e-3))
     make = lambda params: wrapper(build, params, max_grad_norm=1e-3, **MODES[mode])  # noqa: E731
-    found, _, _ = run(make)
-    assert_same(found, expected)
-    assert any(
-        not torch.equal(a, b) for a, b in zip(found["params"], run(lambda p: build(p))[0]["params"], strict=True)
-    )
+    result, _, _ = run(make)
+    assert_same(result, expected)
+    unclipped, _, _ = run(build)
+    assert not all(map(torch.equal, result["params"], unclipped["params"]))
 
 
 @over_transfers
@@ -170,7 +169,7 @@ def test_where_nothing_is_transferred_a_step_is_one_call(wrapper: type[HostOfflo
     assert Counted.steps == calls
 
 
-def test_memory_that_lacks_on_the_host_is_raised() -> None:
+def test_out_of_memory_on_the_host_is_raised() -> None:
     class Broken(optim.AdamW):
         def _init_state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
             raise torch.OutOfMemoryError("no memory")
@@ -183,7 +182,7 @@ def test_memory_that_lacks_on_the_host_is_raised() -> None:
     assert torch.equal(p, torch.ones(5))
 
 
-# ---- it is an optimizer
+# ---- state dicts and groups
 
 
 @over_modes
@@ -194,19 +193,19 @@ def test_a_run_goes_on_from_its_state_dict(mode: str, dtype: torch.dtype) -> Non
     state = saved(optimizer.state_dict())
     assert ("host_weight" in state["state"][0]) == (dtype == torch.float16)
     assert ("weight_error" in state["state"][0]) == (dtype == torch.bfloat16)
-    again = copy.deepcopy(model)
-    other = make(again.parameters())
-    other.load_state_dict(state)
-    for m, o in ((model, optimizer), (again, other)):
+    model_copy = copy.deepcopy(model)
+    resumed = make(model_copy.parameters())
+    resumed.load_state_dict(state)
+    for m, o in ((model, optimizer), (model_copy, resumed)):
         for loss in losses(m, 1):
             loss.backward()
         o.step()
         o.zero_grad()
-    assert_same(snapshot(other), snapshot(optimizer))
-    assert_same(saved(other.state_dict()), saved(optimizer.state_dict()))
+    assert_same(snapshot(resumed), snapshot(optimizer))
+    assert_same(saved(resumed.state_dict()), saved(optimizer.state_dict()))
 
 
-def test_state_dicts_of_the_optimizer_in_memory() -> None:
+def test_state_dicts_are_those_of_the_optimizer_in_memory() -> None:
     _, plain, model = run(lambda params: optim.AdamW8bit(params, min_8bit_size=0))
     _, optimizer, _ = run(lambda params: HostOffload(optim.AdamW8bit, params, min_8bit_size=0))
     assert_same(optimizer.state_dict(), plain.state_dict())

@@ -1,4 +1,4 @@
-"""What HostOffload refuses: options, classes, GradScaler with offloaded gradients, bad gradients."""
+"""HostOffload refuses bad options and classes, a GradScaler with offloaded gradients, and bad gradients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from memkern.optim.offload.transfers import Transfers, transfers_of
 from tests.support.late_transfers import LateHostOffload
 from tests.support.offloaded import ON_DEVICE
 
-BAD: list[tuple[dict[str, Any], str]] = [
+# options, the error's message
+BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"host_dtype": torch.bfloat16}, "host_dtype must be None, torch.float32 or torch.float64, got"),
     ({"step_in_backward": True}, "step_in_backward must be False with step_on='cpu', got True: .*device"),
     ({"step_on": "gpu"}, "step_on must be 'cpu' or 'device', got 'gpu'"),
@@ -28,18 +29,18 @@ BAD: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("options", "message"), BAD)
+@pytest.mark.parametrize(("options", "message"), BAD_OPTIONS)
 def test_bad_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         HostOffload(optim.AdamW, [nn.Parameter(torch.ones(3))], **options)
 
 
-def test_classes_that_cannot() -> None:
+def test_classes_that_are_refused() -> None:
     params = [nn.Parameter(torch.ones(3))]
     for step_on in ("cpu", "device"):
-        for given in (torch.optim.LBFGS, HostOffload, "AdamW"):
+        for optimizer_class in (torch.optim.LBFGS, HostOffload, "AdamW"):
             with pytest.raises(TypeError, match="optimizer_class must be"):
-                HostOffload(given, params, step_on=step_on)
+                HostOffload(optimizer_class, params, step_on=step_on)
     with pytest.raises(TypeError, match=r"one of memkern.optim with step_on='device', got torch.optim.adamw.AdamW"):
         HostOffload(torch.optim.AdamW, params, step_on="device")
 
@@ -67,12 +68,12 @@ def test_a_bad_gradient_is_refused_before_anything_is_changed(mode: dict[str, An
 
 
 def test_transfers_of_the_cpu_are_plain_copies() -> None:
-    made = transfers_of(torch.device("cpu"))
-    assert type(made) is Transfers
-    assert made.shares_memory
+    transfers = transfers_of(torch.device("cpu"))
+    assert type(transfers) is Transfers
+    assert transfers.shares_memory
 
 
-def test_fp32_weights_of_a_model_whose_optimizer_is_on_the_host() -> None:
+def test_fp32_weights_are_read_from_the_host() -> None:
     for dtype, new in (
         (torch.bfloat16, optim.AdamW8bit),
         (torch.bfloat16, torch.optim.AdamW),
@@ -89,11 +90,11 @@ def test_fp32_weights_of_a_model_whose_optimizer_is_on_the_host() -> None:
                 q.grad = p.grad.float()
             host.step()
             plain.step()
-        found = optim.to_fp32_state_dict(model, host)
+        weights = optim.to_fp32_state_dict(model, host)
         for name, x in expected.state_dict().items():
-            torch.testing.assert_close(found[name], x, rtol=1e-6, atol=1e-7)
+            torch.testing.assert_close(weights[name], x, rtol=1e-6, atol=1e-7)
         if new is optim.AdamW8bit:
             with pytest.raises(ValueError, match="is model a copy, or optimizer the inner one of a HostOffload"):
                 optim.to_fp32_state_dict(copy.deepcopy(model), host)
             with pytest.raises(TypeError, match="HostOffload"):
-                optim.load_fp32_state_dict(model, host, found)
+                optim.load_fp32_state_dict(model, host, weights)

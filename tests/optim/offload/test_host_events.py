@@ -1,4 +1,4 @@
-"""HostOffload with steps on the CPU: the order of copies, events and steps, and which tensors stay in memory."""
+"""HostOffload with steps on the CPU: the order of copies, events and steps, and that gradients are freed."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tests.support.offloaded import MODES, events_of_a_step, model_of
 # ---- the order of events
 
 
-def logged(mode: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The events of a step (:func:`events_of_a_step`) with the CPU's steps of buckets, each of which is a matrix."""
+def log_of_a_step(mode: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The events of a step (:func:`events_of_a_step`) and the CPU's steps of its buckets, one for each matrix."""
     log: list[Any] = []
     step = HostOffload._step_inner
     monkeypatch.setattr(HostOffload, "_step_inner", lambda self, bucket: (log.append("CPU steps"), step(self, bucket)))
@@ -29,8 +29,8 @@ def logged(mode: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_events_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights and gradients of the next bucket come while one is stepped, and weights of the last one go."""
-    assert logged("default", monkeypatch) == [
+    """Weights and gradients of the next bucket come while one is stepped, and the last one's weights go back."""
+    assert log_of_a_step("default", monkeypatch) == [
         "backward is over",
         *(("down", i) for i in range(4)),
         ("host waits", "down", 1),
@@ -50,7 +50,7 @@ def test_events_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_gradients_come_in_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    log = logged("offload_gradients", monkeypatch)
+    log = log_of_a_step("offload_gradients", monkeypatch)
     over = log.index("backward is over")
     assert log[:over] == [("down", i) for i in range(3)]
     assert log[over + 1 :] == [  # in step() the weights come
@@ -72,15 +72,15 @@ def test_streams_and_events_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     monkeypatch.setattr(Tensor, "record_stream", lambda x, stream: module.record(stream))
     monkeypatch.setattr(Tensor, "pin_memory", lambda x: (module.pin(), x)[1])
-    made = transfers_of(torch.device("cuda", 0))
-    assert isinstance(made, StreamTransfers)
-    assert not made.shares_memory
+    transfers = transfers_of(torch.device("cuda", 0))
+    assert isinstance(transfers, StreamTransfers)
+    assert not transfers.shares_memory
     x, y = torch.randn(3), torch.zeros(3)
-    room = made.empty_like(x)
-    down = made.to_host(room, x)
-    made.host_waits(down)
-    up = made.to_device(y, room, down)
-    made.device_waits(up)
+    host = transfers.empty_like(x)
+    down = transfers.to_host(host, x)
+    transfers.host_waits(down)
+    up = transfers.to_device(y, host, down)
+    transfers.device_waits(up)
     assert_same(y, x)
     lookups = ("Stream", "Event", "current_stream", "stream().__enter__", "stream().__exit__")
     assert [called for called in module.mock_calls if called[0] not in lookups] == [

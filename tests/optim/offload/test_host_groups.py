@@ -1,4 +1,4 @@
-"""HostOffload with groups and states that users or a step change: the results of the optimizer without it."""
+"""HostOffload gives the results of the optimizer without it, also where users or a step change groups and states."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def train(optimizer: torch.optim.Optimizer, first: int, last: int, between: Call
 class Counting(torch.optim.Optimizer):
     """SGD with momentum that counts its steps in its groups, as apex's and TransformerEngine's Adam do."""
 
-    kept: dict[str, Any] = {}  # noqa: RUF012
+    group_state: dict[str, Any] = {}  # noqa: RUF012
 
     def __init__(self, params: Any, lr: float = 1e-2) -> None:
-        super().__init__(params, {"lr": lr, **copy.deepcopy(self.kept)})
+        super().__init__(params, {"lr": lr, **copy.deepcopy(self.group_state)})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -63,18 +63,18 @@ class Counting(torch.optim.Optimizer):
 
 
 class Declared(Counting):
-    kept = {"step": 0}  # noqa: RUF012
+    group_state = {"step": 0}  # noqa: RUF012
 
 
 class InPlace(Counting):
-    kept = {"step": torch.tensor(0.0)}  # noqa: RUF012
+    group_state = {"step": torch.tensor(0.0)}  # noqa: RUF012
 
     def count(self, group: dict[str, Any]) -> float:
         return float(group["step"].add_(1))
 
 
 class Nested(Counting):
-    kept = {"progress": {"steps": [0]}}  # noqa: RUF012
+    group_state = {"progress": {"steps": [0]}}  # noqa: RUF012
 
     def count(self, group: dict[str, Any]) -> float:
         group["progress"]["steps"][0] += 1
@@ -84,11 +84,11 @@ class Nested(Counting):
 class Together(Counting):
     """Like Prodigy's d: one number, computed from all parameters' gradients."""
 
-    kept = {"d": 1.0}  # noqa: RUF012
+    group_state = {"d": 1.0}  # noqa: RUF012
 
     def count(self, group: dict[str, Any]) -> float:
-        found = sum(float(p.grad.norm()) for p in group["params"] if p.grad is not None)
-        group["d"] = max(group["d"], found)
+        norms = sum(float(p.grad.norm()) for p in group["params"] if p.grad is not None)
+        group["d"] = max(group["d"], norms)
         return group["d"]
 
 
@@ -98,41 +98,41 @@ over_classes = pytest.mark.parametrize("build", [Counting, Declared, InPlace, Ne
 @over_classes
 @over_transfers
 @pytest.mark.parametrize("gradients", [False, True])
-def test_what_a_class_keeps_in_its_groups(build: type, wrapper: type[HostOffload], gradients: bool) -> None:
+def test_numbers_that_a_class_keeps_in_its_groups(build: type, wrapper: type[HostOffload], gradients: bool) -> None:
     make = lambda p: wrapper(build, p, offload_gradients=gradients)  # noqa: E731
-    for resumed in (False, True):
-        found = []
+    for resumes in (False, True):
+        results = []
         for new in (build, make):
             optimizer = new([{"params": parameters(2)}, {"params": parameters(2, 1), "lr": 1e-3}])
             train(optimizer, 0, 3)
-            if resumed:
+            if resumes:
                 state = copy.deepcopy(optimizer.state_dict())
                 optimizer = new([{"params": group["params"]} for group in optimizer.param_groups])
                 optimizer.load_state_dict(state)
             train(optimizer, 3, 6)
-            found.append((snapshot(optimizer), optimizer.state_dict()))
-        assert_same(found[1], found[0])
+            results.append((snapshot(optimizer), optimizer.state_dict()))
+        assert_same(*results)
 
 
 @over_classes
 def test_such_a_class_cannot_be_stepped_by_parameter(build: type) -> None:
-    name = next(iter(build.kept), "step")  # type: ignore[attr-defined]
+    name = next(iter(build.group_state), "step")  # type: ignore[attr-defined]
     optimizer = StepInBackward(build, parameters())
     with pytest.raises(RuntimeError, match=rf"StepInBackward takes no {build.__name__}, whose step changes {name} of"):
         train(optimizer, 0, 1)
 
 
-def test_a_class_of_its_own_that_keeps_nothing_in_groups_can() -> None:
+def test_a_class_that_keeps_nothing_in_its_groups_can_be_stepped_by_parameter() -> None:
     class Plain(Counting):
         def count(self, group: dict[str, Any]) -> float:
             return 1.0
 
-    found = []
+    results = []
     for make in (Plain, lambda p: StepInBackward(Plain, p)):
         params = parameters()
         train(make(params), 0, 3)
-        found.append(params)
-    assert_same(found[1], found[0])
+        results.append(params)
+    assert_same(*results)
 
 
 # ---- groups that change
@@ -145,11 +145,11 @@ def assign_group(optimizer: Any) -> None:
 
 
 def set_list(change: Callable[[list[Any]], list[Any]]) -> Callable[[Any], None]:
-    def changed(optimizer: Any) -> None:
+    def edit(optimizer: Any) -> None:
         group = optimizer.param_groups[0]
         group["params"] = change(group["params"])
 
-    return changed
+    return edit
 
 
 def to_the_other_group(optimizer: Any) -> None:
@@ -163,7 +163,7 @@ def add_group(optimizer: Any) -> None:
 
 
 def take_out_and_add(optimizer: Any) -> None:
-    """Moves a parameter to a new group some steps later, as LLRD and unfreezing callbacks do."""
+    """Moves a parameter to a new group some steps later, as callbacks that unfreeze layers do."""
     taken = optimizer.param_groups[0]["params"].pop()
     train(optimizer, 3, 5)
     optimizer.add_param_group({"params": [taken]})
@@ -194,11 +194,11 @@ def transpose(optimizer: Any) -> None:
 def set_options(**options: Any) -> Callable[[Any], None]:
     """Sets options in all groups that have them."""
 
-    def changed(optimizer: Any) -> None:
+    def edit(optimizer: Any) -> None:
         for group in optimizer.param_groups:
             group.update((name, copy.copy(x)) for name, x in options.items() if name in group)
 
-    return changed
+    return edit
 
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
@@ -225,18 +225,19 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def changed(make: Callable[[Any], Any], change: Callable[[Any], Any], way: str) -> Any:
+def train_with_change(make: Callable[[Any], Any], change: Callable[[Any], Any], then: str) -> Any:
+    """Parameters after and before the change, options of groups and states; ``then``: done between change and steps."""
     optimizer = make([{"params": parameters(2), "name": "a"}, {"params": parameters(2, 7), "name": "b"}])
     before = [p for group in optimizer.param_groups for p in group["params"]]
     train(optimizer, 0, 3)
     change(optimizer)
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    for p in {*before} - {*params}:  # state_dict() has no number for the state of one that is in no group
-        if way == "saved":
+    for p in {*before} - {*params}:  # state_dict() has no number for a state whose parameter is in no group
+        if then == "saved":
             optimizer.state.pop(p, None)
-    if way == "saved":
+    if then == "saved":
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    elif way == "copied":
+    elif then == "copied":
         optimizer = copy.deepcopy(optimizer)
         params = [p for group in optimizer.param_groups for p in group["params"]]
     train(optimizer, 5, 8)
@@ -245,21 +246,21 @@ def changed(make: Callable[[Any], Any], change: Callable[[Any], Any], way: str) 
 
 
 @over_transfers
-@pytest.mark.parametrize("way", first_quick(["stepped", "saved", "copied"]))
+@pytest.mark.parametrize("then", first_quick(["stepped", "saved", "copied"]))
 @pytest.mark.parametrize("build", [optim.AdamW8bit, torch.optim.AdamW], ids=name_of)
 @pytest.mark.parametrize("mode", [*MODES, *ON_DEVICE])
 @pytest.mark.parametrize("change", CHANGES)
-def test_groups_are_read_as_they_are(change: str, build: type, way: str, wrapper: type[HostOffload], mode: str) -> None:
+def test_changes_of_groups(change: str, build: type, then: str, wrapper: type[HostOffload], mode: str) -> None:
     if mode in ON_DEVICE and build is torch.optim.AdamW:
         return
     options = {"min_8bit_size": 0} if build is optim.AdamW8bit else {}
-    expected = changed(lambda p: build(p, lr=1e-2, **options), CHANGES[change], way)
+    expected = train_with_change(lambda p: build(p, lr=1e-2, **options), CHANGES[change], then)
     make = lambda p: wrapper(build, p, lr=1e-2, **(MODES | ON_DEVICE)[mode], **options)  # noqa: E731
-    assert_same(changed(make, CHANGES[change], way), expected)
+    assert_same(train_with_change(make, CHANGES[change], then), expected)
 
 
 def load_contiguous(optimizer: Any) -> None:
-    """Through a file that makes tensors contiguous."""
+    """Loads the state_dict with contiguous tensors, as files of safetensors have them."""
     state_dict = copy.deepcopy(optimizer.state_dict())
     for state in state_dict["state"].values():
         state.update({key: x.contiguous() for key, x in state.items()})
@@ -280,23 +281,23 @@ BETWEEN: dict[str, Callable[[Any], Any]] = {
 @over_transfers
 @pytest.mark.parametrize("mode", [*MODES, *ON_DEVICE])
 @pytest.mark.parametrize("change", BETWEEN)
-def test_what_comes_between_backward_and_step(change: str, wrapper: type[HostOffload], mode: str) -> None:
+def test_changes_between_backward_and_step(change: str, wrapper: type[HostOffload], mode: str) -> None:
     in_backward = "backward" in mode
     if change == "clipped" and in_backward:
         return
-    found = []
+    results = []
     for offloads in (False, True):
         new: Any = optim.AdamW8bit
         if offloads:
-            new = lambda p, **own: wrapper(optim.AdamW8bit, p, **(MODES | ON_DEVICE)[mode], **own)  # noqa: E731
+            new = lambda p, **options: wrapper(optim.AdamW8bit, p, **(MODES | ON_DEVICE)[mode], **options)  # noqa: E731
         elif in_backward:
-            new = lambda p, **own: StepInBackward(optim.AdamW8bit, p, **own)  # noqa: E731
+            new = lambda p, **options: StepInBackward(optim.AdamW8bit, p, **options)  # noqa: E731
         optimizer = new(parameters(), lr=1e-2, min_8bit_size=0)
         train(optimizer, 0, 2)
         train(optimizer, 2, 4, BETWEEN[change])
         train(optimizer, 4, 5)
-        found.append(snapshot(optimizer))
-    assert_same(found[1], found[0])
+        results.append(snapshot(optimizer))
+    assert_same(*results)
 
 
 def test_fp32_weights_of_parameters_in_place_of_others() -> None:
@@ -325,7 +326,7 @@ def test_an_export_converts_no_states() -> None:
 
 @over_transfers
 def test_a_gradient_of_a_parameter_that_has_left_stays(wrapper: type[HostOffload]) -> None:
-    """Its gradient is not moved to the host, as another optimizer may step the parameter."""
+    """Its gradient is not moved to the host, since another optimizer may step the parameter."""
     a, b = parameters(2)
     optimizer = wrapper(optim.AdamW, [a, b], offload_gradients=True)
     train(optimizer, 0, 1)
@@ -349,8 +350,8 @@ def test_a_group_that_is_refused_changes_nothing() -> None:
     assert float(optimizer.state[params[0]]["step"]) == 2
 
 
-def test_a_frozen_group_that_is_thawed() -> None:
-    """HostOffload has turned on master_weights for the group, which had no trainable parameter that is not bf16."""
+def test_a_frozen_group_that_is_thawed_trains() -> None:
+    """While frozen, the group has no trainable fp32 parameter, so that HostOffload turns on its master_weights."""
     frozen = parameters(2)
     for p in frozen:
         p.requires_grad_(False)

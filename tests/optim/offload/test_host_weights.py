@@ -39,16 +39,16 @@ HOST_EDITS: dict[str, Callable[[nn.Module], Any]] = {
 @pytest.mark.parametrize("edit", HOST_EDITS)
 @pytest.mark.parametrize("case", ["fp32 weights", "bf16+8", "torch's, fp32", "torch's, bf16"])
 def test_a_step_goes_on_from_edited_weights(mode: str, wrapper: type[HostOffload], edit: str, case: str) -> None:
-    """As steps without HostOffload do, and never from the weights before the edit."""
+    """Like steps without HostOffload, and never from the weights before the edit."""
     dtype = torch.float32 if case == "torch's, fp32" else torch.bfloat16
     build: Any = torch.optim.AdamW if "torch" in case else optim.AdamW8bit
     options = {"lr": 1e-2} | ({} if "torch" in case else {"min_8bit_size": 0})
-    here = {"fp32 weights": {"master_weights": "bf16+16"}, "bf16+8": {"master_weights": "bf16+8"}}.get(case, {})
-    there = here if case == "bf16+8" else {}
+    in_memory = {"fp32 weights": {"master_weights": "bf16+16"}, "bf16+8": {"master_weights": "bf16+8"}}.get(case, {})
+    on_host = in_memory if case == "bf16+8" else {}
     models = [model_of(dtype) for _ in range(2)]
     optimizers = [
-        build(models[0].parameters(), **options, **here),
-        wrapper(build, models[1].parameters(), **MODES[mode], **options, **there),
+        build(models[0].parameters(), **options, **in_memory),
+        wrapper(build, models[1].parameters(), **MODES[mode], **options, **on_host),
     ]
     for step in range(4):
         for model, optimizer in zip(models, optimizers, strict=True):
@@ -59,14 +59,14 @@ def test_a_step_goes_on_from_edited_weights(mode: str, wrapper: type[HostOffload
             optimizer.zero_grad()
             if step == 2:
                 HOST_EDITS[edit](model)
-    if case == "torch's, bf16":  # which has no fp32 weights in memory
+    if case == "torch's, bf16":  # without HostOffload it has no fp32 weights
         before = [p.detach().clone() for p in models[1].parameters()]
         HOST_EDITS[edit](models[1])
         edited = [p.detach().clone() for p in models[1].parameters()]
         losses(models[1], 1)[0].backward()
         optimizers[1].step()
         for p, x, y in zip(models[1].parameters(), edited, before, strict=True):
-            assert ((p - x).abs() <= 0.011 + x.abs() / 128).all()
+            assert ((p - x).abs() <= 0.011 + x.abs() / 128).all()  # lr, and a unit of bf16's last place
             assert not torch.equal(p, y)
     else:
         assert_same([p.detach() for p in models[1].parameters()], [p.detach() for p in models[0].parameters()])
