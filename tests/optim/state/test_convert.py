@@ -1,4 +1,4 @@
-"""State dicts of torch.optim, converted to memkern's and back."""
+"""State dicts of torch.optim are converted to memkern's and back."""
 
 import copy
 from collections.abc import Callable
@@ -32,7 +32,7 @@ def test_from_torch_to_32_bits_is_exact(kind: str, implementation: str) -> None:
     params = parameters()
     flags = {} if implementation == "plain" else {implementation: True}
     if implementation == "capturable":
-        flags = {}  # refused on the CPU at step time: the flag is put into the state below
+        flags = {}  # torch refuses a capturable step on the CPU: the flag is set in the state dict below
     theirs = getattr(torch.optim, kind)(params, **HYPER, **flags)
     train(theirs, params, 3)
     saved = theirs.state_dict()
@@ -64,14 +64,14 @@ def test_from_torch_stores_what_the_optimizer_would(options: State, dtype: torch
     ours.load_state_dict(optim.from_torch_state_dict(ours, theirs.state_dict()))
     (group,) = ours.param_groups
     for p, q in zip(params, group["params"], strict=True):
-        got = ours.state[q]
+        state = ours.state[q]
         coded = takes_8bit_state(q, group)
-        assert got["exp_avg"].dtype == (torch.int8 if coded else torch.float32)
+        assert state["exp_avg"].dtype == (torch.int8 if coded else torch.float32)
         for name in ("exp_avg", "exp_avg_sq"):
             x = torch.empty_like(q, dtype=torch.float32).copy_(theirs.state[p][name]).detach()
-            assert got[name].stride() == q.stride()
+            assert state[name].stride() == q.stride()
             if not coded:
-                assert torch.equal(got[name], x)
+                assert torch.equal(state[name], x)
                 continue
             rooted = name == "exp_avg_sq" and group["codec"] == "power"
             codes, scale = quantize_blockwise(
@@ -81,8 +81,8 @@ def test_from_torch_stores_what_the_optimizer_would(options: State, dtype: torch
                 block_size=group["block_size"],
                 step=5 if group["codec"] == "power" else None,
             )
-            assert torch.equal(got[name], codes)
-            assert torch.equal(got[f"{name}_scale"], scale)
+            assert torch.equal(state[name], codes)
+            assert torch.equal(state[f"{name}_scale"], scale)
 
 
 def in_order(state_dict: State) -> list[State]:
@@ -115,11 +115,11 @@ def test_to_torch_and_back(options: State) -> None:
         if not takes_8bit_state(p, group):
             continue
         for name in ("exp_avg", "exp_avg_sq"):
-            # A block whose largest code stands for less than its scale (the dynamic map has no -1) shrinks
-            # with it, and the dither may move a root that stands on a code by one.
-            same = (back[i][name] == ours.state[p][name]).float().mean()
-            exact = name == ("exp_avg" if group["codec"] == "power" else "exp_avg_sq")
-            assert same == 1 if exact else same > 0.7
+            # A block whose largest code stands for less than its scale (the dynamic map has no -1) gets a smaller
+            # scale, and the dither may move a root that is exactly a code to the next one.
+            equal_share = (back[i][name] == ours.state[p][name]).float().mean()
+            is_exact = name == ("exp_avg" if group["codec"] == "power" else "exp_avg_sq")
+            assert equal_share == 1 if is_exact else equal_share > 0.7
             x, truth = value(back[i], name, group), value(ours.state[p], name, group)
             assert (x - truth).abs().max() <= 0.03 * truth.abs().max()
     assert_steps_agree(ours, params, theirs, copies)
@@ -184,22 +184,22 @@ def test_nothing_is_shared_or_changed() -> None:
     params = parameters()
     theirs = torch.optim.AdamW(params)
     train(theirs, params, 1)
-    given = theirs.state_dict()
-    before = copy.deepcopy(given)
+    torch_state = theirs.state_dict()
+    before = copy.deepcopy(torch_state)
     for options in ({"state_bits": 32}, {"state_bits": 8}):
         ours = optim.AdamW(copies_of(params), **options)
-        converted = optim.from_torch_state_dict(ours, given)
+        converted = optim.from_torch_state_dict(ours, torch_state)
         for state in converted["state"].values():
             for tensor in state.values():
                 tensor.fill_(77)
         assert not ours.state
-        ours.load_state_dict(optim.from_torch_state_dict(ours, given))
-        own = copy.deepcopy(ours.state_dict())
+        ours.load_state_dict(optim.from_torch_state_dict(ours, torch_state))
+        unchanged = copy.deepcopy(ours.state_dict())
         for state in optim.to_torch_state_dict(ours)["state"].values():
             for tensor in state.values():
                 tensor.fill_(77)
-        assert_same(ours.state_dict(), own)
-    assert_same(given, before)
+        assert_same(ours.state_dict(), unchanged)
+    assert_same(torch_state, before)
 
 
 def test_amsgrad_comes_and_goes() -> None:
@@ -220,7 +220,7 @@ def test_amsgrad_comes_and_goes() -> None:
     assert_same(back.state_dict()["state"], theirs.state_dict()["state"])
 
 
-# ---- between a change of the groups and the next step: exporters see what that step would
+# ---- exports between a change of the groups and the next step
 
 EXPORTS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "torch": (optim.AdamW8bit, lambda o: optim.to_torch_state_dict(o)["state"]),
@@ -228,7 +228,8 @@ EXPORTS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
 }
 
 
-def stepped(build: Any, **options: Any) -> tuple[nn.Linear, Any]:
+def step_once(build: Any, **options: Any) -> tuple[nn.Linear, Any]:
+    """A bf16 model and its optimizer after a step."""
     torch.manual_seed(0)
     model = nn.Linear(64, 128, bias=False).bfloat16()
     optimizer = build(model.parameters(), lr=1e-2, **options)
@@ -246,7 +247,7 @@ def replace(model: nn.Linear, optimizer: Any) -> None:
 @pytest.mark.parametrize("name", EXPORTS)
 def test_the_state_of_a_replaced_parameter_is_exported(name: str) -> None:
     build, export = EXPORTS[name]
-    model, optimizer = stepped(build, min_8bit_size=0)
+    model, optimizer = step_once(build, min_8bit_size=0)
     expected = export(optimizer)
     replace(model, optimizer)
     old = [*optimizer.state]
@@ -258,9 +259,9 @@ def fp32(model: nn.Module, optimizer: Any) -> Tensor:
     return optim.to_fp32_state_dict(model, optimizer)["weight"]
 
 
-@pytest.mark.parametrize("kept", ["bf16+8", "bf16+16"])
-def test_fp32_weights_of_a_replaced_parameter(kept: str) -> None:
-    model, optimizer = stepped(optim.AdamW8bit, master_weights=kept)
+@pytest.mark.parametrize("master_weights", ["bf16+8", "bf16+16"])
+def test_fp32_weights_of_a_replaced_parameter(master_weights: str) -> None:
+    model, optimizer = step_once(optim.AdamW8bit, master_weights=master_weights)
     expected = fp32(model, optimizer).clone()
     assert not torch.equal(expected, model.weight.float())
     replace(model, optimizer)
@@ -269,11 +270,12 @@ def test_fp32_weights_of_a_replaced_parameter(kept: str) -> None:
     optim.load_fp32_state_dict(model, optimizer, {"weight": new})
     (state,) = optimizer.state_dict()["state"].values()
     assert int(state["step"]) == 1  # moments and counter are the old parameter's
-    torch.testing.assert_close(fp32(model, optimizer), new, rtol=0 if kept != "bf16+8" else 2.0**-16, atol=0)
+    rtol = 0 if master_weights == "bf16+16" else 2.0**-16
+    torch.testing.assert_close(fp32(model, optimizer), new, rtol=rtol, atol=0)
 
 
 def test_fp32_weights_are_loaded_into_an_option_that_was_set_since_the_step() -> None:
-    model, optimizer = stepped(optim.AdamW8bit)
+    model, optimizer = step_once(optim.AdamW8bit)
     optimizer.param_groups[0]["master_weights"] = "bf16+16"
     new = model.weight.detach().float() * 1.001
     optim.load_fp32_state_dict(model, optimizer, {"weight": new})
@@ -282,7 +284,7 @@ def test_fp32_weights_are_loaded_into_an_option_that_was_set_since_the_step() ->
 
 @pytest.mark.parametrize("mode", [{}, {"offload_gradients": True}])
 def test_the_inner_optimizer_has_the_groups_options(mode: dict[str, bool]) -> None:
-    _, optimizer = stepped(lambda params, **options: optim.HostOffload(optim.AdamW8bit, params, **mode, **options))
+    _, optimizer = step_once(lambda params, **options: optim.HostOffload(optim.AdamW8bit, params, **mode, **options))
     optimizer.param_groups[0]["lr"] = 0.25  # as a scheduler does after the step
     assert optim.to_torch_state_dict(optimizer.inner)["param_groups"][0]["lr"] == 0.25
 
@@ -309,7 +311,7 @@ ERRORS: dict[str, tuple[tuple[Any, ...], Any, type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("case", ERRORS)
-def test_bad_states(case: str) -> None:
+def test_bad_states_are_refused(case: str) -> None:
     path, wrong, error, message = ERRORS[case]
     params = [nn.Parameter(torch.randn(96, 64)), nn.Parameter(torch.randn(5))]
     theirs = torch.optim.AdamW(params)
@@ -320,22 +322,22 @@ def test_bad_states(case: str) -> None:
     assert not ours.state
 
 
-def test_states_of_other_optimizers_that_keep_more() -> None:
-    """NAdam has Adam's two moments, and one entry more."""
-    for kept in (torch.optim.NAdam, torch.optim.Adam):
+def test_states_with_more_entries_than_adams_are_refused() -> None:
+    """NAdam's states have mu_product beside Adam's two moments; a wrapper may add an entry to Adam's own."""
+    for cls in (torch.optim.NAdam, torch.optim.Adam):
         model = torch.nn.Linear(8, 8)
-        theirs = kept(model.parameters())
+        theirs = cls(model.parameters())
         model(torch.ones(2, 8)).sum().backward()
         theirs.step()
         ours = optim.AdamW8bit(model.parameters())
-        if kept is torch.optim.Adam:
-            theirs.state[model.weight]["slow_buffer"] = torch.zeros(8, 8)  # of a wrapper
-        extra = "mu_product" if kept is torch.optim.NAdam else "slow_buffer"
+        if cls is torch.optim.Adam:
+            theirs.state[model.weight]["slow_buffer"] = torch.zeros(8, 8)
+        extra = "mu_product" if cls is torch.optim.NAdam else "slow_buffer"
         with pytest.raises(ValueError, match=rf"must be of torch\.optim\.Adam or AdamW, .* got {extra} too"):
             optim.from_torch_state_dict(ours, theirs.state_dict())
 
 
-def test_states_of_other_optimizers_that_keep_the_same() -> None:
+def test_states_of_radam_with_adams_entries_are_refused() -> None:
     params = [nn.Parameter(torch.randn(96, 64))]
     theirs = torch.optim.RAdam(params)
     train(theirs, params, 1)
@@ -343,7 +345,7 @@ def test_states_of_other_optimizers_that_keep_the_same() -> None:
         optim.from_torch_state_dict(optim.AdamW8bit(params), theirs.state_dict())
 
 
-def test_optimizers_and_states_of_another_kind() -> None:
+def test_optimizers_and_states_of_another_kind_are_refused() -> None:
     params = [nn.Parameter(torch.randn(96, 64))]
     adam, lion, theirs = optim.AdamW8bit(params), optim.Lion8bit(params), torch.optim.AdamW(params)
     with pytest.raises(TypeError, match=r"must be a memkern\.optim\.Adam, got torch\.optim\.adamw\.AdamW"):

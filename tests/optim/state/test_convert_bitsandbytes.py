@@ -1,4 +1,4 @@
-"""State dicts of bitsandbytes, converted to memkern's: written by hand, and by bitsandbytes itself if installed."""
+"""State dicts of bitsandbytes are converted to memkern's: written by hand, and by bitsandbytes where installed."""
 
 import copy
 from typing import Any
@@ -28,18 +28,18 @@ from tests.support.helpers import assert_same
 
 
 def by_hand(params: list[nn.Parameter], names: tuple[str, ...], wrapped: bool, block: int = 256) -> State:
-    """A state dict as bitsandbytes writes it, with random codes."""
+    """A state dict as bitsandbytes writes it, with random codes. ``wrapped``: quantized states are in a dict inside."""
     generator = torch.Generator().manual_seed(1)
     state: State = {}
     for i, p in enumerate(params):
         quant: State = {}
-        for k, _ in zip("12", names, strict=False):
+        for slot, _ in zip("12", names, strict=False):
             if p.numel() < 4096:
-                quant[f"state{k}"] = torch.rand(p.shape, generator=generator)
+                quant[f"state{slot}"] = torch.rand(p.shape, generator=generator)
                 continue
-            quant[f"state{k}"] = torch.randint(256, p.shape, generator=generator, dtype=torch.uint8)
-            quant[f"qmap{k}"] = torch.tensor(dynamic_map(k == "1"))
-            quant[f"absmax{k}"] = torch.rand(-(-p.numel() // block), generator=generator) + 0.1
+            quant[f"state{slot}"] = torch.randint(256, p.shape, generator=generator, dtype=torch.uint8)
+            quant[f"qmap{slot}"] = torch.tensor(dynamic_map(slot == "1"))
+            quant[f"absmax{slot}"] = torch.rand(-(-p.numel() // block), generator=generator) + 0.1
         state[i] = {"step": 7, **({"__bnb_optimizer_quant_state__": quant} if wrapped else quant)}
     adam = {"alpha": 0.0, "t_alpha": None, "t_beta3": None} if len(names) == 2 else {}
     group = {**HYPER, **adam, "eps": HYPER["eps"] if adam else 0.0, "params": [*range(len(params))]}
@@ -52,13 +52,13 @@ def unwrapped(state: State) -> State:
     return flat
 
 
-def bnb_value(state: State, k: str, block: int = 256) -> Tensor:
+def bnb_value(state: State, slot: str, block: int = 256) -> Tensor:
     quant = unwrapped(state)
-    codes = quant[f"state{k}"]
+    codes = quant[f"state{slot}"]
     if codes.dtype != torch.uint8:
         return codes
-    scale = quant[f"absmax{k}"].repeat_interleave(block)[: codes.numel()]
-    return (quant[f"qmap{k}"][codes.long().reshape(-1)] * scale).reshape(codes.shape)
+    scale = quant[f"absmax{slot}"].repeat_interleave(block)[: codes.numel()]
+    return (quant[f"qmap{slot}"][codes.long().reshape(-1)] * scale).reshape(codes.shape)
 
 
 # class: its moments, state1 and state2 of bitsandbytes
@@ -74,48 +74,48 @@ KINDS = {
 def test_from_bitsandbytes_moves_codes_where_the_blocks_are_the_same(kind: str, wrapped: bool) -> None:
     names = KINDS[kind]
     params = parameters()
-    given = by_hand(params, names, wrapped)
-    before = copy.deepcopy(given)
+    bnb_state = by_hand(params, names, wrapped)
+    before = copy.deepcopy(bnb_state)
     ours = getattr(optim, kind)(params, codec="dynamic", block_size=256)
-    converted = optim.from_bitsandbytes_state_dict(ours, given)
+    converted = optim.from_bitsandbytes_state_dict(ours, bnb_state)
     ours.load_state_dict(converted)
     (group,) = ours.param_groups
     for i, (shape, p) in enumerate(zip(SHAPES, params, strict=True)):
-        for k, name in zip("12", names, strict=False):
-            got, truth = ours.state[p], bnb_value(given["state"][i], k)
+        for slot, name in zip("12", names, strict=False):
+            state, truth = ours.state[p], bnb_value(bnb_state["state"][i], slot)
             if shape in SAME_BLOCKS:
-                quant = unwrapped(given["state"][i])
-                zero = dynamic_zero(k == "1")
-                assert torch.equal(got[name].view(torch.uint8) + zero, quant[f"state{k}"])
-                assert torch.equal(got[f"{name}_scale"].reshape(-1), quant[f"absmax{k}"])
-                assert torch.equal(value(got, name, group), truth)
+                quant = unwrapped(bnb_state["state"][i])
+                zero = dynamic_zero(slot == "1")
+                assert torch.equal(state[name].view(torch.uint8) + zero, quant[f"state{slot}"])
+                assert torch.equal(state[f"{name}_scale"].reshape(-1), quant[f"absmax{slot}"])
+                assert torch.equal(value(state, name, group), truth)
             else:
                 expected = torch.empty_like(p).copy_(truth).detach()
                 if takes_8bit_state(p, group):
-                    codes, scale = _ops.quantize_blockwise(expected, "dynamic", k == "1", 256, 7)
-                    assert torch.equal(got[name], codes)
-                    assert torch.equal(got[f"{name}_scale"], scale)
+                    codes, scale = _ops.quantize_blockwise(expected, "dynamic", slot == "1", 256, 7)
+                    assert torch.equal(state[name], codes)
+                    assert torch.equal(state[f"{name}_scale"], scale)
                 else:
-                    assert torch.equal(got[name], expected)
+                    assert torch.equal(state[name], expected)
         assert ours.state[p]["step"] == 7
     assert (group["lr"], group["betas"], group["weight_decay"]) == (HYPER["lr"], HYPER["betas"], 0.1)
     assert {*group} == {*type(ours)(copies_of(params)).param_groups[0]}
     if kind != "Lion8bit":
         assert group["eps"] == HYPER["eps"]
         assert group["decoupled_weight_decay"] is True
-    assert_same(given, before)
+    assert_same(bnb_state, before)
 
 
 @over_options
 def test_from_bitsandbytes_into_other_codes(options: State) -> None:
     params = parameters()
-    given = by_hand(params, ("exp_avg", "exp_avg_sq"), wrapped=True)
+    bnb_state = by_hand(params, ("exp_avg", "exp_avg_sq"), wrapped=True)
     ours = optim.AdamW(params, **options)
-    ours.load_state_dict(optim.from_bitsandbytes_state_dict(ours, given))
+    ours.load_state_dict(optim.from_bitsandbytes_state_dict(ours, bnb_state))
     (group,) = ours.param_groups
     for i, p in enumerate(params):
-        for k, name in zip("12", KINDS["AdamW8bit"], strict=True):
-            x, truth = value(ours.state[p], name, group), bnb_value(given["state"][i], k)
+        for slot, name in zip("12", KINDS["AdamW8bit"], strict=True):
+            x, truth = value(ours.state[p], name, group), bnb_value(bnb_state["state"][i], slot)
             if ours.state[p][name].dtype == torch.float32:
                 assert torch.equal(x, truth)
                 continue
@@ -128,16 +128,16 @@ def test_from_bitsandbytes_into_other_codes(options: State) -> None:
 def test_old_blocks_of_2048_and_foreign_maps_are_decoded() -> None:
     params = [nn.Parameter(torch.randn(20, 512))]
     ours = optim.Lion(params)
-    given = by_hand(params, ("exp_avg",), wrapped=False, block=2048)
-    converted = optim.from_bitsandbytes_state_dict(ours, given)
-    assert torch.equal(converted["state"][0]["exp_avg"], bnb_value(given["state"][0], "1", 2048))
+    bnb_state = by_hand(params, ("exp_avg",), wrapped=False, block=2048)
+    converted = optim.from_bitsandbytes_state_dict(ours, bnb_state)
+    assert torch.equal(converted["state"][0]["exp_avg"], bnb_value(bnb_state["state"][0], "1", 2048))
     exchanging = optim.Lion8bit(params, codec="dynamic", block_size=256)
-    given = by_hand(params, ("exp_avg",), wrapped=False)
-    given["state"][0]["qmap1"] = torch.linspace(-1, 1, 256)
-    converted = optim.from_bitsandbytes_state_dict(exchanging, given)
+    bnb_state = by_hand(params, ("exp_avg",), wrapped=False)
+    bnb_state["state"][0]["qmap1"] = torch.linspace(-1, 1, 256)
+    converted = optim.from_bitsandbytes_state_dict(exchanging, bnb_state)
     x = value(converted["state"][0], "exp_avg", exchanging.param_groups[0])
-    assert not torch.equal(x, bnb_value(given["state"][0], "1"))
-    torch.testing.assert_close(x, bnb_value(given["state"][0], "1"), atol=0.05, rtol=0)
+    assert not torch.equal(x, bnb_value(bnb_state["state"][0], "1"))
+    torch.testing.assert_close(x, bnb_value(bnb_state["state"][0], "1"), atol=0.05, rtol=0)
 
 
 # ---- bitsandbytes itself
@@ -168,14 +168,14 @@ def test_training_goes_on_from_bitsandbytes(bnb: Any, kind: str, exchanged: bool
     copies = ours.param_groups[0]["params"]
     ours.load_state_dict(optim.from_bitsandbytes_state_dict(ours, theirs.state_dict()))
     for i, p in enumerate(copies):
-        for k, name in zip("12", KINDS[kind], strict=False):
-            want = bnb_value(theirs.state_dict()["state"][i], k)
-            assert torch.equal(value(ours.state[p], name, ours.param_groups[0]), want)
+        for slot, name in zip("12", KINDS[kind], strict=False):
+            expected = bnb_value(theirs.state_dict()["state"][i], slot)
+            assert torch.equal(value(ours.state[p], name, ours.param_groups[0]), expected)
     assert_steps_agree(theirs, params, ours, copies)
     if not exchanged:
         return
-    # What the two then store. The CPU encoder of bitsandbytes takes a neighbour of the nearest entry for 0.1 % of
-    # m and 3 % of v, so codes are close, not equal.
+    # The states after one more step of both. bitsandbytes' CPU encoder takes a neighbour of the nearest entry for
+    # 0.1 % of m and 3 % of v, so that codes are close, not equal.
     after = optim.from_bitsandbytes_state_dict(ours, theirs.state_dict())["state"]
     (group,) = ours.param_groups
     for i, p in enumerate(copies):
@@ -208,27 +208,27 @@ ERRORS: dict[str, tuple[tuple[Any, ...], Any, type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("case", ERRORS)
-def test_bad_states(case: str) -> None:
+def test_bad_states_are_refused(case: str) -> None:
     path, wrong, error, message = ERRORS[case]
     params = [nn.Parameter(torch.randn(96, 64)), nn.Parameter(torch.randn(5))]
     ours = optim.AdamW8bit(params)
-    given = by_hand(params, KINDS["AdamW8bit"], wrapped=False)
+    bnb_state = by_hand(params, KINDS["AdamW8bit"], wrapped=False)
     with pytest.raises(error, match=message):
-        optim.from_bitsandbytes_state_dict(ours, changed(given, path, wrong))
+        optim.from_bitsandbytes_state_dict(ours, changed(bnb_state, path, wrong))
     assert not ours.state
 
 
-def test_optimizers_and_states_of_another_kind() -> None:
+def test_optimizers_and_states_of_another_kind_are_refused() -> None:
     params = [nn.Parameter(torch.randn(96, 64))]
     adam, lion, theirs = optim.AdamW8bit(params), optim.Lion8bit(params), torch.optim.AdamW(params)
-    given = by_hand(params, KINDS["AdamW8bit"], wrapped=True)
-    names = r"must be a memkern\.optim\.Adam or memkern\.optim\.Lion, got torch\.optim\.adamw\.AdamW"
-    with pytest.raises(TypeError, match=names):
-        optim.from_bitsandbytes_state_dict(theirs, given)
+    bnb_state = by_hand(params, KINDS["AdamW8bit"], wrapped=True)
+    message = r"must be a memkern\.optim\.Adam or memkern\.optim\.Lion, got torch\.optim\.adamw\.AdamW"
+    with pytest.raises(TypeError, match=message):
+        optim.from_bitsandbytes_state_dict(theirs, bnb_state)
     with pytest.raises(ValueError, match="has state2, a second moment, which Lion8bit does not have"):
-        optim.from_bitsandbytes_state_dict(lion, given)
+        optim.from_bitsandbytes_state_dict(lion, bnb_state)
     with pytest.raises(ValueError, match="must have exp_avg, exp_avg_sq, got only step"):
-        optim.from_torch_state_dict(adam, given)
+        optim.from_torch_state_dict(adam, bnb_state)
     train(theirs, params, 1)
     with pytest.raises(ValueError, match="must have state1, state2, got only step, exp_avg"):
         optim.from_bitsandbytes_state_dict(adam, theirs.state_dict())

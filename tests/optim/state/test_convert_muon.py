@@ -1,4 +1,4 @@
-"""State dicts of torch.optim.Muon and torch.optim.AdamW, converted to one of memkern.optim.Muon."""
+"""State dicts of torch.optim.Muon and torch.optim.AdamW are converted to one of memkern.optim.Muon."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ MUON: dict[str, Any] = {"lr": 0.02, "momentum": 0.9, "nesterov": False, "weight_
 ADAMW: dict[str, Any] = {"lr": 3e-3, "betas": (0.8, 0.97), "eps": 1e-7, "weight_decay": 0.1}
 
 
-def made() -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+def make_params() -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Matrices for Muon, and parameters for AdamW."""
     torch.manual_seed(0)
     matrices = [nn.Parameter(torch.randn(shape)) for shape in ((40, 300), (64, 64), (10, 512))]
     return matrices, [nn.Parameter(torch.randn(shape)) for shape in ((300,), (90, 64))]
 
 
-def theirs(matrices: Any, others: Any) -> tuple[Any, Any]:
+def torch_optimizers(matrices: Any, others: Any) -> tuple[Any, Any]:
     muon = torch.optim.Muon([{"params": matrices[:1]}, {"params": matrices[1:]}], **MUON)
     return muon, torch.optim.AdamW(others, **ADAMW)
 
 
-def ours(cls: Any, matrices: Any, others: Any, **options: Any) -> Any:
+def memkern_optimizer(cls: Any, matrices: Any, others: Any, **options: Any) -> Any:
     groups = [
         {"params": matrices[:1]},
         {"params": others, "algorithm": "adamw", "lr": 1.0},
@@ -38,15 +39,15 @@ def ours(cls: Any, matrices: Any, others: Any, **options: Any) -> Any:
     return cls(groups, lr=0.5, min_8bit_size=0, **options)
 
 
-def test_training_goes_on() -> None:
-    matrices, others = made()
-    muon, adamw = theirs(matrices, others)
+def test_training_goes_on_from_torchs_states() -> None:
+    matrices, others = make_params()
+    muon, adamw = torch_optimizers(matrices, others)
     train(muon, matrices, 3), train(adamw, others, 3)
-    given = copy.deepcopy((muon.state_dict(), adamw.state_dict()))
+    before = copy.deepcopy((muon.state_dict(), adamw.state_dict()))
     copied, copied_others = copies_of(matrices), copies_of(others)
-    optimizer = ours(Muon, copied, copied_others)
+    optimizer = memkern_optimizer(Muon, copied, copied_others)
     optimizer.load_state_dict(from_torch_muon_state_dict(optimizer, muon.state_dict(), adamw.state_dict()))
-    assert_same((muon.state_dict(), adamw.state_dict()), given)
+    assert_same((muon.state_dict(), adamw.state_dict()), before)
     assert [g["lr"] for g in optimizer.param_groups] == [0.02, 3e-3, 0.02]
     assert optimizer.param_groups[2]["nesterov"] is False
     for step in range(3, 6):
@@ -59,11 +60,11 @@ def test_training_goes_on() -> None:
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-5)
 
 
-def test_8_bits() -> None:
-    matrices, others = made()
-    muon, adamw = theirs(matrices, others)
+def test_states_are_quantized_for_muon8bit() -> None:
+    matrices, others = make_params()
+    muon, adamw = torch_optimizers(matrices, others)
     train(muon, matrices, 3), train(adamw, others, 3)
-    optimizer = ours(Muon8bit, copies_of(matrices), copies_of(others))
+    optimizer = memkern_optimizer(Muon8bit, copies_of(matrices), copies_of(others))
     optimizer.load_state_dict(from_torch_muon_state_dict(optimizer, muon.state_dict(), adamw.state_dict()))
     group = optimizer.param_groups[2]
     p = group["params"][0]
@@ -74,53 +75,36 @@ def test_8_bits() -> None:
     assert optimizer.state[optimizer.param_groups[1]["params"][1]]["exp_avg_sq"].dtype == torch.uint8
 
 
-def test_without_adamw_its_groups_begin_anew() -> None:
-    matrices, others = made()
-    muon, _ = theirs(matrices, others)
+def test_without_a_state_of_adamw_its_groups_begin_anew() -> None:
+    matrices, others = make_params()
+    muon, _ = torch_optimizers(matrices, others)
     train(muon, matrices, 2)
-    optimizer = ours(Muon, matrices, others)
+    optimizer = memkern_optimizer(Muon, matrices, others)
     optimizer.load_state_dict(from_torch_muon_state_dict(optimizer, muon.state_dict()))
     assert not any(optimizer.state.get(p) for p in others)
     assert optimizer.param_groups[1]["lr"] == 1.0
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    matrices, others = made()
-    muon, adamw = theirs(matrices, others)
+    matrices, others = make_params()
+    muon, adamw = torch_optimizers(matrices, others)
     train(muon, matrices, 1)
-    optimizer = ours(Muon, matrices, others)
+    optimizer = memkern_optimizer(Muon, matrices, others)
     good = muon.state_dict()
+    matrix_state = {"exp_avg": torch.zeros(40, 300)}
+    small_state = {"momentum_buffer": torch.zeros(4, 3)}
+    # the state_dict of Muon, that of AdamW, the error and its message
     cases: list[tuple[Any, Any, type, str]] = [
         (muon, None, TypeError, "state_dict must be an optimizer's"),
-        (
-            adamw.state_dict(),
-            None,
-            ValueError,
-            r"state_dict must have 1 parameters in group 0, .* groups of \[2\]",
-        ),
+        (adamw.state_dict(), None, ValueError, r"state_dict must have 1 parameters in group 0, .* groups of \[2\]"),
         (good, good, ValueError, r"adamw must have 2 parameters in group 0, .* groups of \[1, 2\]"),
-        (
-            {**good, "param_groups": [*good["param_groups"], {"params": []}]},
-            None,
-            ValueError,
-            "must have 2 groups",
-        ),
-        (
-            {**good, "state": {0: {"exp_avg": torch.zeros(40, 300)}}},
-            None,
-            ValueError,
-            "must have momentum_buffer",
-        ),
-        (
-            {**good, "state": {0: {"momentum_buffer": torch.zeros(4, 3)}}},
-            None,
-            ValueError,
-            r"must have its parameter's shape \(40, 300\)",
-        ),
+        ({**good, "param_groups": [*good["param_groups"], {"params": []}]}, None, ValueError, "must have 2 groups"),
+        ({**good, "state": {0: matrix_state}}, None, ValueError, "must have momentum_buffer"),
+        ({**good, "state": {0: small_state}}, None, ValueError, r"must have its parameter's shape \(40, 300\)"),
     ]
-    for state_dict, beside, error, message in cases:
+    for state_dict, adamw_state_dict, error, message in cases:
         with pytest.raises(error, match=message):
-            from_torch_muon_state_dict(optimizer, state_dict, beside)
+            from_torch_muon_state_dict(optimizer, state_dict, adamw_state_dict)
     with pytest.raises(TypeError, match=r"optimizer must be a memkern.optim.Muon, got memkern.optim.adam.AdamW"):
         from_torch_muon_state_dict(optim.AdamW(matrices), good)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"the state_dict is not one of memkern's Muon: .*from_torch_muon_state_dict"):

@@ -1,4 +1,4 @@
-"""Arguments of bitsandbytes and apex, and GlobalOptimManager: errors that say what to write instead."""
+"""Arguments of bitsandbytes and apex, and GlobalOptimManager, raise errors that say what to write instead."""
 
 from __future__ import annotations
 
@@ -9,15 +9,9 @@ import pytest
 import torch
 
 from memkern import optim
-from tests.support.helpers import (
-    OPTIMIZERS,
-    make_params,
-    name_of,
-    over_optimizers,
-    train,
-)
+from tests.support.helpers import OPTIMIZERS, make_params, name_of, over_optimizers, train
 
-# an argument of another library, what the error says
+# an argument of another library, what the error says to write
 ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"optim_bits": 8}, r"optim_bits \(bitsandbytes's\): write state_bits=8"),
     ({"optim_bits": 32}, "write state_bits=32"),
@@ -40,7 +34,7 @@ def argument_id(value: Any) -> str | None:
 @over_optimizers
 @pytest.mark.feature("bitsandbytes", "arguments of its optimizers raise and name memkern's")
 @pytest.mark.parametrize(("argument", "cure"), ARGUMENTS, ids=argument_id)
-def test_arguments_of_others(build: type, argument: dict[str, Any], cure: str) -> None:
+def test_arguments_of_other_libraries_raise(build: type, argument: dict[str, Any], cure: str) -> None:
     with pytest.raises(TypeError, match=rf"memkern\.optim\.{build.__name__} has no argument .*{cure}"):
         build(make_params(), **argument)
     optimizer = build(make_params())
@@ -50,13 +44,13 @@ def test_arguments_of_others(build: type, argument: dict[str, Any], cure: str) -
 
 
 @pytest.mark.parametrize("build", [b for b in OPTIMIZERS if "Adam" in b.__name__], ids=name_of)
-def test_bias_correction_is_lambs(build: type) -> None:
+def test_bias_correction_is_an_option_of_lamb_alone(build: type) -> None:
     with pytest.raises(TypeError, match="always have it"):
         build(make_params(), bias_correction=True)
     optim.LAMB(make_params(), bias_correction=False)
 
 
-def test_global_optim_manager_of_ours() -> None:
+def test_memkerns_global_optim_manager_raises() -> None:
     from memkern.optim import GlobalOptimManager
 
     for use in (GlobalOptimManager, GlobalOptimManager.get_instance):
@@ -65,7 +59,7 @@ def test_global_optim_manager_of_ours() -> None:
 
 
 @pytest.mark.feature("bitsandbytes", "GlobalOptimManager's options of a module raise and name groups")
-def test_global_optim_manager_of_bitsandbytes() -> None:
+def test_overrides_in_bitsandbytes_global_optim_manager_raise() -> None:
     bitsandbytes = pytest.importorskip("bitsandbytes")
     manager = bitsandbytes.optim.GlobalOptimManager.get_instance()
     embedding, layer = torch.nn.Embedding(100, 64), torch.nn.Linear(64, 64)

@@ -1,4 +1,4 @@
-"""A state keeps its storage format: in files that reorder codes, in copies, and beside entries of wrappers."""
+"""States keep their storage format: in files that reorder codes, in copies, and beside entries of wrappers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.generic_optimizers import saved
 from tests.support.helpers import OPTIMIZERS, assert_same, hard, name_of, snapshot, train
 
 
-def through_a_file(optimizer: Any) -> Any:
+def save_and_load(optimizer: Any) -> Any:
     file = io.BytesIO()
     torch.save(optimizer, file)
     file.seek(0)
@@ -34,34 +34,34 @@ ORDERS = {
 
 @pytest.mark.parametrize("target_order", ORDERS)
 @pytest.mark.parametrize("source_order", ORDERS)
-def test_a_file_that_makes_codes_contiguous(source_order: str, target_order: str) -> None:
-    """As safetensors makes them: codes still belong to blocks of the memory format that they were saved in."""
+def test_codes_that_a_file_made_contiguous_load(source_order: str, target_order: str) -> None:
+    """Files of safetensors do so. The codes still belong to blocks of the memory format that they were saved in."""
     x = hard((8, 16, 8, 8), 0)
     source = optim.AdamW8bit([torch.nn.Parameter(ORDERS[source_order](x))])
     train(source)
-    made = saved(source.state_dict())
-    made["state"][0] = {key: x.contiguous() for key, x in made["state"][0].items()}
+    state_dict = saved(source.state_dict())
+    state_dict["state"][0] = {key: x.contiguous() for key, x in state_dict["state"][0].items()}
     p = torch.nn.Parameter(ORDERS[target_order](source.param_groups[0]["params"][0].detach().clone()))
     target = optim.AdamW8bit([p])
-    target.load_state_dict(made)
+    target.load_state_dict(state_dict)
     for name in ("exp_avg", "exp_avg_sq"):
         expected = load_moment(name, source.state[source.param_groups[0]["params"][0]])
-        found = load_moment(name, target.state[p])
-        off = ((found - expected).norm() / expected.norm()).item()
-        assert off == 0 if source_order == target_order else off < 0.03
+        moment = load_moment(name, target.state[p])
+        error = ((moment - expected).norm() / expected.norm()).item()
+        assert error == 0 if source_order == target_order else error < 0.03
     if source_order == target_order:
         assert_same(train(target, 1), train(source, 1, first=0))
 
 
-def test_a_block_order_that_does_not_fit() -> None:
+def test_a_block_order_that_does_not_fit_is_refused() -> None:
     source = optim.AdamW8bit([torch.nn.Parameter(torch.ones(64, 128))])
     train(source)
     for bad in (torch.tensor([0, 0]), torch.tensor([0, 1, 2]), torch.tensor([0.5, 1]), "01"):
-        made = saved(source.state_dict())
-        made["state"][0]["block_order"] = bad
+        state_dict = saved(source.state_dict())
+        state_dict["state"][0]["block_order"] = bad
         before = snapshot(source)
         with pytest.raises(ValueError, match="block_order must be an order of 2 dimensions"):
-            source.load_state_dict(made)
+            source.load_state_dict(state_dict)
         assert_same(snapshot(source), before)
 
 
@@ -70,32 +70,32 @@ def test_codes_without_an_order_are_refused_by_another_memory_format() -> None:
     source = optim.AdamW8bit([torch.nn.Parameter(x.clone())])
     target = optim.AdamW8bit([torch.nn.Parameter(ORDERS["channels_last"](x))])
     train(source)
-    made = saved(source.state_dict())
-    del made["state"][0]["block_order"]
+    state_dict = saved(source.state_dict())
+    del state_dict["state"][0]["block_order"]
     before = snapshot(target)
     with pytest.raises(ValueError, match="strides"):
-        target.load_state_dict(made)
+        target.load_state_dict(state_dict)
     assert_same(snapshot(target), before)
 
 
-@pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save", "tree_map"])
-def test_copies_of_a_state_know_its_format(way: str) -> None:
+@pytest.mark.parametrize("copier", ["deepcopy", "pickle", "torch.save", "tree_map"])
+def test_copies_of_a_state_know_its_format(copier: str) -> None:
     p = torch.nn.Parameter(hard((64, 128), 0))
     optimizer = optim.AdamW8bit([p], codec="dynamic", block_size=64)
     train(optimizer)
-    if way == "tree_map":
+    if copier == "tree_map":
         copied: Any = torch.utils._pytree.tree_map(torch.clone, optimizer.state[p])
     else:
-        ways = {"deepcopy": copy.deepcopy, "pickle": lambda o: pickle.loads(pickle.dumps(o))}
-        other = ways.get(way, through_a_file)(optimizer)
+        copiers = {"deepcopy": copy.deepcopy, "pickle": lambda o: pickle.loads(pickle.dumps(o))}
+        other = copiers.get(copier, save_and_load)(optimizer)
         copied = other.state[other.param_groups[0]["params"][0]]
     assert_same(load_moment("exp_avg", copied), load_moment("exp_avg", optimizer.state[p]))
-    assert copied.plan is None  # which has the tensors of the original's step
+    assert copied.plan is None  # a plan has the original's tensors
 
 
 def test_removed_parameters_are_freed() -> None:
     optimizer = optim.AdamW8bit([torch.nn.Parameter(torch.zeros(4, 4))])
-    gone = []
+    refs = []
     for _ in range(2):
         p = torch.nn.Parameter(torch.zeros(64, 128))
         optimizer.add_param_group({"params": [p]})
@@ -103,11 +103,11 @@ def test_removed_parameters_are_freed() -> None:
         optimizer.step()
         optimizer.param_groups.pop()
         optimizer.state.pop(p)
-        gone.append(weakref.ref(p))
+        refs.append(weakref.ref(p))
         del p
         train(optimizer, 1)
     gc.collect()
-    assert [r() for r in gone] == [None, None]
+    assert [ref() for ref in refs] == [None, None]
 
 
 @pytest.mark.parametrize("build", OPTIMIZERS, ids=name_of)

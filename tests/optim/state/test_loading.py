@@ -1,4 +1,4 @@
-"""State dicts of optimizers of other classes, bits, dtypes or options: what is converted, what is refused."""
+"""State dicts of optimizers with other classes, bits, dtypes or options are converted with a warning, or refused."""
 
 import copy
 import math
@@ -63,11 +63,11 @@ def test_a_32_bit_state_is_quantized_for_an_8_bit_optimizer(build: type, codec: 
         target.load_state_dict(source.state_dict())
     group = target.param_groups[0]
     assert (group["state_bits"], group["codec"]) == (8, codec)  # the codec comes with the state
-    for k, (found, exact) in enumerate(zip(moments_of(target), moments_of(source), strict=True)):
-        assert (first_moment(target, group["params"][k]).dtype == torch.int8) == (k == 0)
+    for i, (moments, exact) in enumerate(zip(moments_of(target), moments_of(source), strict=True)):
+        assert (first_moment(target, group["params"][i]).dtype == torch.int8) == (i == 0)
         for name in exact:
-            error = (found[name] - exact[name]).abs().amax() / exact[name].abs().amax()
-            assert error <= (0.02 if k == 0 else 0)
+            error = (moments[name] - exact[name]).abs().amax() / exact[name].abs().amax()
+            assert error <= (0.02 if i == 0 else 0)
     fresh = build(copy.deepcopy(group["params"]))
     fresh.load_state_dict(target.state_dict())
     assert_same(train(fresh, 2), train(target, 2))
@@ -84,18 +84,18 @@ def test_an_8_bit_state_is_dequantized_for_a_32_bit_optimizer(build: type) -> No
     train(target, 1)
 
 
-def test_the_warning_is_one_and_names_groups() -> None:
+def test_one_warning_names_all_groups() -> None:
     def build(bits: int) -> optim.AdamW:
         a, b, c = make_params()
         return optim.AdamW([{"params": [a], "state_bits": bits}, {"params": [b]}, {"params": [c], "state_bits": bits}])
 
     source, target = build(32), build(8)
     train(source)
-    with pytest.warns(UserWarning, match=OTHER_OPTIONS) as seen:
+    with pytest.warns(UserWarning, match=OTHER_OPTIONS) as record:
         target.load_state_dict(source.state_dict())
-    assert len(seen) == 1
-    assert str(seen[0].message).endswith("group 0: state_bits 32 -> 8; group 2: state_bits 32 -> 8")
-    assert seen[0].filename == __file__
+    assert len(record) == 1
+    assert str(record[0].message).endswith("group 0: state_bits 32 -> 8; group 2: state_bits 32 -> 8")
+    assert record[0].filename == __file__
     assert [g["state_bits"] for g in target.param_groups] == [8, 32, 8]
 
 
@@ -172,14 +172,14 @@ def test_negative_second_moments_are_refused() -> None:
 
 
 def test_infinite_moments_load() -> None:
-    """A run that overflowed has them, in torch too."""
+    """A run that overflowed has infinite moments, in torch too."""
     source, target = optim.AdamW(make_params()), optim.AdamW(make_params())
     train(source)
     target.load_state_dict(with_entry(source, math.inf))
     assert target.state[target.param_groups[0]["params"][0]]["exp_avg_sq"].isinf().sum() == 1
 
 
-# ---- states that look like another kind of state
+# ---- fp32 states of whole numbers, which look like codes
 
 
 @pytest.mark.parametrize(
@@ -193,12 +193,12 @@ def test_infinite_moments_load() -> None:
     ],
     ids=["SGD", "SGD8bit", "Lion", "Adam", "AdamW"],
 )
-@pytest.mark.parametrize("most", [127.0, 128.0, 255.0, math.nan])
-def test_states_of_whole_numbers_and_after_a_nan_load(new: Any, options: dict[str, Any], most: float) -> None:
+@pytest.mark.parametrize("largest", [127.0, 128.0, 255.0, math.nan])
+def test_fp32_states_of_whole_numbers_load(new: Any, options: dict[str, Any], largest: float) -> None:
     p = torch.nn.Parameter(torch.zeros(40))
     optimizer = new([p], **options)
     p.grad = torch.arange(40.0)
-    p.grad[3] = most
+    p.grad[3] = largest
     optimizer.step()
     other = new([torch.nn.Parameter(p.detach().clone())], **options)
     other.load_state_dict(optimizer.state_dict())

@@ -1,4 +1,4 @@
-"""state_dict and load_state_dict: a run resumes bit for bit; corrupt and foreign states are refused."""
+"""A run resumes bit for bit from its state_dict; corrupt and foreign states are refused."""
 
 import copy
 import pickle
@@ -26,10 +26,8 @@ from tests.support.helpers import (
 )
 
 CODECS = ({"codec": "power"}, {"codec": "dynamic", "block_size": 64})
-
-
 # How a state dict comes from one run to the next.
-WAYS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+TRANSPORTS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "as it is": lambda s: s,
     "torch.save": saved,
     "deepcopy": copy.deepcopy,
@@ -41,14 +39,14 @@ WAYS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 @over_optimizers
 @pytest.mark.parametrize("options", CODECS, ids=lambda o: o["codec"])
 @pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_resumed_run_equals_one_that_went_on(
-    build: type, options: dict[str, Any], dtype: torch.dtype, way: str
+    build: type, options: dict[str, Any], dtype: torch.dtype, transport: str
 ) -> None:
     params = [torch.nn.Parameter(p.detach().to(dtype)) for p in make_params()]
     optimizer = build(params, lr=1e-2, **options)
     train(optimizer, 3)
-    state_dict = WAYS[way](optimizer.state_dict())
+    state_dict = TRANSPORTS[transport](optimizer.state_dict())
     fresh = [torch.nn.Parameter(p.detach().clone()) for p in params]
     resumed = build(fresh)  # options come with the state
     resumed.load_state_dict(state_dict)
@@ -70,24 +68,24 @@ def test_parameters_without_state_load() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:the state_dict is of an optimizer with other options")
-@pytest.mark.parametrize(("was", "becomes"), [(8, 8), (8, 32), (32, 32)])
-def test_codes_of_another_memory_format_are_converted(was: Any, becomes: Any) -> None:
+@pytest.mark.parametrize(("source_bits", "target_bits"), [(8, 8), (8, 32), (32, 32)])
+def test_codes_of_another_memory_format_are_converted(source_bits: Any, target_bits: Any) -> None:
     """Loading converts as the next step would if the parameter had changed its memory format after loading."""
     x = hard((8, 16, 8, 8), 0)
-    last = torch.nn.Parameter(x.contiguous(memory_format=torch.channels_last))
-    source = optim.AdamW8bit([last], state_bits=was)
+    p = torch.nn.Parameter(x.contiguous(memory_format=torch.channels_last))
+    source = optim.AdamW8bit([p], state_bits=source_bits)
     train(source)
     state = saved(source.state_dict())
-    changed, direct = (torch.nn.Parameter(last.detach().clone()) for _ in range(2))
-    loaded_first = optim.AdamW8bit([changed], state_bits=becomes)
-    loaded_first.load_state_dict(state)
+    changed, direct = (torch.nn.Parameter(p.detach().clone()) for _ in range(2))
+    converted_by_a_step = optim.AdamW8bit([changed], state_bits=target_bits)
+    converted_by_a_step.load_state_dict(state)
     changed.data = changed.data.contiguous()
     direct.data = direct.data.contiguous()
-    loaded_then = optim.AdamW8bit([direct], state_bits=becomes)
-    loaded_then.load_state_dict(state)
-    assert loaded_then.state[direct]["exp_avg"].is_contiguous()
-    assert_same(train(loaded_then, 1), train(loaded_first, 1))
-    assert_same(snapshot(loaded_then), snapshot(loaded_first))
+    converted_by_loading = optim.AdamW8bit([direct], state_bits=target_bits)
+    converted_by_loading.load_state_dict(state)
+    assert converted_by_loading.state[direct]["exp_avg"].is_contiguous()
+    assert_same(train(converted_by_loading, 1), train(converted_by_a_step, 1))
+    assert_same(snapshot(converted_by_loading), snapshot(converted_by_a_step))
 
 
 # ---- what does not fit
@@ -144,7 +142,7 @@ CORRUPT: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 def assert_refused(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], match: str | None = None) -> None:
-    """ValueError, and the optimizer as it was."""
+    """Loading raises ValueError and leaves the optimizer as it was."""
     before, groups = snapshot(optimizer), copy.deepcopy(optimizer.state_dict()["param_groups"])
     with pytest.raises(ValueError, match=match):
         optimizer.load_state_dict(state_dict)
@@ -183,34 +181,34 @@ def bitsandbytes_like(params: list[torch.nn.Parameter]) -> dict[str, Any]:
 @over_optimizers
 def test_foreign_states_are_refused(build: type) -> None:
     params = make_params()
-    ways = {
+    converters = {
         optim.Adam: r"memkern\.optim\.from_torch_state_dict and memkern\.optim\.from_bitsandbytes_state_dict convert",
         optim.Lion: r"memkern\.optim\.from_bitsandbytes_state_dict converts others$",
     }
-    way = next((x for kind, x in ways.items() if issubclass(build, kind)), "no converter to it exists")
-    for torchs in (torch.optim.AdamW, torch.optim.SGD):
-        other = torchs(make_params(), lr=1e-3, **({"momentum": 0.9} if torchs is torch.optim.SGD else {}))
+    message = next((x for kind, x in converters.items() if issubclass(build, kind)), "no converter to it exists")
+    for cls, options in ((torch.optim.AdamW, {}), (torch.optim.SGD, {"momentum": 0.9})):
+        other = cls(make_params(), lr=1e-3, **options)
         train(other, 2)
         target = build(params)
         train(target, 1)
-        assert_refused(target, other.state_dict(), match=f"one of memkern's {build.__name__}: .*{way}")
-    assert_refused(build(params), bitsandbytes_like(params), match=way)
+        assert_refused(target, other.state_dict(), match=f"one of memkern's {build.__name__}: .*{message}")
+    assert_refused(build(params), bitsandbytes_like(params), match=message)
 
 
-@pytest.mark.parametrize("build", OPTIMIZERS, ids=name_of)
-@pytest.mark.parametrize("other", OPTIMIZERS, ids=name_of)
-def test_states_of_each_other(build: type, other: type) -> None:
-    """Adam and AdamW share a state, of any width (test_loading.py); the others' are their own."""
-    source, target = other(make_params()), build(make_params())
+@pytest.mark.parametrize("target_class", OPTIMIZERS, ids=name_of)
+@pytest.mark.parametrize("source_class", OPTIMIZERS, ids=name_of)
+def test_states_load_between_adam_and_adamw_alone(target_class: type, source_class: type) -> None:
+    """Of any width (test_loading.py); each other algorithm loads its own states."""
+    source, target = source_class(make_params()), target_class(make_params())
     train(source, 1)
-    if build.__name__[:3] != other.__name__[:3]:
+    if target_class.__name__[:3] != source_class.__name__[:3]:
         assert_refused(target, source.state_dict())
         return
-    same = source.defaults["state_bits"] == target.defaults["state_bits"]
-    decoupled = build.__name__.startswith("AdamW") and not other.__name__.startswith("AdamW")
-    with nullcontext() if same and not decoupled else pytest.warns(UserWarning, match="whose own win"):
+    same_bits = source.defaults["state_bits"] == target.defaults["state_bits"]
+    decouples = target_class.__name__.startswith("AdamW") and not source_class.__name__.startswith("AdamW")
+    with nullcontext() if same_bits and not decouples else pytest.warns(UserWarning, match="whose own win"):
         target.load_state_dict(source.state_dict())
-    if same:
+    if same_bits:
         assert_same(snapshot(target)["states"], snapshot(source)["states"])
     give_gradients(target.param_groups[0]["params"], 1)
     target.step()

@@ -1,4 +1,4 @@
-"""Rows of a parameter and of its state are cut out or appended, as 3D Gaussian splatting prunes and clones points."""
+"""Rows of a parameter and its state are cut out or appended, as 3D Gaussian splatting does: 8-bit codes refuse it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def cloned(x: Tensor) -> Tensor:
 
 
 def replace_parameter(optimizer: Any, change: Callable[[Tensor], Tensor], keys: Any = None) -> nn.Parameter:
-    """Changes the first group's parameter and its state, or the ``keys`` of it, as the published code does."""
+    """Changes the first group's parameter and its state, or these entries of it, as the published code does."""
     group = optimizer.param_groups[0]
     p = group["params"][0]
     state = optimizer.state.pop(p)
@@ -48,7 +48,7 @@ def replace_parameter(optimizer: Any, change: Callable[[Tensor], Tensor], keys: 
     return new
 
 
-def of_two_groups(build: Any, width: int = WIDTH, **options: Any) -> Any:
+def make_two_groups(build: Any, width: int = WIDTH, **options: Any) -> Any:
     groups = [{"params": [("sh", parameter(width))]}, {"params": [("xyz", parameter(width))]}]
     return build(groups, lr=1e-2, **{"min_8bit_size": 0, **options})
 
@@ -56,7 +56,7 @@ def of_two_groups(build: Any, width: int = WIDTH, **options: Any) -> Any:
 @pytest.mark.parametrize("change", [pruned, cloned], ids=name_of)
 @pytest.mark.parametrize("build", OPTIMIZERS, ids=name_of)
 def test_codes_cannot_be_cut_or_joined(build: Any, change: Callable[[Tensor], Tensor]) -> None:
-    optimizer = of_two_groups(build)
+    optimizer = make_two_groups(build)
     step(optimizer, 0)
     p = replace_parameter(optimizer, change)
     if optimizer.param_groups[0]["state_bits"] == 32:
@@ -65,9 +65,9 @@ def test_codes_cannot_be_cut_or_joined(build: Any, change: Callable[[Tensor], Te
         return
     before = snapshot(optimizer)
     name = next(iter(build.op.moments))
-    what = name if change is cloned else f"{name}_scale"
+    entry = name if change is cloned else f"{name}_scale"
     with pytest.raises(
-        ValueError, match=rf"^{what} of parameter 0 \('sh', .* must be torch\..*set state_bits=32 of the group"
+        ValueError, match=rf"^{entry} of parameter 0 \('sh', .* must be torch\..*set state_bits=32 of the group"
     ):
         step(optimizer, 1)
     assert_same(snapshot(optimizer), before)
@@ -75,9 +75,9 @@ def test_codes_cannot_be_cut_or_joined(build: Any, change: Callable[[Tensor], Te
 
 @pytest.mark.parametrize("change", [pruned, cloned], ids=name_of)
 @pytest.mark.parametrize("build", [optim.AdamW8bit, optim.SGD8bit, optim.HostOffload], ids=name_of)
-def test_the_way_that_the_error_names(build: Any, change: Callable[[Tensor], Tensor]) -> None:
+def test_rows_are_edited_in_32_bits_as_the_error_says(build: Any, change: Callable[[Tensor], Tensor]) -> None:
     make = build if build is not optim.HostOffload else lambda *a, **o: optim.HostOffload(optim.AdamW8bit, *a, **o)
-    optimizer = of_two_groups(make)
+    optimizer = make_two_groups(make)
     step(optimizer, 0)
     optimizer.param_groups[0]["state_bits"] = 32
     optimizer.state_dict()
@@ -94,7 +94,7 @@ def test_the_way_that_the_error_names(build: Any, change: Callable[[Tensor], Ten
 
 
 def test_rows_of_whole_blocks_may_be_cut_with_their_scales() -> None:
-    cut, whole = (of_two_groups(optim.AdamW8bit, width=256) for _ in range(2))
+    cut, whole = (make_two_groups(optim.AdamW8bit, width=256) for _ in range(2))
     for optimizer in (cut, whole):
         step(optimizer, 0)
     replace_parameter(cut, pruned, ["exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale"])
@@ -109,12 +109,7 @@ def test_rows_of_whole_blocks_may_be_cut_with_their_scales() -> None:
 
 # name: options, an edit of the state's entries, the entry and the error that names it
 WRONG: dict[str, tuple[dict[str, Any], Callable[[Any], Any], str, str]] = {
-    "scale": (
-        {},
-        lambda s: {"exp_avg_scale": s["exp_avg_scale"][1:]},
-        "exp_avg_scale",
-        "must be torch.float32",
-    ),
+    "scale": ({}, lambda s: {"exp_avg_scale": s["exp_avg_scale"][1:]}, "exp_avg_scale", "must be torch.float32"),
     "dtype": ({}, lambda s: {"exp_avg_sq": s["exp_avg_sq"].char()}, "exp_avg_sq", "must be torch.uint8"),
     "floats": ({"state_bits": 32}, lambda s: {"exp_avg": s["exp_avg"][1:]}, "exp_avg", "must be of shape"),
     "error": (
