@@ -305,7 +305,7 @@ def test_gradients_of_other_placements(ranks: Ranks) -> None:
 
 
 def train_in_bf16() -> Any:
-    """fully_shard's own writes to a parameter must not look like changes from outside."""
+    """The share of weight errors that are not 0. A warning, as of weights changed from outside, is an error."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         warnings.filterwarnings("ignore", module="torch")
