@@ -1,4 +1,4 @@
-"""max_grad_norm: gradients clipped by their common norm inside the step; and grad_norm_, the op that computes it."""
+"""max_grad_norm clips gradients by their common norm inside the step; the op grad_norm_ computes the norm."""
 
 from typing import Any
 
@@ -44,31 +44,31 @@ def test_norm(backend: str, dtype: torch.dtype, scale: float | None) -> None:
     grads = [tensor(layout, dtype, seed=i, scale=0.1) for i, layout in enumerate(layouts)]
     grads.append(hard((40_000,), 7).to(dtype))  # more than one chunk
     truth = float(torch.cat([g.double().flatten() for g in grads]).norm()) / (scale or 1.0)
-    within = 1e-7 if slow_fp64(backend) else 1e-12
-    assert norm_on(backend, grads, scale) == pytest.approx(truth, rel=within)
+    rtol = 1e-7 if slow_fp64(backend) else 1e-12
+    assert norm_on(backend, grads, scale) == pytest.approx(truth, rel=rtol)
 
 
 @needs_cpp
 def test_norm_has_the_same_bits_whatever_the_threads() -> None:
     grads = [hard((300_001,), 1), hard((77, 1001), 2)]
-    found = set()
+    norms = set()
     for threads in (1, 2, 5):
         torch.set_num_threads(threads)
-        found.add(norm_on("cpu", grads))
-    assert len(found) == 1
+        norms.add(norm_on("cpu", grads))
+    assert len(norms) == 1
 
 
 @interpreted()
 @over_all
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
-def test_norm_of_what_is_not_finite(backend: str, bad: float) -> None:
+def test_a_norm_with_an_infinity_or_nan(backend: str, bad: float) -> None:
     grads = [hard((100,), 1), hard((3000,), 2)]
     grads[1][2999] = bad
     assert str(norm_on(backend, grads)) == str(abs(bad))
 
 
-def clipped(build: type, backend: str, max_norm: float | None, factor: float = 1.0, **scaler: Any) -> Any:
-    """A snapshot after two steps, which leave gradients as they are. scaler: what a GradScaler sets on an optimizer."""
+def train_clipped(build: type, backend: str, max_norm: float | None, factor: float = 1.0, **scaler: Any) -> Any:
+    """A snapshot after two steps, which only read gradients. scaler: attributes that a GradScaler sets."""
     params = make_params()
     optimizer = build(params, lr=1e-2, weight_decay=0.1, max_grad_norm=max_norm)
     for name, value in scaler.items():
@@ -77,21 +77,21 @@ def clipped(build: type, backend: str, max_norm: float | None, factor: float = 1
         give_gradients(params, step)
         for p in params:
             p.grad *= factor
-        kept = [p.grad.clone() for p in params]
+        grads = [p.grad.clone() for p in params]
         with on(backend):
             optimizer.step()
-        assert_same([p.grad for p in params], kept)
+        assert_same([p.grad for p in params], grads)
     return snapshot(optimizer)
 
 
 def factors(max_norm: float) -> list[float]:
-    """max_norm over the norm (+ 1e-6) of all gradients of each of the two steps: a factor below 1 clips."""
+    """The factor of gradients in each of the two steps: max_norm / (norm + 1e-6), which clips where it is below 1."""
     params = make_params()
-    found = []
+    results = []
     for step in range(2):
         give_gradients(params, step)
-        found.append(max_norm / (norm_on("reference", [p.grad for p in params]) + 1e-6))
-    return found
+        results.append(max_norm / (norm_on("reference", [p.grad for p in params]) + 1e-6))
+    return results
 
 
 @over_cpu
@@ -106,21 +106,21 @@ def test_a_clipped_step_is_one_on_smaller_gradients(backend: str, build: type) -
             p.grad *= to_fp32(factor)
         with on(backend):
             optimizer.step()
-    assert_same(clipped(build, backend, 1e-3), snapshot(optimizer))
+    assert_same(train_clipped(build, backend, 1e-3), snapshot(optimizer))
 
 
 @over_cpu
 @over_optimizers
-def test_a_norm_within_bounds_changes_no_bit(backend: str, build: type) -> None:
+def test_a_norm_below_the_limit_changes_no_bit(backend: str, build: type) -> None:
     assert min(factors(1e9)) > 1
-    assert_same(clipped(build, backend, 1e9), clipped(build, backend, None))
+    assert_same(train_clipped(build, backend, 1e9), train_clipped(build, backend, None))
 
 
 @over_cpu
 @over_optimizers
-def test_clips_what_a_scaler_unscaled(backend: str, build: type) -> None:
+def test_unscaled_gradients_are_clipped(backend: str, build: type) -> None:
     scaler = {"grad_scale": torch.tensor(4096.0), "found_inf": torch.tensor(0.0)}
-    assert_same(clipped(build, backend, 1e-3, factor=4096.0, **scaler), clipped(build, backend, 1e-3))
+    assert_same(train_clipped(build, backend, 1e-3, factor=4096.0, **scaler), train_clipped(build, backend, 1e-3))
 
 
 @over_cpu
@@ -136,7 +136,7 @@ def test_a_norm_that_is_nan_reaches_every_parameter(backend: str, build: type) -
     assert all(p.isnan().all() for p in params)
 
 
-def test_max_grad_norm_is_of_the_optimizer_not_of_a_checkpoint() -> None:
+def test_a_checkpoint_does_not_set_max_grad_norm() -> None:
     optimizer = optim.AdamW8bit(make_params(), max_grad_norm=1.0)
     state = optimizer.state_dict()
     state["param_groups"][0]["max_grad_norm"] = 3.0

@@ -1,4 +1,4 @@
-"""The error that 8-bit states add to Adam's updates, over synthetic gradient streams of 1,000 to 6,000 steps."""
+"""8-bit states add a bounded error to Adam's updates, over synthetic gradient streams of 1,000 to 6,000 steps."""
 
 import functools
 
@@ -10,8 +10,8 @@ from tests.support import gradient_streams as streams
 from tests.support.helpers import first_full, on
 
 SEEDS = (0, 1, 2)
-# The figures below are a prototype's, of other seeds: between seeds the mean over a run differs by 2 %, the last step's
-# error by 5 % (measured), and .050 may be a rounded .0505.
+# The limits below are a prototype's errors, of other seeds. Between seeds the mean over a run differs by 2 %, the last
+# step's error by 5 % (measured), and .050 may be a rounded .0505.
 MEAN_MARGIN, LAST_MARGIN = 1.02, 1.05
 
 
@@ -36,15 +36,15 @@ SHORT = [
     [SHORT[0], *(pytest.param(*case, marks=pytest.mark.full) for case in SHORT[1:])],
 )
 def test_short_runs_are_within_17_percent_of_nearest_rounding(stream: str, beta2: float, nearest: float) -> None:
-    # The dither costs accuracy where nothing freezes yet, as rounding to the nearest is then the best that a code can
-    # do: up to 15 % by the dither of v, 2 % more by that of m (measured).
+    # Where no moment freezes yet, rounding to the nearest code has the least error. The dither of v adds up to 15 %,
+    # that of m 2 % more (measured).
     errors = [run(stream, beta2, 1000, seed).mean_error for seed in SEEDS]
     assert sum(errors) / len(errors) <= 1.17 * MEAN_MARGIN * nearest
 
 
 def test_an_unbiased_m_helps_where_scales_differ_in_a_block() -> None:
-    # The prototype's mean_error and total_error: 0.603 and 0.658 with m rounded to the nearest code, 0.413 and 0.236
-    # with m rounded without bias.
+    # The prototype's mean_error and total_error were 0.413 and 0.236 with m rounded without bias, 0.603 and 0.658 with
+    # m rounded to the nearest code.
     runs = [run("heterogeneous", 0.999, 1000, seed) for seed in SEEDS]
     assert sum(r.mean_error for r in runs) / len(runs) <= 1.05 * 0.413
     assert sum(r.total_error for r in runs) / len(runs) <= 1.1 * 0.236
@@ -76,7 +76,7 @@ def test_a_slow_second_moment_keeps_its_size(stream: str) -> None:
 
 @pytest.mark.full
 def test_nearest_rounding_would_freeze(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Shows that the test above can fail: without the dither sqrt(v) stays where it was when the gradients were large.
+    # The test above can fail: without the dither sqrt(v) stays where it was when the gradients were large.
     from memkern.reference import state
 
     monkeypatch.setattr(state, "dither", lambda block, step, device: torch.full((block,), 0.5))
@@ -90,7 +90,7 @@ def test_nearest_rounding_would_freeze(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.full
 def test_the_dynamic_map_has_the_prototypes_error() -> None:
-    # Shows that streams and errors are computed as the prototype's were, which had .083 for blocks of 256.
+    # Streams and errors are computed as the prototype's were, whose error was .083 with blocks of 256.
     factory = functools.partial(optim.Adam8bit, codec="dynamic", block_size=256)
     errors = [streams.closed_loop(factory, streams.make("base", 1000, seed)).mean_error for seed in SEEDS]
     assert sum(errors) / len(errors) == pytest.approx(0.083, rel=0.03)

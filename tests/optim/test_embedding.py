@@ -1,4 +1,4 @@
-"""StableEmbedding: the module, and optim.param_groups, which puts it into a group with 32-bit states."""
+"""StableEmbedding, a normalized embedding, and optim.param_groups, which gives it a group with 32-bit states."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.helpers import EIGHT_BIT, assert_same, first_moment, name_of
 
 
 def language_model(tied: bool = False) -> nn.Sequential:
-    """A StableEmbedding that is large enough for 8-bit states, linear layers with matrices that are, and biases."""
+    """A StableEmbedding and linear layers, whose matrices are all large enough for 8-bit states."""
     model = nn.Sequential(StableEmbedding(200, 64), nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
     model.append(nn.Linear(64, 200, bias=False))
     if tied:
@@ -39,7 +39,7 @@ def test_output_is_the_normalized_row() -> None:
     assert embedding(tokens)[0, 1].abs().max() == 0
 
 
-def test_initial_values() -> None:
+def test_weights_start_xavier_uniform_with_a_zero_padding_row() -> None:
     embedding = StableEmbedding(500, 100, padding_idx=-1)
     bound = math.sqrt(6 / 600)
     weight = embedding.weight.detach()
@@ -52,7 +52,7 @@ def test_initial_values() -> None:
     assert not torch.equal(before, embedding.weight)
 
 
-def test_torch_s_arguments() -> None:
+def test_takes_the_arguments_of_torchs_embedding() -> None:
     options = {"padding_idx": 2, "max_norm": 1.5, "scale_grad_by_freq": True, "dtype": torch.bfloat16}
     embedding = StableEmbedding(10, 8, **options)
     assert (embedding.padding_idx, embedding.max_norm, embedding.scale_grad_by_freq) == (2, 1.5, True)
@@ -74,9 +74,9 @@ def groups_by_bits(model: nn.Module, **options: Any) -> dict[int | None, set[str
     return {group.get("state_bits"): {names[p] for p in group["params"]} for group in groups}
 
 
-def wrapped_in_a_renaming_one(model: nn.Module) -> nn.Module:
+def wrapped_with_other_names(model: nn.Module) -> nn.Module:
     class Wrapper(nn.Module):
-        """Like FSDP's wrapper: parameters get another name, and other attributes are those of the module inside."""
+        """Like FSDP's wrapper: parameters have other names, and all other attributes are the wrapped module's."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -104,22 +104,22 @@ def pickled(model: nn.Module) -> nn.Module:
     return torch.load(file, weights_only=False)
 
 
-# What may be done to a model before optim.param_groups reads it.
-WAYS = {
+# What a user may do to a model before optim.param_groups reads it.
+TRANSFORMS = {
     "itself": lambda model: model,
     "deepcopy": copy.deepcopy,
     "state_dict": saved_and_loaded,
     "pickle": pickled,
     "compile": lambda model: torch.compile(model, backend="eager"),
-    "a renaming wrapper": wrapped_in_a_renaming_one,
+    "a renaming wrapper": wrapped_with_other_names,
     "another module around it": nn.Sequential,
     "half precision": lambda model: model.half(),
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_the_mark_survives(way: str) -> None:
-    model = WAYS[way](language_model())
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_the_mark_survives(transform: str) -> None:
+    model = TRANSFORMS[transform](language_model())
     marked = groups_by_bits(model)
     assert set(marked) == {None, 32}
     assert len(marked[32]) == 3
@@ -145,9 +145,9 @@ def test_the_mark_under_data_parallel(wrap: Any) -> None:
     assert names == {"0.weight", "0.norm.weight", "0.norm.bias"}
 
 
-def test_a_module_inside_that_passes_its_mark_on() -> None:
-    """A wrapper whose attributes come from a marked module is not marked itself."""
-    model = wrapped_in_a_renaming_one(StableEmbedding(200, 64))
+def test_a_wrapper_with_the_attributes_of_a_marked_module() -> None:
+    """The wrapper itself is not marked, though it shows the mark among its attributes."""
+    model = wrapped_with_other_names(StableEmbedding(200, 64))
     model.extra = nn.Linear(64, 64)
     assert groups_by_bits(model)[None] == {"extra.weight", "extra.bias"}
 
@@ -166,11 +166,11 @@ def test_shared_parameters_stay_together_and_come_once() -> None:
     assert "4.weight" in groups_by_bits(language_model())[None]
 
 
-def test_decay_of_matrices_only() -> None:
+def test_param_groups_decay_matrices_alone() -> None:
     model = language_model()
     groups = optim.param_groups(model, weight_decay=0.1, lr=0.5)
-    shown = [(g["weight_decay"], g.get("state_bits"), g["lr"], {p.dim() for p in g["params"]}) for g in groups]
-    assert shown == [(0.1, 32, 0.5, {2}), (0.0, 32, 0.5, {1}), (0.1, None, 0.5, {2}), (0.0, None, 0.5, {1})]
+    group_options = [(g["weight_decay"], g.get("state_bits"), g["lr"], {p.dim() for p in g["params"]}) for g in groups]
+    assert group_options == [(0.1, 32, 0.5, {2}), (0.0, 32, 0.5, {1}), (0.1, None, 0.5, {2}), (0.0, None, 0.5, {1})]
     assert all("weight_decay" not in group for group in optim.param_groups(model))
     assert len(optim.param_groups(nn.Linear(3, 3, bias=False), weight_decay=0.1)) == 1
     assert optim.param_groups(nn.GELU()) == []
@@ -186,16 +186,16 @@ def test_8_bit_optimizers_keep_32_bits_for_the_embedding(build: Any) -> None:
     for _ in range(2):
         F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
         optimizer.step()
-    kinds = {name: first_moment(optimizer, p).dtype for name, p in model.named_parameters()}
-    assert kinds["0.weight"] == torch.float32
-    assert kinds["1.weight"] == kinds["4.weight"] == torch.int8
-    again = build(optim.param_groups(model, lr=1e-2))
-    again.load_state_dict(optimizer.state_dict())
-    assert first_moment(again, model[0].weight).dtype == torch.float32
+    dtypes = {name: first_moment(optimizer, p).dtype for name, p in model.named_parameters()}
+    assert dtypes["0.weight"] == torch.float32
+    assert dtypes["1.weight"] == dtypes["4.weight"] == torch.int8
+    resumed = build(optim.param_groups(model, lr=1e-2))
+    resumed.load_state_dict(optimizer.state_dict())
+    assert first_moment(resumed, model[0].weight).dtype == torch.float32
     assert torch.optim.AdamW(optim.param_groups(model, weight_decay=0.1, lr=0.1)).param_groups[0]["lr"] == 0.1
 
 
-def test_a_marked_plain_embedding() -> None:
+def test_compress_marks_a_plain_embedding_and_restore_unmarks_it() -> None:
     model = nn.Sequential(nn.Embedding(200, 64), nn.Linear(64, 128))
     assert set(groups_by_bits(model)) == {None}
     keys = [*model.state_dict()]
@@ -203,7 +203,7 @@ def test_a_marked_plain_embedding() -> None:
     assert type(model[0]) is nn.Embedding
     assert "0" in str(report)
     assert [*model.state_dict()] == keys
-    for way in (copy.deepcopy, pickled, nn.Sequential):
-        assert set(groups_by_bits(way(model))) == {None, 32}
+    for transform in (copy.deepcopy, pickled, nn.Sequential):
+        assert set(groups_by_bits(transform(model))) == {None, 32}
     memkern.restore(model)
     assert set(groups_by_bits(model)) == {None}

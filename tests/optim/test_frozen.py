@@ -1,4 +1,4 @@
-"""Frozen parameters may have any dtype or layout, as 4-bit weights under adapters; a thawed one is checked first."""
+"""Frozen parameters may have any dtype or layout, as 4-bit weights under adapters; thawed ones are checked."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def frozen_of(kind: str) -> nn.Parameter:
     return nn.Parameter(FROZEN[kind](), requires_grad=False)
 
 
-def trained(make: Callable[[list[Any]], Any], params: list[Any], steps: int = 3) -> Any:
+def train(make: Callable[[list[Any]], Any], params: list[Any], steps: int = 3) -> Any:
     """The optimizer and the parameters that require a gradient, after some steps of ``backward()``."""
     optimizer = make(params)
     generator = torch.Generator().manual_seed(1)
     for _ in range(steps):
-        needing = [p for p in params if p.requires_grad]
-        sum((p * torch.randn(p.shape, generator=generator)).sum() for p in needing).backward()
+        trainable = [p for p in params if p.requires_grad]
+        sum((p * torch.randn(p.shape, generator=generator)).sum() for p in trainable).backward()
         optimizer.step()
         optimizer.zero_grad()
     return optimizer, [p for p in params if p.requires_grad]
@@ -50,29 +50,28 @@ def adapter() -> nn.Parameter:
 
 @over_optimizers
 @pytest.mark.parametrize("kind", FROZEN)
-def test_a_frozen_parameter_of_any_kind(build: type, kind: str) -> None:
+def test_a_frozen_parameter_of_any_kind_changes_nothing(build: type, kind: str) -> None:
     make = lambda params: build(params, lr=1e-2)  # noqa: E731
-    optimizer, found = trained(make, [frozen_of(kind), adapter()])
-    plain, expected = trained(make, [adapter()])
-    assert_same(found, expected)
-    copied = copy.deepcopy(optimizer.state_dict())
-    other = make([frozen_of(kind), found[0]])
-    other.load_state_dict(copied)
-    assert_same([*other.state.values()], [*plain.state.values()])
+    optimizer, params = train(make, [frozen_of(kind), adapter()])
+    plain, expected = train(make, [adapter()])
+    assert_same(params, expected)
+    resumed = make([frozen_of(kind), params[0]])
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert_same([*resumed.state.values()], [*plain.state.values()])
 
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("kind", FROZEN)
 @pytest.mark.parametrize("mode", [*MODES, "StepInBackward"])
 @pytest.mark.parametrize("build", [optim.AdamW8bit, optim.Muon8bit, torch.optim.AdamW])
-def test_beside_wrappers(build: type, mode: str, kind: str) -> None:
+def test_a_frozen_parameter_in_wrappers_changes_nothing(build: type, mode: str, kind: str) -> None:
     make: Callable[[Any], Any] = (
         (lambda params: StepInBackward(build, params, lr=1e-2))
         if mode == "StepInBackward"
         else (lambda params: HostOffload(build, params, lr=1e-2, **MODES[mode]))
     )
-    optimizer, found = trained(make, [frozen_of(kind), adapter()])
-    assert_same(found, trained(lambda params: build(params, lr=1e-2), [adapter()])[1])
+    optimizer, params = train(make, [frozen_of(kind), adapter()])
+    assert_same(params, train(lambda params: build(params, lr=1e-2), [adapter()])[1])
     before = copy.deepcopy(snapshot(optimizer)["states"])
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert_same(snapshot(optimizer)["states"], before)
@@ -108,10 +107,7 @@ def test_a_thawed_parameter_trains(build: type, dtype: torch.dtype) -> None:
     """Also in fp64, whose step is another call of the op."""
 
     def run(requires_grad: bool) -> list[Tensor]:
-        params = [
-            adapter(),
-            nn.Parameter(torch.ones(64, 128, dtype=dtype), requires_grad=requires_grad),
-        ]
+        params = [adapter(), nn.Parameter(torch.ones(64, 128, dtype=dtype), requires_grad=requires_grad)]
         optimizer = build(params, **({"state_bits": 32} if dtype == torch.float64 else {}))
         generator = torch.Generator().manual_seed(1)
         for step in range(4):
@@ -144,8 +140,8 @@ def test_a_thawed_parameter_trains_on_the_host(build: type, mode: str, dtype: to
     assert_same(run(False), run(True))
 
 
-def test_frozen_parameters_on_another_device() -> None:
-    """StepInBackward needs one device for the trainable parameters, and not for the frozen ones."""
+def test_frozen_parameters_may_be_on_another_device() -> None:
+    """StepInBackward needs one device for the trainable parameters alone."""
     base = nn.Parameter(torch.ones(8, 16, device="meta"), requires_grad=False)
     p = adapter()
     optimizer = StepInBackward(optim.AdamW8bit, [base, p])

@@ -1,4 +1,4 @@
-"""The optimizers' steps on any numbers and shapes: every instruction set gives the reference's bits."""
+"""Steps on any numbers and shapes (hypothesis) have the reference's bits on every instruction set."""
 
 from typing import Any
 
@@ -13,11 +13,11 @@ from tests.support.helpers import FLOATS, assert_same, fast_here, on, set_grad, 
 
 def any_values(shape: tuple[int, ...], seed: int, exponents: tuple[int, int]) -> Tensor:
     """fp32 values of random bits with exponent bits in a range (255: infinities and NaNs); one in eight is 0."""
-    random = np.random.default_rng(seed)
-    exponent = random.integers(exponents[0], exponents[1] + 1, shape, dtype=np.uint32)
-    bits = exponent << 23 | random.integers(0, 2**23, shape, dtype=np.uint32)
-    bits |= random.integers(0, 2, shape, dtype=np.uint32) << 31
-    bits *= random.integers(0, 8, shape, dtype=np.uint32) > 0
+    rng = np.random.default_rng(seed)
+    exponent = rng.integers(exponents[0], exponents[1] + 1, shape, dtype=np.uint32)
+    bits = exponent << 23 | rng.integers(0, 2**23, shape, dtype=np.uint32)
+    bits |= rng.integers(0, 2, shape, dtype=np.uint32) << 31
+    bits *= rng.integers(0, 8, shape, dtype=np.uint32) > 0
     return torch.from_numpy(np.asarray(bits).view(np.float32))
 
 
@@ -54,7 +54,7 @@ options = st.fixed_dictionaries(
     seed=st.integers(0, 2**16),
     grad_scale=st.sampled_from([None, 1.0, 65536.0, 3.0]),
 )
-def test_any_step(
+def test_any_step_has_the_references_bits(
     build: type,
     options: dict[str, Any],
     eps: float,
@@ -69,14 +69,14 @@ def test_any_step(
 ) -> None:
     if build is not optim.Lion:
         options = options | {"eps": eps}
-    adapt, clip, other, third = flags
+    adapt, clip, third, fourth = flags  # the last two: other options for LAMB than for LARS
     if build in (optim.LAMB, optim.LARS):
         options = options | {"always_adapt": adapt, "trust_clip": clip}
     if build is optim.LAMB:
-        options = options | {"decoupled_decay": other, "bias_correction": third}
+        options = options | {"decoupled_decay": third, "bias_correction": fourth}
     if build is optim.LARS:
-        options = options | {"momentum": options["betas"][0], "trust_coeff": 1e-3 if other else None}
-        options |= {"nesterov": True} if other and third and options["momentum"] else {}
+        options = options | {"momentum": options["betas"][0], "trust_coeff": 1e-3 if third else None}
+        options |= {"nesterov": True} if third and fourth and options["momentum"] else {}
         del options["betas"]
     start = any_values(shape, seed, p_range).to(p_dtype)
     runs = {}

@@ -1,4 +1,4 @@
-"""Optimizers that take gradients in the backward pass: parameters with two of them, or that have left their group."""
+"""Optimizers that take gradients in the backward pass: two over one parameter, and parameters that leave a group."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ KINDS: dict[str, Callable[..., Any]] = {
 }
 
 
-# ---- optimizers over one parameter
+# ---- several optimizers over one parameter
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_optimizer_that_was_made_last_has_the_gradients(kind: str) -> None:
     p = nn.Parameter(torch.zeros(400))
     old = KINDS[kind]([p], lr=1.0)
-    scheduler = ConstantLR(old, factor=1.0)  # keeps it alive
+    scheduler = ConstantLR(old, factor=1.0)  # keeps the old optimizer alive
     new = KINDS[kind]([p], lr=1e-3)
     p.sum().backward()
     new.step()
@@ -48,8 +48,7 @@ def test_the_optimizer_that_was_made_last_has_the_gradients(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_copies_do_not_take_over(kind: str) -> None:
-    """A copy has parameters of its own."""
+def test_a_deepcopy_takes_no_gradients_of_the_original(kind: str) -> None:
     p = nn.Parameter(torch.zeros(400))
     optimizer = KINDS[kind]([p], lr=1.0)
     other = copy.deepcopy(optimizer)
@@ -75,7 +74,7 @@ def test_a_parameter_that_left_the_groups_keeps_its_gradient() -> None:
         other.step()
         other.zero_grad()
     assert p.tolist() == q.tolist() == [-4.0] * 4
-    optimizer.param_groups.append(group)  # the group is back
+    optimizer.param_groups.append(group)
     optimizer.step()
     (p + q).sum().backward()
     assert q.grad is None
@@ -91,7 +90,7 @@ def test_parameters_that_left_the_groups_are_freed() -> None:
     optimizer.param_groups.pop()
     optimizer.state.pop(p, None)
     optimizer.step()
-    gone = weakref.ref(p)
+    ref = weakref.ref(p)
     del p
     gc.collect()
-    assert gone() is None
+    assert ref() is None

@@ -1,4 +1,4 @@
-"""LAMB and LARS: trust ratios and their bounds, tensors that hold several layers, options."""
+"""LAMB and LARS: their trust ratios and bounds, tensors that hold several layers, and options."""
 
 import math
 from typing import Any
@@ -25,7 +25,7 @@ from tests.support.helpers import (
 
 # ---- tensors that hold several layers
 
-
+# name: class, options
 FORMS: dict[str, tuple[type, dict[str, Any]]] = {
     "LAMB": (optim.LAMB, {}),
     "LARS": (optim.LARS, {}),
@@ -34,8 +34,8 @@ FORMS: dict[str, tuple[type, dict[str, Any]]] = {
 BOUNDED = {"bounded LAMB": (optim.LAMB, {"trust_bounds": (2.0, 4.0)})}
 
 
-def over_forms(forms: dict[str, tuple[type, dict[str, Any]]], **more: Any) -> Any:
-    return pytest.mark.parametrize(("build", "options"), [(b, o | more) for b, o in forms.values()], ids=forms)
+def over_forms(forms: dict[str, tuple[type, dict[str, Any]]], **common: Any) -> Any:
+    return pytest.mark.parametrize(("build", "options"), [(b, o | common) for b, o in forms.values()], ids=forms)
 
 
 @over_cpu
@@ -64,17 +64,17 @@ def test_layers_step_as_tensors_of_their_own(
     whole = torch.nn.Parameter(hard(shape, 0, scale=0.1))
     count = shape[0] if layers == "rows" else layers
     parts = [torch.nn.Parameter(part.clone()) for part in whole.detach().chunk(count)]
-    one, many = build([whole], layers=layers, **options), build(parts, **options)
+    joined, separate = build([whole], layers=layers, **options), build(parts, **options)
     with on(backend):
         for step in range(3):
             whole.grad = hard(shape, 10 + step)
             for part, g in zip(parts, whole.grad.chunk(count), strict=True):
                 part.grad = g.clone()
-            one.step()
-            many.step()
+            joined.step()
+            separate.step()
     assert_same(whole.detach(), torch.cat([p.detach() for p in parts]))
-    (ratios,) = one.trust_ratios().values()
-    assert_same(ratios, torch.cat([*many.trust_ratios().values()]))
+    (ratios,) = joined.trust_ratios().values()
+    assert_same(ratios, torch.cat([*separate.trust_ratios().values()]))
     assert len(ratios.unique()) == count
 
 
@@ -82,7 +82,7 @@ def test_layers_step_as_tensors_of_their_own(
 LAYERS_THAT_DO_NOT_FIT: dict[str, tuple[tuple[int, ...], dict[str, Any], str]] = {
     "rows do not divide": ((64, 128), {"layers": 3}, "layers must divide the rows of a tensor, 64"),
     "a layer ends inside a block": ((6, 60), {"layers": "rows"}, "block_size of at most 60, a row's length"),
-    "so do three": ((9, 50), {"layers": 3}, "inside its blocks of 100"),
+    "a layer of three rows does": ((9, 50), {"layers": 3}, "inside its blocks of 100"),
     "0": ((64, 128), {"layers": 0}, "layers must be a number of layers, 1 or more, or 'rows', got 0"),
     "a name": ((64, 128), {"layers": "columns"}, "or 'rows', got 'columns'"),
     "a bool": ((64, 128), {"layers": True}, "layers must be a number of layers"),
@@ -91,7 +91,7 @@ LAYERS_THAT_DO_NOT_FIT: dict[str, tuple[tuple[int, ...], dict[str, Any], str]] =
 
 @over_layerwise
 @pytest.mark.parametrize("name", LAYERS_THAT_DO_NOT_FIT)
-def test_layers_that_do_not_fit(build: type, name: str) -> None:
+def test_layers_that_do_not_fit_are_refused(build: type, name: str) -> None:
     shape, options, message = LAYERS_THAT_DO_NOT_FIT[name]
     with pytest.raises(ValueError, match=message):
         build(make_params([shape]), **options)
@@ -124,29 +124,29 @@ def test_trust_ratios_of_the_last_step(backend: str, build: type) -> None:
     weight.grad, bias.grad = like(weight, 1), like(bias, 2)
     with on(backend):
         optimizer.step()
-    ratios = {name: float(ratio) for name, ratio in optimizer.trust_ratios().items()}
+    ratios = {name: float(x) for name, x in optimizer.trust_ratios().items()}
     assert [*ratios] == ["weight", "bias"]
     assert ratios["bias"] == 1.0
     assert ratios["weight"] not in (0.0, 1.0)
     assert math.isfinite(ratios["weight"])
-    held = optimizer.trust_ratios()["weight"]
-    assert (held.dtype, held.shape, held.device) == (torch.float32, (1,), weight.device)
+    ratio = optimizer.trust_ratios()["weight"]
+    assert (ratio.dtype, ratio.shape, ratio.device) == (torch.float32, (1,), weight.device)
     with on(backend):
         optimizer.step()
-    assert float(held) != ratios["weight"]  # the state's own tensor
+    assert float(ratio) != ratios["weight"]  # it is the state's own tensor
 
 
 @over_cpu
 @over_layerwise
 def test_a_ratio_is_one_where_a_norm_is_zero(backend: str, build: type) -> None:
-    still, unmoved = torch.nn.Parameter(torch.zeros(8, 16)), torch.nn.Parameter(torch.ones(8, 16))
-    optimizer = build([still, unmoved], lr=1e-2, weight_decay=0.0, always_adapt=True)
-    still.grad, unmoved.grad = torch.ones(8, 16), torch.zeros(8, 16)
+    zero_weight, zero_grad = torch.nn.Parameter(torch.zeros(8, 16)), torch.nn.Parameter(torch.ones(8, 16))
+    optimizer = build([zero_weight, zero_grad], lr=1e-2, weight_decay=0.0, always_adapt=True)
+    zero_weight.grad, zero_grad.grad = torch.ones(8, 16), torch.zeros(8, 16)
     with on(backend):
         optimizer.step()
     assert [float(r) for r in optimizer.trust_ratios().values()] == [1.0, 1.0]
-    assert (still < 0).all()
-    assert (unmoved == 1).all()
+    assert (zero_weight < 0).all()
+    assert (zero_grad == 1).all()
 
 
 @over_cpu
@@ -179,7 +179,7 @@ def test_no_clipped_ratio_is_above_one(backend: str, build: type, options: dict[
 @over_cpu
 @over_layerwise
 def test_norms_count_every_element_once(backend: str, build: type) -> None:
-    # With eps 0 an element that does not exist would be 0 / 0 to LAMB.
+    # With eps 0, padding counted as an element would be 0 / 0 in LAMB.
     for layout in LAYOUTS:
         if "empty" in layout:
             continue
@@ -189,7 +189,7 @@ def test_norms_count_every_element_once(backend: str, build: type) -> None:
         with on(backend):
             optimizer.step()
         (ratio,) = optimizer.trust_ratios().values()
-        # The first step's direction is 1 for LAMB, and the moment a tenth of the gradient for LARS.
+        # An element of the first update is 1 in LAMB, and a tenth of the gradient in LARS.
         norm = math.sqrt(p.numel()) * (1.0 if "LAMB" in build.__name__ else 0.025)
         assert float(ratio) == pytest.approx(float(p.detach().double().norm()) / norm, rel=1e-6), layout
 
@@ -198,9 +198,9 @@ def test_norms_count_every_element_once(backend: str, build: type) -> None:
 @pytest.mark.parametrize("options", [{}, {"nesterov": True}, {"dampening": 0.5}, {"state_bits": 32}], ids=str)
 def test_classic_lars_without_ratios_has_the_same_bits(backend: str, options: dict[str, Any]) -> None:
     runs = []
-    for build, own in ((optim.SGD8bit, {"momentum": 0.9}), (optim.LARS8bit, {"trust_coeff": 1.0})):
+    for build, class_options in ((optim.SGD8bit, {"momentum": 0.9}), (optim.LARS8bit, {"trust_coeff": 1.0})):
         p = torch.nn.Parameter(hard((40, 300), 0))
-        optimizer = build([p], lr=0.1, weight_decay=0.0, min_8bit_size=0, **options, **own)
+        optimizer = build([p], lr=0.1, weight_decay=0.0, min_8bit_size=0, **options, **class_options)
         with on(backend):
             for step in range(4):
                 p.grad = hard(p.shape, 1 + step)
@@ -244,7 +244,7 @@ def test_groups_have_bounds_of_their_own() -> None:
 
 
 @over_cpu
-def test_zeros_start_with_a_lower_bound(backend: str) -> None:
+def test_zero_weights_start_by_the_lower_bound(backend: str) -> None:
     p = torch.nn.Parameter(torch.zeros(8, 64))
     optimizer = optim.LAMB([p], lr=1.0, weight_decay=0.1, eps=0.0, trust_bounds=(2.0, 10.0))
     p.grad = torch.ones_like(p)
@@ -266,7 +266,7 @@ def test_bad_bounds_that_are_set_between_steps_change_nothing(build: type) -> No
 # ---- options
 
 
-def test_arguments_are_timms() -> None:
+def test_positional_arguments_are_timms() -> None:
     params = make_params()
     group = optim.LAMB(params, 1e-2, False, (0.8, 0.9), 1e-5, 0.3, True, 2.0, True, True).param_groups[0]
     expected = {
@@ -284,7 +284,7 @@ def test_arguments_are_timms() -> None:
 
 @over_layerwise
 @pytest.mark.parametrize("bad", [torch.ones(2), torch.ones(()), torch.ones(1).half()], ids=str)
-def test_trust_ratios_that_do_not_fit_a_state(build: type, bad: Tensor) -> None:
+def test_a_trust_ratio_of_a_wrong_kind_is_not_loaded(build: type, bad: Tensor) -> None:
     optimizer = build(make_params())
     before = train(optimizer, 1)
     state_dict = optimizer.state_dict()

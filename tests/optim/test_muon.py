@@ -1,4 +1,4 @@
-"""memkern.optim.Muon: torch.optim.Muon's bits, groups of AdamW, state dicts, GradScaler, clipping, errors, bytes."""
+"""memkern.optim.Muon has torch.optim.Muon's bits; its AdamW groups, states, scaling, clipping, errors, muon_groups."""
 
 from __future__ import annotations
 
@@ -44,26 +44,27 @@ def train(optimizer: Any, params: list[nn.Parameter], steps: int, first: int = 0
 @needs_fma
 @pytest.mark.parametrize("adjust_lr_fn", first_quick([None, "original", "match_rms_adamw"]))
 @pytest.mark.parametrize("nesterov", [True, False])
-def test_torchs_bits(adjust_lr_fn: str | None, nesterov: bool) -> None:
+def test_has_torchs_bits(adjust_lr_fn: str | None, nesterov: bool) -> None:
     ours, theirs = parameters(), parameters()
     options: dict[str, Any] = {"lr": 0.02, "nesterov": nesterov, "adjust_lr_fn": adjust_lr_fn}
-    # Norms are summed in another order than torch's, in fp64: with the gradients of step 49 one would be within 1e-7 of
-    # the middle between two bf16 numbers, and rounded otherwise.
-    found = train(Muon(ours, **options), ours, 200, first=1000)
-    assert_same(found, train(torch.optim.Muon(theirs, **options), theirs, 200, first=1000))
+    # Norms are summed in fp64, in another order than torch's. From step 1000 on none is so near the middle between two
+    # bf16 numbers that they round otherwise; at step 49 one is.
+    params = train(Muon(ours, **options), ours, 200, first=1000)
+    assert_same(params, train(torch.optim.Muon(theirs, **options), theirs, 200, first=1000))
 
 
 def test_8_bits_are_near() -> None:
     shapes = ((64, 128), (96, 64))
     ours, exact = parameters(shapes), parameters(shapes)
     start = [p.detach().clone() for p in ours]
-    found = train(Muon8bit(ours, lr=0.02, min_8bit_size=0), ours, 50)
+    params = train(Muon8bit(ours, lr=0.02, min_8bit_size=0), ours, 50)
     expected = train(Muon(exact, lr=0.02), exact, 50)
-    for x, y, before in zip(found, expected, start, strict=True):
+    for x, y, before in zip(params, expected, start, strict=True):
         assert 0 < (x - y).norm() < 0.03 * (y - before).norm()
 
 
 def mixed(cls: Any = Muon, **options: Any) -> tuple[Any, list[nn.Parameter], list[nn.Parameter]]:
+    """An optimizer with a group of Muon and one of AdamW, Muon's matrices, AdamW's parameters."""
     matrices, others = parameters(), parameters(((60, 90), (700,)), seed=1)
     groups = [
         {"params": matrices},
@@ -73,7 +74,7 @@ def mixed(cls: Any = Muon, **options: Any) -> tuple[Any, list[nn.Parameter], lis
 
 
 @pytest.mark.parametrize("state_bits", [32, 8])
-def test_groups_of_adamw_are_adamws(state_bits: Any) -> None:
+def test_groups_of_adamw_have_the_bits_of_adamw(state_bits: Any) -> None:
     optimizer, _, others = mixed(state_bits=32)
     optimizer.param_groups[1]["state_bits"] = state_bits
     expected = parameters(((60, 90), (700,)), seed=1)
@@ -94,17 +95,17 @@ def test_resumes_with_the_same_bits(cls: Any) -> None:
     train(optimizer, [*matrices, *others], 3)
     blob = io.BytesIO()
     torch.save(optimizer.state_dict(), blob)
-    again, new_matrices, new_others = mixed(cls)
+    resumed, new_matrices, new_others = mixed(cls)
     for p, q in zip([*new_matrices, *new_others], [*matrices, *others], strict=True):
         p.data.copy_(q.data)
-    again.load_state_dict(torch.load(io.BytesIO(blob.getvalue()), weights_only=True))
-    assert_same(train(again, [*new_matrices, *new_others], 3, 3), train(optimizer, [*matrices, *others], 3, 3))
+    resumed.load_state_dict(torch.load(io.BytesIO(blob.getvalue()), weights_only=True))
+    assert_same(train(resumed, [*new_matrices, *new_others], 3, 3), train(optimizer, [*matrices, *others], 3, 3))
     copied = copy.deepcopy(optimizer)
-    own = [p for group in copied.param_groups for p in group["params"]]
-    assert_same(train(copied, own, 1, 6), train(optimizer, [*matrices, *others], 1, 6))
+    copied_params = [p for group in copied.param_groups for p in group["params"]]
+    assert_same(train(copied, copied_params, 1, 6), train(optimizer, [*matrices, *others], 1, 6))
 
 
-def test_max_grad_norm_is_of_all_groups() -> None:
+def test_max_grad_norm_clips_all_groups_by_one_norm() -> None:
     optimizer, matrices, others = mixed(max_grad_norm=1.0)
     plain, *lists = mixed()
     expected = [p for part in lists for p in part]
@@ -148,14 +149,14 @@ def test_bf16_weights_keep_what_they_round(master_weights: str) -> None:
             q.grad = p.grad.float()
         optimizer.step(), reference.step()
     for p, q, x in zip(params, exact, start, strict=True):
-        kept = weights.fp32_weight(p.detach(), optimizer.state[p])
+        joined = weights.fp32_weight(p.detach(), optimizer.state[p])
         if master_weights == "bf16+16":
-            assert_same(kept, q.detach())
+            assert_same(joined, q.detach())
         else:  # weights have 24 bits, stochastically rounded
-            assert (kept - q).norm() < 0.1 * (q - x).norm()
+            assert (joined - q).norm() < 0.1 * (q - x).norm()
 
 
-def test_batches_of_matrices_are_their_matrices() -> None:
+def test_a_batch_steps_as_its_matrices_alone() -> None:
     (stacked,) = parameters(((3, 40, 24),))
     single = [nn.Parameter(x.clone()) for x in stacked.detach()]
     ours, alone = Muon([stacked], lr=0.02), Muon(single, lr=0.02)
@@ -168,26 +169,23 @@ def test_batches_of_matrices_are_their_matrices() -> None:
 
 
 @pytest.mark.parametrize("shape", [(5, 16, 24), (2, 5, 16, 24)])
-def test_a_batch_takes_no_more_matrices_than_it_has_room_for(
-    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_large_batch_is_cut_to_buckets(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     together, parts = Muon(parameters([shape]), lr=0.02), Muon(parameters([shape]), lr=0.02)
 
-    def sizes(optimizer: Any) -> list[int]:
-        seen, own = [], muon_step.orthogonalize
+    def batch_sizes(optimizer: Any) -> list[int]:
+        sizes, orthogonalize = [], muon_step.orthogonalize
         with monkeypatch.context() as patch:
-            # Products on the CPU are of one matrix: it stands in for another device here.
-            patch.setattr(muon_step, "on_cpu", lambda x: False)
-            patch.setattr(muon_step, "orthogonalize", lambda u, *args: seen.append(len(u)) or own(u, *args))
+            patch.setattr(muon_step, "on_cpu", lambda x: False)  # on the CPU each matrix has its own products
+            patch.setattr(muon_step, "orthogonalize", lambda u, *args: sizes.append(len(u)) or orthogonalize(u, *args))
             train(optimizer, optimizer.param_groups[0]["params"], 2)
-        return seen
+        return sizes
 
-    assert sizes(together) == [5] * (len(shape) - 2) * 2
-    monkeypatch.setattr(muon_step, "BUCKET_BYTES", 2 * 16 * 24 * 2)
-    assert sizes(parts) == [2, 2, 1] * (len(shape) - 2) * 2
-    (found,), (expected,) = parts.param_groups[0]["params"], together.param_groups[0]["params"]
+    assert batch_sizes(together) == [5] * (len(shape) - 2) * 2
+    monkeypatch.setattr(muon_step, "BUCKET_BYTES", 2 * 16 * 24 * 2)  # two matrices of bf16
+    assert batch_sizes(parts) == [2, 2, 1] * (len(shape) - 2) * 2
+    (p,), (expected,) = parts.param_groups[0]["params"], together.param_groups[0]["params"]
     # Batched products in bf16 may round otherwise.
-    torch.testing.assert_close(found, expected, rtol=1e-2, atol=2e-3)
+    torch.testing.assert_close(p, expected, rtol=1e-2, atol=2e-3)
 
 
 def buckets(numbers: Any, params: Any) -> list[list[int]]:
@@ -199,7 +197,7 @@ def buckets(numbers: Any, params: Any) -> list[list[int]]:
     [((40, 16, 16), 0, "match_rms_adamw"), ((48, 48, 60), 1, None)],
     ids=["rows of a Linear", "columns of transformers' Conv1D"],
 )
-def test_parts_of_a_matrix_are_matrices(sizes: tuple[int, ...], dim: int, adjust_lr_fn: Any) -> None:
+def test_parts_of_a_split_matrix_step_as_matrices(sizes: tuple[int, ...], dim: int, adjust_lr_fn: Any) -> None:
     """A matrix that joins several, as query, key and value, is orthogonalized part by part (``split``)."""
     single = parameters([(n, 40) if dim == 0 else (40, n) for n in sizes])
     whole = nn.Parameter(torch.cat([p.detach() for p in single], dim))
@@ -227,19 +225,19 @@ def test_buckets_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("wrap", [optim.HostOffload, optim.StepInBackward], ids=name_of)
 @pytest.mark.parametrize("cls", [Muon, Muon8bit], ids=name_of)
-def test_wrapped_groups_are_the_groups(wrap: Any, cls: Any) -> None:
-    """Under HostOffload and StepInBackward, with a schedule that sets lr and betas, and each algorithm's own eps."""
+def test_wrappers_change_no_bit(wrap: Any, cls: Any) -> None:
+    """With a schedule that sets lr and betas, and each algorithm's own eps."""
     options = {"lr": 0.01, "min_8bit_size": 0}
     expected, plain, _ = run(lambda params: cls(sharded.muon_groups(params), **options))
-    found, wrapped, _ = run(lambda params: wrap(cls, sharded.muon_groups(params), **options))
-    assert_same(found, expected)
+    result, wrapped, _ = run(lambda params: wrap(cls, sharded.muon_groups(params), **options))
+    assert_same(result, expected)
     assert [g["eps"] for g in plain.param_groups] == [1e-7, 1e-8]
     inner = getattr(wrapped, "inner", wrapped)
     assert [g["eps"] for g in inner.param_groups] == [1e-7, 1e-8]
 
 
 @pytest.mark.parametrize(
-    ("build", "options", "message"),
+    ("kind", "options", "message"),
     [
         ("vector", {}, "must have two dimensions or more, got shape"),
         ("matrix", {"algorithm": "sgd"}, "algorithm must be one of"),
@@ -253,25 +251,21 @@ def test_wrapped_groups_are_the_groups(wrap: Any, cls: Any) -> None:
         ("matrix", {"eps": 0.0}, "eps must be a finite number above 0"),
         ("matrix", {"state_bits": (8, 4)}, "state_bits must be 8 or 32, got"),
         ("complex", {}, "got torch.complex64"),
-        (
-            "matrix",
-            {"split": (3, 3)},
-            r"split must have sizes that add up .* got \(3, 3\) for shape \(4, 5\)",
-        ),
+        ("matrix", {"split": (3, 3)}, r"split must have sizes that add up .* got \(3, 3\) for shape \(4, 5\)"),
         ("matrix", {"split": 2}, "split must be None or sizes above 0, got 2"),
         ("matrix", {"split": (4, 0)}, "split must be None or sizes above 0"),
         ("tall", {"split": (20, 4)}, r"same adjusted learning rate, .* with ratios 1, 2$"),
     ],
 )
-def test_bad_input(build: str, options: dict[str, Any], message: str) -> None:
-    made = {
+def test_bad_parameters_and_options_raise(kind: str, options: dict[str, Any], message: str) -> None:
+    tensors = {
         "vector": torch.zeros(5),
         "matrix": torch.zeros(4, 5),
         "tall": torch.zeros(24, 5),
         "complex": torch.zeros(4, 5, dtype=torch.complex64),
     }
     with pytest.raises((ValueError, TypeError), match=message):
-        Muon([nn.Parameter(made[build])], **options)
+        Muon([nn.Parameter(tensors[kind])], **options)
 
 
 def test_a_group_of_the_other_algorithm_needs_its_own_lr() -> None:
@@ -300,7 +294,7 @@ def test_a_state_that_does_not_fit_changes_nothing(entry: str) -> None:
     assert_same(([p.detach() for p in params], optimizer.state_dict()["state"]), before)
 
 
-def test_an_algorithm_is_no_option_to_change() -> None:
+def test_a_group_keeps_its_algorithm() -> None:
     optimizer, matrices, others = mixed()
     train(optimizer, [*matrices, *others], 1)
     saved = optimizer.state_dict()
@@ -333,7 +327,7 @@ def test_bad_gradients_change_nothing() -> None:
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_zeros_and_nan(backend: str) -> None:
+def test_a_zero_gradient_leaves_its_matrix_alone(backend: str) -> None:
     params = parameters(((8, 12), (8, 12)))
     start = [p.detach().clone() for p in params]
     optimizer = Muon8bit(params, weight_decay=0.0, min_8bit_size=0)
@@ -347,14 +341,14 @@ def test_zeros_and_nan(backend: str) -> None:
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("scaled", [False, True], ids=["", "scaler"])
 @pytest.mark.parametrize(
-    ("number", "max_grad_norm", "skips"),
+    ("number", "max_grad_norm", "skips"),  # number: of the parameter with the value
     [(1, None, True), (5, None, False), (1, 1.0, True), (5, 1.0, True)],
     ids=["matrix", "AdamW's", "matrix, clipped", "AdamW's, clipped"],
 )
 def test_a_step_that_would_spoil_a_matrix_is_skipped(
     number: int, max_grad_norm: float | None, skips: bool, scaled: bool, value: float
 ) -> None:
-    """The whole step is skipped, as by a GradScaler; later steps are those of a run without it."""
+    """The whole step is skipped, as by a GradScaler; later steps are those of a run without the skipped one."""
     optimizer, matrices, others = mixed(Muon8bit, max_grad_norm=max_grad_norm)
     plain, *lists = mixed(Muon8bit, max_grad_norm=max_grad_norm)
     params, expected = [*matrices, *others], [p for part in lists for p in part]
@@ -376,14 +370,14 @@ def test_a_step_that_would_spoil_a_matrix_is_skipped(
     assert_same(train(optimizer, params, 1, 1), train(plain, expected, 1, 1))
 
 
-def test_products_of_weights_on_the_host_are_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On fake tensors, with meta as the device: updates and their sums go there, and the step is on the host."""
-    found: list[list[str]] = []
+def test_product_devices_orthogonalize_weights_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On fake tensors, with meta as the device: it gets updates and their sums of squares; states stay on the host."""
+    devices: list[list[str]] = []
 
-    def noted(updates: list[Tensor], sums: list[Tensor], groups: Any) -> None:
-        found.extend([u.device.type, x.device.type] for u, x in zip(updates, sums, strict=True))
+    def record(updates: list[Tensor], sums: list[Tensor], groups: Any) -> None:
+        devices.extend([u.device.type, x.device.type] for u, x in zip(updates, sums, strict=True))
 
-    monkeypatch.setattr(muon_step, "orthogonalize_", noted)
+    monkeypatch.setattr(muon_step, "orthogonalize_", record)
     with FakeTensorMode():
         params = [nn.Parameter(torch.empty(48, 32)) for _ in range(3)]
         optimizer = Muon8bit(params, min_8bit_size=0)
@@ -392,7 +386,7 @@ def test_products_of_weights_on_the_host_are_the_devices(monkeypatch: pytest.Mon
             p.grad = torch.empty_like(p)
         optimizer.step()
         assert {x.device.type for p in params for x in optimizer.state[p].values()} == {"cpu"}
-    assert found == [["meta"] * 2, ["meta"] * 2, ["cpu"] * 2]
+    assert devices == [["meta"] * 2, ["meta"] * 2, ["cpu"] * 2]
 
 
 def test_offload_names_the_devices_of_products() -> None:
@@ -422,6 +416,8 @@ def test_offloaded_groups_have_the_options_that_they_were_given() -> None:
 
 
 class Net(nn.Module):
+    """Parameters that muon_groups tells apart by their module, name or shape; the head is tied to the embedding."""
+
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(50, 16)
@@ -439,7 +435,7 @@ class Net(nn.Module):
 def test_groups_of_a_model() -> None:
     net = Net()
     groups = muon_groups(net, lr=0.02, adamw_lr=1e-3, block_size=64)
-    assert {name: where for name, (where, _) in groups.reasons.items()} == {
+    assert {name: algorithm for name, (algorithm, _) in groups.reasons.items()} == {
         "positions": "adamw",
         "experts": "muon",
         "pos_table": "adamw",
@@ -468,34 +464,26 @@ def test_groups_of_a_model() -> None:
     split = muon_groups(net, split=lambda name, p: (16, 16) if name == "up.weight" else None)
     assert [g["split"] for g in split if any(p is net.up.weight for p in g["params"])] == [(16, 16)]
     assert [g for g in split if "split" in g and g["algorithm"] == "adamw"] == []
-    assert muon_groups(net, adamw=lambda name, p: name == "up.weight").reasons["up.weight"] == (
-        "adamw",
-        "asked for",
-    )
+    by_hand = muon_groups(net, adamw=lambda name, p: name == "up.weight")
+    assert by_hand.reasons["up.weight"] == ("adamw", "asked for")
 
 
 @pytest.mark.parametrize(
-    ("shapes", "gib"),
+    ("sizes", "gib"),  # ff: rows of the MLP's matrices; kv, q: of the projections to keys, values and queries
     [
-        (
-            {"layers": 32, "width": 4096, "ff": 14336, "kv": 1024, "q": 4096, "vocab": 128256, "tied": False},
-            8.7,
-        ),
-        (
-            {"layers": 36, "width": 2560, "ff": 9728, "kv": 1024, "q": 4096, "vocab": 151936, "tied": True},
-            4.2,
-        ),
+        ({"layers": 32, "width": 4096, "ff": 14336, "kv": 1024, "q": 4096, "vocab": 128256, "tied": False}, 8.7),
+        ({"layers": 36, "width": 2560, "ff": 9728, "kv": 1024, "q": 4096, "vocab": 151936, "tied": True}, 4.2),
     ],
     ids=["Llama-3.1-8B", "Qwen3-4B"],
 )
-def test_bytes_of_states(shapes: dict[str, Any], gib: float) -> None:
-    w, ff, kv, q = (shapes[key] for key in ("width", "ff", "kv", "q"))
+def test_bytes_of_states(sizes: dict[str, Any], gib: float) -> None:
+    w, ff, kv, q = (sizes[key] for key in ("width", "ff", "kv", "q"))
     layer = [(q, w), (kv, w), (kv, w), (w, q), (ff, w), (ff, w), (w, ff)]
-    meta = [nn.Parameter(torch.empty(s, device="meta")) for s in layer * shapes["layers"]]
-    tables = [nn.Parameter(torch.empty(shapes["vocab"], w, device="meta")) for _ in range(1 if shapes["tied"] else 2)]
-    norms = [nn.Parameter(torch.empty(w, device="meta")) for _ in range(2 * shapes["layers"] + 1)]
-    optimizer = Muon8bit([{"params": meta}, {"params": [*tables, *norms], "algorithm": "adamw", "lr": 1e-3}])
-    for p in (*meta, *tables, *norms):
+    matrices = [nn.Parameter(torch.empty(shape, device="meta")) for shape in layer * sizes["layers"]]
+    tables = [nn.Parameter(torch.empty(sizes["vocab"], w, device="meta")) for _ in range(1 if sizes["tied"] else 2)]
+    norms = [nn.Parameter(torch.empty(w, device="meta")) for _ in range(2 * sizes["layers"] + 1)]
+    optimizer = Muon8bit([{"params": matrices}, {"params": [*tables, *norms], "algorithm": "adamw", "lr": 1e-3}])
+    for p in (*matrices, *tables, *norms):
         p.grad = torch.empty_like(p)
     optimizer.step()
     assert optimizer_bytes(optimizer) / 2**30 == pytest.approx(gib, rel=0.01)

@@ -1,4 +1,4 @@
-"""memkern.reference.muon: fma, lerp and Newton-Schulz against torch and fp64 (whole steps: test_muon.py)."""
+"""fma, lerp and Newton-Schulz of memkern.reference.muon agree with torch and fp64 (whole steps: test_muon.py)."""
 
 from typing import Any
 
@@ -37,7 +37,7 @@ def test_lerp_is_torchs(weight: float) -> None:
 
 
 def test_newton_schulz_is_no_further_from_fp64_than_torchs() -> None:
-    from torch.optim._muon import _zeropower_via_newtonschulz as torchs
+    from torch.optim._muon import _zeropower_via_newtonschulz as torch_newton_schulz
 
     for seed, shape in enumerate(SHAPES):
         u = normal(shape, seed).bfloat16()
@@ -50,7 +50,7 @@ def test_newton_schulz_is_no_further_from_fp64_than_torchs() -> None:
             x = a * x + (b * gram + c * gram @ gram) @ x
         truth = x.mT if shape[0] > shape[1] else x
         ours = muon.orthogonalize(u, squares)
-        theirs = torchs(u, muon.NS_COEFFICIENTS, 5, 1e-7)
+        theirs = torch_newton_schulz(u, muon.NS_COEFFICIENTS, 5, 1e-7)
         assert (ours - truth).norm() <= (theirs - truth).norm()
         # Each of the five iterations rounds three matrices to bf16, by at most 2^-9 of a value. (1 x n comes closest.)
         assert (ours - truth).norm() <= 5 * 3 * 2.0**-9 * truth.norm()
@@ -59,7 +59,7 @@ def test_newton_schulz_is_no_further_from_fp64_than_torchs() -> None:
 def test_zeros_give_zeros_and_nan_stays_in_its_matrix() -> None:
     u = torch.stack([torch.zeros(8, 16), normal((8, 16), 0), normal((8, 16), 1)]).bfloat16()
     u[2, 3, 4] = torch.nan
-    found = muon.orthogonalize(u, u.double().square().sum((-2, -1)))
-    assert not found[0].any()
-    assert found[1].isfinite().all()
-    assert found[2].isnan().all()
+    result = muon.orthogonalize(u, u.double().square().sum((-2, -1)))
+    assert not result[0].any()
+    assert result[1].isfinite().all()
+    assert result[2].isnan().all()

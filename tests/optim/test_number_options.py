@@ -33,9 +33,9 @@ KINDS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def mapped(x: Any, kind: Callable[[Any], Any]) -> Any:
+def convert(x: Any, kind: Callable[[Any], Any]) -> Any:
     if isinstance(x, tuple):
-        return tuple(mapped(y, kind) for y in x)
+        return tuple(convert(y, kind) for y in x)
     return x if x is None else kind(x)
 
 
@@ -51,63 +51,66 @@ def step(optimizer: Any, number: int) -> None:
     optimizer.step()
 
 
-def numbers_of(build: Any) -> dict[str, Any]:
-    """All options of a class: its defaults, but numbers that float32 holds exactly for lr, betas and the like."""
-    given = OPTIONS.get(build.__name__.removesuffix("8bit"), {})
-    group = build(parameters(), **given).param_groups[0]
+def all_options(build: Any) -> dict[str, Any]:
+    """All options of a class: its defaults, where lr, betas and the like are numbers that float32 holds exactly."""
+    class_options = OPTIONS.get(build.__name__.removesuffix("8bit"), {})
+    group = build(parameters(), **class_options).param_groups[0]
     options = {key: x for key, x in group.items() if key not in ("params", "decoupled_weight_decay")}
     exact = {"lr": 2.0**-10, "betas": (0.5, 0.75), "eps": 2.0**-20, "weight_decay": 0.125, "max_grad_norm": 0.5}
     exact |= {"ns_coefficients": (3.5, -4.75, 2.0), "momentum": 0.5}
     return options | {key: x for key, x in exact.items() if key in options}
 
 
-def given(build: Any, options: dict[str, Any]) -> Any:
-    taken = {key: x for key, x in options.items() if key in build.__signature__.parameters}
-    return build(parameters(), **taken)
+# ---- the ways to set options
 
 
-def of_group(build: Any, options: dict[str, Any]) -> Any:
+def by_arguments(build: Any, options: dict[str, Any]) -> Any:
+    arguments = {key: x for key, x in options.items() if key in build.__signature__.parameters}
+    return build(parameters(), **arguments)
+
+
+def by_group(build: Any, options: dict[str, Any]) -> Any:
     norm = options["max_grad_norm"]
     return build([{"params": parameters(), **options}], max_grad_norm=norm)
 
 
-def set_between(build: Any, options: dict[str, Any]) -> Any:
-    optimizer = of_group(build, {**options, "lr": 0.0})
+def by_param_groups(build: Any, options: dict[str, Any]) -> Any:
+    optimizer = by_group(build, {**options, "lr": 0.0})
     optimizer.param_groups[0].update(options)
     return optimizer
 
 
-def loaded(build: Any, options: dict[str, Any]) -> Any:
-    optimizer = of_group(build, {key: x for key, x in options.items() if key == "max_grad_norm"})
+def by_state_dict(build: Any, options: dict[str, Any]) -> Any:
+    optimizer = by_group(build, {key: x for key, x in options.items() if key == "max_grad_norm"})
     state = copy.deepcopy(optimizer.state_dict())
     state["param_groups"][0].update(options)
     optimizer.load_state_dict(state)
     return optimizer
 
 
-@pytest.mark.parametrize("way", [given, of_group, set_between, loaded], ids=name_of)
+@pytest.mark.parametrize("make", [by_arguments, by_group, by_param_groups, by_state_dict], ids=name_of)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("build", [*OPTIMIZERS, optim.Muon, optim.Muon8bit], ids=name_of)
-def test_numbers_of_every_kind(build: type, kind: str, way: Callable[..., Any]) -> None:
-    options = numbers_of(build)
-    found = []
-    for each in (options, {key: mapped(x, KINDS[kind]) for key, x in options.items()}):
-        optimizer = way(build, each)
-        for k in range(2):
-            step(optimizer, k)
-        again = build(parameters(), **OPTIONS.get(build.__name__.removesuffix("8bit"), {}), max_grad_norm=0.5)
-        again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        step(again, 2)
-        found.append((snapshot(optimizer), snapshot(again)))
+def test_numbers_of_every_kind_give_the_same_bits(build: type, kind: str, make: Callable[..., Any]) -> None:
+    options = all_options(build)
+    results = []
+    for typed_options in (options, {key: convert(x, KINDS[kind]) for key, x in options.items()}):
+        optimizer = make(build, typed_options)
+        for number in range(2):
+            step(optimizer, number)
+        resumed = build(parameters(), **OPTIONS.get(build.__name__.removesuffix("8bit"), {}), max_grad_norm=0.5)
+        resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        step(resumed, 2)
+        results.append((snapshot(optimizer), snapshot(resumed)))
         for key, x in optimizer.param_groups[0].items():
-            if key not in ("params", *READ_AT_EACH_STEP) and way is not set_between:
+            if key not in ("params", *READ_AT_EACH_STEP) and make is not by_param_groups:
                 values = x if isinstance(x, tuple) else (x,)
                 assert {*map(type, values)} <= {bool, int, float, str, type(None)}, key
-    assert_same(found[1], found[0])
+    assert_same(*results)
 
 
 def test_tensors_are_read_at_each_step() -> None:
-    found = []
+    results = []
     for filled in (False, True):
         decay, momentum = torch.tensor(0.5), torch.tensor(0.25)
         optimizer = optim.SGD(parameters(), lr=0.125, weight_decay=decay, momentum=momentum)
@@ -118,11 +121,11 @@ def test_tensors_are_read_at_each_step() -> None:
         else:
             optimizer.param_groups[0].update(weight_decay=0.25, momentum=0.75)
         step(optimizer, 1)
-        found.append(snapshot(optimizer))
-    assert_same(found[1], found[0])
+        results.append(snapshot(optimizer))
+    assert_same(*results)
 
 
-def test_what_is_exported_is_plain() -> None:
+def test_exported_options_are_floats() -> None:
     tensors = {"lr": torch.tensor(0.125), "eps": torch.tensor(2.0**-20), "weight_decay": torch.tensor(0.5)}
     optimizer = optim.AdamW8bit(parameters(), **tensors)
     step(optimizer, 0)

@@ -1,4 +1,4 @@
-"""The optimizers in use: which states are 8-bit, groups, defaults, and parameters that share memory."""
+"""Which states are 8-bit and how large they are, groups, defaults, and parameters that share memory."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from tests.support.helpers import (
 
 
 def test_small_and_flat_tensors_keep_fp32_states() -> None:
-    sizes = {
+    is_8bit_of = {  # shape: whether its states are 8-bit
         (64, 64): True,
         (63, 65): False,  # 4,095 elements
         (4096, 1): True,
@@ -30,21 +30,15 @@ def test_small_and_flat_tensors_keep_fp32_states() -> None:
         (): False,
         (0, 4096): False,
     }
-    params = make_params(sizes)
+    params = make_params(is_8bit_of)
     optimizer = optim.AdamW8bit(params)
     train(optimizer, 1)
-    for p, eight in zip(params, sizes.values(), strict=True):
+    for p, is_8bit in zip(params, is_8bit_of.values(), strict=True):
         state = optimizer.state[p]
-        assert (state["exp_avg"].dtype, state["exp_avg_sq"].dtype) == (
-            (torch.int8, torch.uint8) if eight else (torch.float32, torch.float32)
-        ), tuple(p.shape)
-        expected = [
-            "exp_avg",
-            "exp_avg_sq",
-            *(["exp_avg_scale", "exp_avg_sq_scale"] if eight else []),
-            "step",
-        ]
-        assert [*state] == expected
+        expected = (torch.int8, torch.uint8) if is_8bit else (torch.float32, torch.float32)
+        assert (state["exp_avg"].dtype, state["exp_avg_sq"].dtype) == expected, tuple(p.shape)
+        scales = ["exp_avg_scale", "exp_avg_sq_scale"] if is_8bit else []
+        assert [*state] == ["exp_avg", "exp_avg_sq", *scales, "step"]
 
 
 @over_8bit
@@ -87,23 +81,23 @@ def test_groups_have_their_own_options() -> None:
         {"min_8bit_size": 10**6},
         {"decoupled_weight_decay": False},
     ]
-    one = optim.AdamW8bit([{"params": make_params([(48, 128)], i), **o} for i, o in enumerate(options)], lr=1e-2)
+    together = optim.AdamW8bit([{"params": make_params([(48, 128)], i), **o} for i, o in enumerate(options)], lr=1e-2)
     alone = [optim.AdamW8bit([{"params": make_params([(48, 128)], i), **o}], lr=1e-2) for i, o in enumerate(options)]
     for step in range(3):
-        give_gradients([g["params"][0] for g in one.param_groups], step)
-        for group, optimizer in zip(one.param_groups, alone, strict=True):
+        give_gradients([g["params"][0] for g in together.param_groups], step)
+        for group, optimizer in zip(together.param_groups, alone, strict=True):
             optimizer.param_groups[0]["params"][0].grad = group["params"][0].grad
             optimizer.step()
-        one.step()
+        together.step()
     for i, optimizer in enumerate(alone):
-        assert_same(snapshot(one)["params"][i], snapshot(optimizer)["params"][0], str(options[i]))
-        assert_same(snapshot(one)["states"][i], snapshot(optimizer)["states"][0], str(options[i]))
-    moved = snapshot(one)["params"]
-    assert not any(torch.equal(moved[0], other) for other in moved[1:])
+        assert_same(snapshot(together)["params"][i], snapshot(optimizer)["params"][0], str(options[i]))
+        assert_same(snapshot(together)["states"][i], snapshot(optimizer)["states"][0], str(options[i]))
+    moved = snapshot(together)["params"]
+    assert not any(torch.equal(moved[0], p) for p in moved[1:])
 
 
 @over_optimizers
-def test_a_group_added_in_training(build: type) -> None:
+def test_a_group_added_in_training_steps_as_alone(build: type) -> None:
     first, second = make_params(), make_params([(40, 128), (5,)], 50)
     optimizer = build(first, lr=1e-2)
     before = train(optimizer, 2)
@@ -127,17 +121,17 @@ def test_params_may_come_as_a_generator_named_or_one_alone() -> None:
     assert named.param_groups[0]["param_names"] == ["weight", "bias"]
     named.add_param_group({"params": [("extra", torch.nn.Parameter(torch.ones(3)))]})
     assert named.state_dict()["param_groups"][1]["param_names"] == ["extra"]
-    one = optim.AdamW8bit([{"params": model.weight}])
-    assert one.param_groups[0]["params"] == [model.weight]
+    single = optim.AdamW8bit([{"params": model.weight}])
+    assert single.param_groups[0]["params"] == [model.weight]
 
 
 def test_defaults_and_repr_are_those_of_torch() -> None:
     params = make_params()
-    for ours, torchs in ((optim.AdamW, torch.optim.AdamW), (optim.Adam, torch.optim.Adam)):
-        mine, theirs = ours(params).defaults, torchs(params).defaults
+    for cls, torch_class in ((optim.AdamW, torch.optim.AdamW), (optim.Adam, torch.optim.Adam)):
+        ours, theirs = cls(params).defaults, torch_class(params).defaults
         for key in ("lr", "betas", "eps", "weight_decay", "maximize"):
-            assert mine[key] == theirs[key], key
-        assert mine["state_bits"] == 32
+            assert ours[key] == theirs[key], key
+        assert ours["state_bits"] == 32
     positional = optim.AdamW8bit(params, 1e-2, (0.8, 0.9), 1e-6, 0.3)
     group = positional.param_groups[0]
     assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (1e-2, (0.8, 0.9), 1e-6, 0.3)
@@ -150,8 +144,8 @@ def test_defaults_and_repr_are_those_of_torch() -> None:
 
 
 @over_optimizers
-def test_lazy_modules(build: type) -> None:
-    """torch.optim takes their parameters before the first forward pass."""
+def test_parameters_of_lazy_modules_train(build: type) -> None:
+    """The optimizer is made before the first forward pass, as torch.optim allows."""
     model = torch.nn.Sequential(torch.nn.LazyLinear(64), torch.nn.LayerNorm(64))
     optimizer = build(model.parameters(), min_8bit_size=0)
     for _ in range(2):
@@ -164,7 +158,7 @@ def test_lazy_modules(build: type) -> None:
 
 
 @pytest.mark.pairwise
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", ["before", "after"])  # the optimizer is made
 @pytest.mark.parametrize("overlap", ["whole", "rows"])
 @over_optimizers
 def test_parameters_over_one_memory_are_stepped_one_after_the_other(build: type, overlap: str, when: str) -> None:
@@ -172,20 +166,18 @@ def test_parameters_over_one_memory_are_stepped_one_after_the_other(build: type,
 
     def run(together: bool) -> torch.Tensor:
         a, b = (torch.nn.Parameter(torch.linspace(-1, 1, 128 * 512).view(128, 512)) for _ in range(2))
-        tie = (lambda: a.data) if overlap == "whole" else (lambda: a.data[:64])
+        rows = 128 if overlap == "whole" else 64
         if when == "before":
-            b.data = tie()
-        one = build([a, b], lr=1e-2) if together else build([a], lr=1e-2)
-        other = None if together else build([b], lr=1e-2)
+            b.data = a.data[:rows]
+        optimizers = [build(params, lr=1e-2) for params in ([[a, b]] if together else [[a], [b]])]
         if when == "after":
-            b.data = tie()
+            b.data = a.data[:rows]
         generator = torch.Generator().manual_seed(0)
         for _ in range(3):
             for p in (a, b):
                 p.grad = torch.randn(p.shape, generator=generator)
-            for optimizer in (one, other):
-                if optimizer is not None:
-                    optimizer.step()
+            for optimizer in optimizers:
+                optimizer.step()
         return a.detach().clone()
 
     threads = torch.get_num_threads()

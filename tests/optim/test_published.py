@@ -1,4 +1,4 @@
-"""LAMB and LARS against their published updates and timm's, on a small GPT."""
+"""LAMB and LARS train a small GPT by their published updates, and step as timm's do."""
 
 from collections.abc import Callable
 
@@ -16,7 +16,7 @@ PUBLISHED = cases("published")
 
 
 def small_gpt() -> tuple[torch.nn.Module, Callable[[int], Tensor]]:
-    """GPT-2's tensors at a small width, and a loss on the bytes of this file."""
+    """GPT-2's tensors at a small width, and its loss at a step on the bytes of this file."""
     torch.manual_seed(0)
     model = GPT(layers=2, heads=2, width=32, seq_len=16)
     with open(__file__, "rb") as file:
@@ -68,9 +68,9 @@ def test_timm_moves_parameters_alike(name: str) -> None:
     except ModuleNotFoundError:
         pytest.skip("timm is not installed; its update is in tests/support/optimizers too")
     runs = []
-    for make, own in ((spec.cls, {}), (timm, spec.timm_options)):
+    for make, class_options in ((spec.cls, {}), (timm, spec.timm_options)):
         params = make_params(seed=3)
-        optimizer = make(params, **own | options)
+        optimizer = make(params, **class_options | options)
         runs.append(train(optimizer, 50)["params"])
     for ours, theirs in zip(*runs, strict=True):
         assert (ours - theirs).norm() <= 1e-5 * theirs.norm()

@@ -1,4 +1,4 @@
-"""Elements whose gradients cease beside live ones of their block: 8-bit states treat them as fp32 states do.
+"""8-bit states treat elements whose gradients cease beside live ones of their block as fp32 states do.
 
 A moment that is rounded to the nearest code stops decaying at a code that depends on its block's largest value. So
 these streams put quiet and live elements into the same blocks: one gradient and then none, features that occur in one
@@ -31,10 +31,10 @@ LR = 1e-3
 def one_gradient(
     factory: Factory, neighbours: float, *, noisy: bool, steps: int = 1700, every: int | None = None
 ) -> float:
-    """How far elements move that get a gradient of 1 or -1 at the first step and zeros after, or one `every` so often.
+    """How far quiet elements move: the mean of their |final values|, which start at 0.
 
-    They are half of each block; the others' gradients are `neighbours` times as large, noisy or constant, in all
-    steps. Returns the mean of |final value| of the quiet half.
+    Their gradient is 1 or -1 in the first step, and in each ``every``-th one if given, else 0. They are half of each
+    block; the other half has gradients ``neighbours`` times as large, noisy or constant, in all steps.
     """
     rng = torch.Generator().manual_seed(0)
     param = torch.nn.Parameter(torch.zeros(BLOCKS, BLOCK))
@@ -51,9 +51,10 @@ def one_gradient(
 
 
 def rare_features(factory: Factory, every: int, neighbours: float = 1.0, steps: int = 5000) -> float:
-    """How far elements move whose gradient is noise in one step of `every`, beside live ones `neighbours` times larger.
+    """How far rare elements walk at random: the root mean square of their final values, which start at 0.
 
-    Returns the root mean square of the rare half's final values. (They have no direction: it is a random walk.)
+    Their gradient is noise in one step of ``every``. They are half of each block; the other half has noise
+    ``neighbours`` times as large in all steps.
     """
     rng = torch.Generator().manual_seed(0)
     param = torch.nn.Parameter(torch.zeros(BLOCKS, BLOCK))
@@ -82,16 +83,16 @@ def bag_of_words(factory: Factory, steps: int = 2000, *, words: int = 8192, widt
     topics, batch, length = 8, 32, 32
     frequency = 1.0 / (1 + torch.randperm(words, generator=rng)).double()  # rare words beside frequent ones
     topic = torch.randint(0, topics, (words,), generator=rng)
-    of_topic = torch.stack([frequency * (topic == k) for k in range(topics)])
+    of_topic = torch.stack([frequency * (topic == i) for i in range(topics)])
     embedding = torch.nn.Parameter(0.1 * torch.randn(words, width, generator=rng))
     output = torch.nn.Parameter(0.1 * torch.randn(topics, width, generator=rng))
     optimizer = factory([embedding, output], lr=LR)
     losses = []
     for _ in range(steps):
         label = torch.randint(0, topics, (batch,), generator=rng)
-        about = torch.multinomial(of_topic[label], length // 2, replacement=True, generator=rng)
+        topic_words = torch.multinomial(of_topic[label], length // 2, replacement=True, generator=rng)
         noise = torch.multinomial(frequency, batch * (length // 2), replacement=True, generator=rng)
-        bag = torch.cat([about, noise.view(batch, -1)], 1)
+        bag = torch.cat([topic_words, noise.view(batch, -1)], 1)
         loss = torch.nn.functional.cross_entropy(embedding[bag].mean(1) @ output.t(), label)
         optimizer.zero_grad()
         loss.backward()
@@ -122,7 +123,8 @@ def quiet_momentum(factory: Factory, beta: float, steps: int = 3000) -> float:
 
 
 @functools.cache
-def moved(codec: str, neighbours: float, noisy: bool, every: int | None = None) -> float:
+def distance(codec: str, neighbours: float, noisy: bool, every: int | None = None) -> float:
+    """one_gradient's result, computed once."""
     factory = {"fp32": ADAMW, "power": POWER, "dynamic": DYNAMIC}[codec]
     return one_gradient(factory, neighbours, noisy=noisy, every=every)
 
@@ -133,22 +135,22 @@ def moved(codec: str, neighbours: float, noisy: bool, every: int | None = None) 
     [pytest.param(x, marks=full if x != 100 else ()) for x in (1, 10, 100, 1000)],
 )
 def test_one_gradient_and_then_zeros(neighbours: float, noisy: bool) -> None:
-    fp32, power = moved("fp32", 1, True), moved("power", neighbours, noisy)
-    assert fp32 == pytest.approx(0.006, rel=0.02)
+    fp32, power = distance("fp32", 1, True), distance("power", neighbours, noisy)
+    assert fp32 == pytest.approx(0.006, rel=0.02)  # 6 LR
     assert 0.6 * fp32 <= power <= 1.1 * fp32
 
 
 @pytest.mark.parametrize("every", [pytest.param(50, marks=full), pytest.param(500, marks=full)])
 @pytest.mark.parametrize("neighbours", [1, 100, 1000])
-def test_a_gradient_now_and_then(neighbours: float, every: int) -> None:
-    fp32, power = (moved(codec, neighbours, True, every) for codec in ("fp32", "power"))
-    assert abs(power - fp32) <= 0.006
+def test_a_gradient_every_so_many_steps(neighbours: float, every: int) -> None:
+    fp32, power = (distance(codec, neighbours, True, every) for codec in ("fp32", "power"))
+    assert abs(power - fp32) <= 0.006  # 6 LR, as of one gradient
 
 
 @full
 @pytest.mark.parametrize("neighbours", [1, 10])
 @pytest.mark.parametrize("every", [50, 500])
-def test_rare_features(every: int, neighbours: float) -> None:
+def test_rare_features_walk_as_far(every: int, neighbours: float) -> None:
     fp32, power = (rare_features(factory, every, neighbours) for factory in (ADAMW, POWER))
     assert power == pytest.approx(fp32, rel=0.02)
 
@@ -170,8 +172,8 @@ def test_the_momentum_of_quiet_elements_is_the_true_one(build: Any, beta: float)
 # ---- the dynamic map
 
 
-def one_beside_a_constant(build: Any, steps: int = 30) -> float:
-    """One gradient of 2e-4 beside constant ones of 1.0: how far it moves its element."""
+def distance_beside_a_constant(build: Any, steps: int = 30) -> float:
+    """How far one gradient of 2e-4 moves its element beside constant gradients of 1."""
     p = torch.nn.Parameter(torch.zeros(64, 128))
     optimizer = build([p], lr=1e-3)
     for step in range(steps):
@@ -184,7 +186,7 @@ def one_beside_a_constant(build: Any, steps: int = 30) -> float:
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_no_positive_second_moment_becomes_zero_in_the_dynamic_map(backend: str) -> None:
     with on(backend):
-        assert one_beside_a_constant(DYNAMIC) < 0.01
+        assert distance_beside_a_constant(DYNAMIC) < 0.01
         p = torch.nn.Parameter(torch.zeros(64, 128))
         optimizer = DYNAMIC([p], lr=1e-3)
         p.grad = torch.ones(64, 128)
@@ -199,7 +201,7 @@ def test_no_positive_second_moment_becomes_zero_in_the_dynamic_map(backend: str)
 @full
 @pytest.mark.parametrize("neighbours", [1, 1000])
 def test_the_dynamic_map_moves_quiet_elements_little_too(neighbours: float) -> None:
-    assert moved("dynamic", neighbours, True) < 0.01
+    assert distance("dynamic", neighbours, True) < 0.01
 
 
 # ---- one element far above its block's
@@ -207,12 +209,12 @@ def test_the_dynamic_map_moves_quiet_elements_little_too(neighbours: float) -> N
 
 @full
 @pytest.mark.parametrize(
-    ("options", "least", "most"),
+    ("options", "lower", "upper"),
     [({"state_bits": 32}, 1.0, 1.5), ({"state_bits": 8}, 5.0, 12.0)],
     ids=["32", "8"],
 )
 def test_the_largest_step_beside_an_element_of_10_000_times_the_gradient(
-    options: dict[str, Any], least: float, most: float
+    options: dict[str, Any], lower: float, upper: float
 ) -> None:
     """docs/numerics.md: with the least codes of both moments a step is (255 / 127)^2 of the large element's |m| / w."""
     torch.manual_seed(0)
@@ -225,4 +227,4 @@ def test_the_largest_step_beside_an_element_of_10_000_times_the_gradient(
         before = p.detach().clone()
         optimizer.step()
         largest = max(largest, (p.detach() - before).abs().max().item())
-    assert least < largest < most
+    assert lower < largest < upper

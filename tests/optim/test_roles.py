@@ -1,4 +1,4 @@
-"""muon_groups: which parameters Muon steps and which AdamW, through wrappers, by names, in doubt, as flat shards."""
+"""muon_groups gives Muon the matrices of hidden layers and AdamW the rest: through wrappers, by name, in doubt."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations, parametrize, spectral_norm, weight_
 from memkern.optim import Muon, muon_groups
 
 
-class Own(nn.Module):
+class UnknownModule(nn.Module):
     """A module of a class that muon_groups does not know, with one parameter."""
 
     def __init__(self, name: str, *shape: int) -> None:
@@ -22,15 +22,15 @@ class Own(nn.Module):
         self.register_parameter(name, nn.Parameter(torch.ones(shape)))
 
 
-class RMSNorm2d(Own):
+class RMSNorm2d(UnknownModule):
     pass
 
 
-class Experts(Own):
+class Experts(UnknownModule):
     pass
 
 
-class Copies(nn.Module):
+class ModulesToSave(nn.Module):
     """A stand-in for PEFT's ModulesToSaveWrapper."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -59,7 +59,7 @@ class Halved(nn.Module):
         return x / 2
 
 
-def halved(module: nn.Module) -> nn.Module:
+def parametrize_by_half(module: nn.Module) -> nn.Module:
     return parametrize.register_parametrization(module, "weight", Halved())
 
 
@@ -77,19 +77,19 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 
 def algorithms(model: nn.Module) -> dict[str, set[str]]:
-    """The algorithms of parameters with two dimensions above 1, by the first part of their names; others: AdamW."""
-    found: dict[str, set[str]] = {}
+    """The algorithms of matrices, by the first part of their names; all other parameters must have AdamW."""
+    by_part: dict[str, set[str]] = {}
     for name, (algorithm, _) in muon_groups(model).reasons.items():
         if sum(size > 1 for size in model.get_parameter(name).shape) > 1:
-            found.setdefault(name.split(".")[0], set()).add(algorithm)
+            by_part.setdefault(name.split(".")[0], set()).add(algorithm)
         else:
             assert algorithm == "adamw", name
-    return found
+    return by_part
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_what_a_module_is_wrapped_in_does_not_matter(wrapper: str) -> None:
+def test_wrappers_do_not_change_a_modules_algorithm(wrapper: str) -> None:
     wrap = WRAPPERS[wrapper]
     kinds = {
         "body": nn.Linear(8, 8),
@@ -106,8 +106,8 @@ def test_what_a_module_is_wrapped_in_does_not_matter(wrapper: str) -> None:
     }
 
 
-def test_adapters_belong_to_their_layers() -> None:
-    model = nn.ModuleDict({"lm_head": Copies(nn.Linear(8, 9)), "score": Lora(nn.Linear(8, 9))})
+def test_adapters_have_the_algorithm_of_their_layer() -> None:
+    model = nn.ModuleDict({"lm_head": ModulesToSave(nn.Linear(8, 9)), "score": Lora(nn.Linear(8, 9))})
     model["table"], model["q"] = Lora(nn.Embedding(9, 8)), Lora(nn.Linear(8, 9))
     reasons = muon_groups(model).reasons
     assert reasons["lm_head.modules_to_save.default.weight"] == ("adamw", "an output head")
@@ -116,7 +116,7 @@ def test_adapters_belong_to_their_layers() -> None:
     assert reasons["q.lora_A.default.weight"] == reasons["q.lora_B.default.weight"] == ("muon", "a matrix")
 
 
-def test_kinds_of_modules() -> None:
+def test_modules_of_each_kind() -> None:
     model = nn.ModuleDict(
         {
             "norm": nn.LayerNorm([4, 8]),
@@ -130,7 +130,7 @@ def test_kinds_of_modules() -> None:
             "column": nn.Linear(1, 8),
             "classifier": nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 9)),
             "lm_heads": nn.ModuleList([nn.Linear(8, 9), nn.Linear(8, 9)]),
-            "own": Own("text_projection", 8, 8),
+            "own": UnknownModule("text_projection", 8, 8),
         }
     )
     groups = muon_groups(model)
@@ -149,7 +149,7 @@ def test_kinds_of_modules() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "expected"),
+    ("model", "expected"),  # expected: names of output heads; None: all of the last module
     [
         (nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 9), nn.Softmax(-1)), {"2.weight"}),
         (nn.ModuleDict({"module": nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 9))}), {"module.1.weight"}),
@@ -162,16 +162,20 @@ def test_kinds_of_modules() -> None:
     ids=["Sequential", "wrapped", "last", "named", "a layer", "layers", "AdaptiveLogSoftmaxWithLoss"],
 )
 def test_the_last_layer_is_the_output_where_no_other_is_known(model: nn.Module, expected: set[str] | None) -> None:
-    found = {n for n, (_, reason) in muon_groups(model).reasons.items() if reason == "an output head"}
+    heads = {name for name, (_, reason) in muon_groups(model).reasons.items() if reason == "an output head"}
     if expected is None:
         expected = {name for name, p in model.named_parameters() if name.startswith("1.")}
-    assert found == expected
+    assert heads == expected
 
 
 def test_doubts_are_decided_by_name_and_strict_raises() -> None:
-    modules = {"mixer": Own("A_log", 8, 4), "mine": Own("weight", 8, 8), "code": Own("codebook", 9, 8)}
+    modules = {
+        "mixer": UnknownModule("A_log", 8, 4),
+        "mine": UnknownModule("weight", 8, 8),
+        "code": UnknownModule("codebook", 9, 8),
+    }
     known = {"body": nn.Linear(8, 8), "head": nn.Linear(8, 9)}
-    model = nn.ModuleDict({**modules, "behind": halved(nn.Linear(8, 8)), **known})
+    model = nn.ModuleDict({**modules, "behind": parametrize_by_half(nn.Linear(8, 8)), **known})
     groups = muon_groups(model)
     behind = "behind.parametrizations.weight.original"
     assert groups.doubts == ["mixer.A_log", "mine.weight", "code.codebook", behind]
@@ -179,21 +183,21 @@ def test_doubts_are_decided_by_name_and_strict_raises() -> None:
     assert "Halved" in groups.reasons[behind][1]
     with pytest.raises(ValueError, match=r"mixer\.A_log \(adamw: .*mine\.weight \(muon: .*name them with adamw="):
         muon_groups(model, strict=True)
-    asked: dict[str, Any] = {
+    by_hand: dict[str, Any] = {
         "adamw": lambda name, p: name in groups.doubts[:3],
         "muon": lambda name, p: name == behind,
     }
-    strict = muon_groups(model, strict=True, **asked)
+    strict = muon_groups(model, strict=True, **by_hand)
     assert [strict.reasons[name] for name in groups.doubts] == [("adamw", "asked for")] * 3 + [("muon", "asked for")]
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_names_in_lists_and_dicts_and_of_older_norms() -> None:
     model = nn.Module()
-    model.blocks = nn.ModuleList([weight_norm(Own("up_proj", 8, 8), "up_proj"), nn.Module()])
+    model.blocks = nn.ModuleList([weight_norm(UnknownModule("up_proj", 8, 8), "up_proj"), nn.Module()])
     model.blocks[1].weights = nn.ParameterList([torch.ones(8, 8)])
     model.blocks[1].own = nn.ParameterDict({"w1": torch.ones(8, 8), "b_bias": torch.ones(8, 8)})
-    assert {name: where for name, (where, _) in muon_groups(model).reasons.items()} == {
+    assert {name: algorithm for name, (algorithm, _) in muon_groups(model).reasons.items()} == {
         "blocks.0.up_proj_g": "adamw",
         "blocks.0.up_proj_v": "muon",
         "blocks.1.weights.0": "muon",
@@ -202,13 +206,13 @@ def test_names_in_lists_and_dicts_and_of_older_norms() -> None:
     }
 
 
-def test_one_of_several_uses_decides_for_adamw() -> None:
+def test_a_matrix_that_is_an_embedding_too_is_adamws() -> None:
     model = nn.ModuleDict({"a": nn.Linear(8, 9, bias=False), "table": nn.Embedding(9, 8), "head": nn.Linear(8, 8)})
     model["a"].weight = model["table"].weight
     assert muon_groups(model).reasons["a.weight"] == ("adamw", "an embedding")
 
 
-def test_flat_shards_are_no_matrices() -> None:
+def test_flat_shards_are_refused() -> None:
     model: Any = nn.Linear(8, 8)
     model.weight = nn.Parameter(torch.ones(64))
     model.weight._fsdp_flattened = True

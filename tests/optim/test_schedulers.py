@@ -1,4 +1,4 @@
-"""Every scheduler of torch on every optimizer: options and weights as on torch's; resumed, compiled, converted."""
+"""Every scheduler of torch sets every optimizer's options as torch's: also in runs that are resumed or compiled."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ WRITTEN = ("lr", "betas", "momentum")  # the options that schedulers write
 def twin(build: type) -> tuple[type, dict[str, Any], bool]:
     """torch's optimizer with the same interface, options that make both alike, and whether it is the same algorithm."""
     name = build.__name__.removesuffix("8bit")
-    eight = build.__name__.endswith("8bit")
+    is_8bit = build.__name__.endswith("8bit")
     if name in ("Muon", "Adam", "AdamW"):
-        return getattr(torch.optim, name), {}, not eight
+        return getattr(torch.optim, name), {}, not is_8bit
     if name in ("SGD", "LARS"):
-        return torch.optim.SGD, {"momentum": 0.9}, name == "SGD" and not eight
+        return torch.optim.SGD, {"momentum": 0.9}, name == "SGD" and not is_8bit
     return torch.optim.AdamW, {"betas": (0.9, 0.99)}, False
 
 
-def trained(optimizer: Any, scheduler: Any, first: int = 0, steps: int = 5, step: Any = None) -> list[dict[str, Any]]:
-    """The options that schedulers write, as the steps see them."""
-    seen = []
+def train(optimizer: Any, scheduler: Any, first: int = 0, steps: int = 5, step: Any = None) -> list[dict[str, Any]]:
+    """The options that schedulers write, at each step."""
+    written = []
     for seed in range(first, first + steps):
         for p in optimizer.param_groups[0]["params"]:
             p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(seed))
         (step or optimizer.step)()
         optimizer._opt_called = True  # else the scheduler warns that nobody has stepped, where the step is compiled
         group = optimizer.param_groups[0]
-        seen.append({key: copy.deepcopy(group[key]) for key in WRITTEN if key in group} | {"lr": float(group["lr"])})
+        written.append({key: copy.deepcopy(group[key]) for key in WRITTEN if key in group} | {"lr": float(group["lr"])})
         plateau = isinstance(scheduler, lr_scheduler.ReduceLROnPlateau)
         scheduler.step(*([1.0] if plateau else []))
-    return seen
+    return written
 
 
 def params() -> list[torch.nn.Parameter]:
@@ -59,18 +59,18 @@ def test_the_table_has_every_scheduler() -> None:
 
 @over_schedulers
 @pytest.mark.parametrize("build", [*ALL, pytest.param((optim.AdamW, "lr"), id="AdamW, lr a tensor")], ids=name_of)
-def test_a_scheduler_does_what_it_does_to_torchs(build: Any, name: str) -> None:
+def test_a_scheduler_sets_the_options_of_torchs_optimizer(build: Any, name: str) -> None:
     build, *tensor_lr = build if isinstance(build, tuple) else (build,)
-    torchs, options, same = twin(build)
-    plain = {} if torchs is torch.optim.Muon else {"foreach": False}
+    torch_class, options, same_algorithm = twin(build)
+    plain = {} if torch_class is torch.optim.Muon else {"foreach": False}
     lr = [torch.tensor(1e-2, dtype=torch.float64) if tensor_lr else 1e-2 for _ in range(2)]
-    ours, theirs = build(params(), lr=lr[0], **options), torchs(params(), lr=lr[1], **options, **plain)
+    ours, theirs = build(params(), lr=lr[0], **options), torch_class(params(), lr=lr[1], **options, **plain)
     cycled = [{key for key in ("betas", "momentum") if key in o.defaults} for o in (ours, theirs)]
     assert cycled[0] == cycled[1]
-    path, expected = (trained(o, SCHEDULERS[name](o)) for o in (ours, theirs))
-    assert [{key: each[key] for key in expected[0]} for each in path] == expected
-    assert len({each["lr"] for each in path}) > 1
-    if same:
+    path, expected = (train(o, SCHEDULERS[name](o)) for o in (ours, theirs))
+    assert [{key: at_step[key] for key in expected[0]} for at_step in path] == expected
+    assert len({at_step["lr"] for at_step in path}) > 1
+    if same_algorithm:
         p, q = ours.param_groups[0]["params"][0], theirs.param_groups[0]["params"][0]
         # The same formula in another order of operations, as in test_numerics.
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
@@ -80,23 +80,23 @@ def test_a_scheduler_does_what_it_does_to_torchs(build: Any, name: str) -> None:
 @pytest.mark.parametrize("tensors", [False, True], ids=["float", "tensor"])
 @pytest.mark.parametrize("build", [optim.AdamW8bit, optim.SGD, optim.Muon], ids=name_of)
 def test_a_run_that_is_saved_goes_on(build: type, tensors: bool, name: str) -> None:
-    """With options as floats, and as tensors, some of which a scheduler replaces by others."""
+    """Options are floats, or tensors, some of which a scheduler replaces."""
     options = {"lr": 1e-2, **twin(build)[1]}
     if tensors:
         options["lr"] = torch.tensor(1e-2)
         options |= {"betas": (torch.tensor(0.9), torch.tensor(0.99))} if build is optim.AdamW8bit else {}
     whole = build(params(), **copy.deepcopy(options))
     scheduler = SCHEDULERS[name](whole)
-    trained(whole, scheduler, steps=3)
+    train(whole, scheduler, steps=3)
     file = io.BytesIO()
     torch.save((whole.param_groups[0]["params"][0], whole.state_dict(), scheduler.state_dict()), file)
     file.seek(0)
-    p, state, of_scheduler = torch.load(file, weights_only=False)
+    p, state, scheduler_state = torch.load(file, weights_only=False)
     resumed = build([p], **copy.deepcopy(options))
-    other = SCHEDULERS[name](resumed)
+    resumed_scheduler = SCHEDULERS[name](resumed)
     resumed.load_state_dict(state)
-    other.load_state_dict(of_scheduler)
-    assert trained(resumed, other, 3, 2) == trained(whole, scheduler, 3, 2)
+    resumed_scheduler.load_state_dict(scheduler_state)
+    assert train(resumed, resumed_scheduler, 3, 2) == train(whole, scheduler, 3, 2)
     assert_same(snapshot(resumed), snapshot(whole))
 
 
@@ -110,13 +110,13 @@ def test_a_run_that_is_saved_goes_on(build: type, tensors: bool, name: str) -> N
         pytest.param(optim.Muon, "OneCycleLR", True, marks=pytest.mark.full),
     ],
 )
-def test_a_compiled_step_follows(build: type, name: str, cycles: bool) -> None:
-    """A changing lr compiles at most once more, and a changing beta or momentum at each change, as torch's."""
+def test_a_compiled_step_follows_a_scheduler(build: type, name: str, cycles: bool) -> None:
+    """A changing lr compiles once more, a changing beta or momentum at each of its changes, as in torch.optim."""
 
     def run(compiles: bool) -> Any:
         optimizer: Any = build(params(), lr=1e-2)
         step = torch.compile(optimizer.step, fullgraph=True, backend="aot_eager") if compiles else None
-        path = trained(optimizer, SCHEDULERS[name](optimizer), steps=4, step=step)
+        path = train(optimizer, SCHEDULERS[name](optimizer), steps=4, step=step)
         return path, snapshot(optimizer)
 
     assert_same(run(True), run(False))
@@ -142,13 +142,13 @@ def test_betas_that_are_tensors_are_read_by_each_compiled_step(first: Any) -> No
 def test_one_beta_of_each_kind_is_converted() -> None:
     betas: tuple[Any, Tensor] = (0.9, torch.tensor(0.99))
     optimizer = optim.AdamW(params(), lr=1e-2, betas=betas)
-    trained(optimizer, lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=9), steps=2)
+    train(optimizer, lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=9), steps=2)
     saved = optim.to_torch_state_dict(optimizer)
     assert [type(b) for b in saved["param_groups"][0]["betas"]] == [float, float]
     loaded = optim.AdamW(params())
     loaded.load_state_dict(optim.from_torch_state_dict(loaded, saved))
-    found, expected = ({**o.state_dict()["state"][0]} for o in (loaded, optimizer))
-    assert_same({key: found[key] for key in expected}, expected)
+    converted, expected = ({**o.state_dict()["state"][0]} for o in (loaded, optimizer))
+    assert_same({key: converted[key] for key in expected}, expected)
 
 
 def test_adamws_betas_in_muon() -> None:
@@ -156,7 +156,7 @@ def test_adamws_betas_in_muon() -> None:
     (p,), (q,), (r,) = params(), params(), params()
     groups: list[dict[str, Any]] = [{"params": [p]}, {"params": [q], "algorithm": "adamw", "lr": 1e-3}]
     optimizer = optim.Muon(groups, lr=0.02, betas=(0.8, 0.9))
-    trained(optimizer, lr_scheduler.OneCycleLR(optimizer, [0.02, 1e-3], total_steps=9), steps=2)
+    train(optimizer, lr_scheduler.OneCycleLR(optimizer, [0.02, 1e-3], total_steps=9), steps=2)
     other = copy.deepcopy(optimizer)
     other.add_param_group({"params": [r], "algorithm": "adamw", "lr": 1e-3})
     assert [group["betas"] for group in other.param_groups] == [(0.8, 0.9)] * 3

@@ -1,4 +1,4 @@
-"""A step of the optimizers: layouts of gradients, many tensors, autograd's versions, one op, no temporaries."""
+"""A step takes gradients of any layout and many tensors in one op, without temporaries, and autograd sees it."""
 
 import pytest
 import torch
@@ -21,7 +21,6 @@ from tests.support.helpers import (
 
 # ---- gradients and tensors
 
-
 GRADIENT_LAYOUTS = {
     "transposed": lambda g: g.t().contiguous().t(),
     "every other": lambda g: torch.stack([g, g], -1)[..., 0],
@@ -35,42 +34,42 @@ GRADIENT_LAYOUTS = {
 @over_cpu
 @pytest.mark.parametrize("norm", [None, 1.0], ids=["", "clipped"])
 @pytest.mark.parametrize("layout", GRADIENT_LAYOUTS)
-def test_gradients_may_lie_otherwise_than_their_parameter(
+def test_gradients_may_have_other_strides_than_their_parameter(
     layout: str, norm: float | None, backend: str, build: type
 ) -> None:
     shape = (8, 16, 8, 8) if layout == "channels_last" else (64, 128)
-    p, q = make_params([shape]), make_params([shape])
+    (p,), (q,) = make_params([shape]), make_params([shape])
     if layout == "channels_last":
-        for params in (p, q):
-            params[0].data = params[0].data.contiguous(memory_format=torch.channels_last)
-    a, b = build(p, max_grad_norm=norm), build(q, max_grad_norm=norm)
+        for x in (p, q):
+            x.data = x.data.contiguous(memory_format=torch.channels_last)
+    a, b = build([p], max_grad_norm=norm), build([q], max_grad_norm=norm)
     for step in range(2):
         g = GRADIENT_LAYOUTS[layout](hard(shape, step))
-        p[0].grad = g
-        q[0].grad = torch.empty_like(q[0]).copy_(g)
-        assert g.stride() != q[0].grad.stride()
+        p.grad = g
+        q.grad = torch.empty_like(q).copy_(g)
+        assert g.stride() != q.grad.stride()
         with on(backend):
             a.step()
             b.step()
-        assert p[0].grad is g
+        assert p.grad is g
     assert_same(snapshot(a), snapshot(b))
-    assert p[0].stride() == q[0].stride()
+    assert p.stride() == q.stride()
 
 
 @over_optimizers
 @over_cpu
-def test_many_tensors(backend: str, build: type) -> None:
+def test_many_tensors_step_as_each_alone(backend: str, build: type) -> None:
     shapes = [(1 + i % 7, 17 * (1 + i % 11)) for i in range(150)]
     with on(backend):
-        one = build(make_params(shapes), min_8bit_size=200)
-        train(one, 2)
+        together = build(make_params(shapes), min_8bit_size=200)
+        train(together, 2)
         for i in (0, 77, 149):
             alone = build(make_params([shapes[i]], i), min_8bit_size=200)
             for step in range(2):
                 alone.param_groups[0]["params"][0].grad = hard(shapes[i], 1000 * step + i)
                 alone.step()
-            assert_same(snapshot(one)["params"][i], snapshot(alone)["params"][0])
-            assert_same(snapshot(one)["states"][i], snapshot(alone)["states"][0])
+            assert_same(snapshot(together)["params"][i], snapshot(alone)["params"][0])
+            assert_same(snapshot(together)["states"][i], snapshot(alone)["states"][0])
 
 
 # ---- autograd and memory
@@ -112,8 +111,8 @@ def test_a_step_makes_no_temporary_as_large_as_a_parameter(build: type) -> None:
     params = make_params([(256, 1024), (64, 128)])
     optimizer = build(params)
     give_gradients(params, 0)
-    resting = memory.peak_bytes(lambda: None, params, [p.grad for p in params])
-    peak = memory.peak_bytes(optimizer.step, params, [p.grad for p in params])  # the first: its states
-    assert peak - resting < 1.1 * memory.optimizer_bytes(optimizer)
+    peak_at_rest = memory.peak_bytes(lambda: None, params, [p.grad for p in params])
+    peak = memory.peak_bytes(optimizer.step, params, [p.grad for p in params])  # the first step makes states
+    assert peak - peak_at_rest < 1.1 * memory.optimizer_bytes(optimizer)
     everything = (params, [p.grad for p in params], optimizer)
     assert memory.peak_bytes(optimizer.step, *everything) == memory.peak_bytes(lambda: None, *everything)

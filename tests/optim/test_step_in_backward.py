@@ -1,4 +1,4 @@
-"""StepInBackward: the bits of the ordinary step, one gradient at a time, and what it refuses."""
+"""StepInBackward has the bits of the ordinary step, holds two gradients at a time, and refuses what cannot work."""
 
 from __future__ import annotations
 
@@ -46,9 +46,10 @@ class Tied(nn.Module):
         return self.loss(x[:, :-1], tokens[:, 1:])
 
 
-def trained(
+def train(
     make: Callable[[Any], torch.optim.Optimizer], steps: int = 4, schedule: bool = False, **options: Any
 ) -> tuple[dict[str, Any], list[float], torch.optim.Optimizer]:
+    """Parameters and states, the losses, the optimizer; ``options``: the model's."""
     torch.manual_seed(0)
     model = Tied(**options)
     optimizer = make(model.parameters())
@@ -74,20 +75,19 @@ CASES: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
     *((build, {}, {}) for build in TORCH),
     *((optim.AdamW, {}, {"dtype": dtype}) for dtype in (torch.bfloat16, torch.float16, torch.float64)),
     *(
-        (optim.AdamW8bit, {"min_8bit_size": 0, "master_weights": kept}, {"dtype": torch.bfloat16})
-        for kept in ("bf16+16", "bf16+8")
+        (optim.AdamW8bit, {"min_8bit_size": 0, "master_weights": bits}, {"dtype": torch.bfloat16})
+        for bits in ("bf16+16", "bf16+8")
     ),
     (optim.AdamW8bit, {}, {"checkpoints": True}),
 ]
 
 
-@pytest.mark.parametrize(("build", "options", "of_model"), CASES, ids=lambda x: name_of(x) or str(x))
-def test_has_the_bits_of_the_ordinary_step(build: type, options: dict[str, Any], of_model: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("build", "options", "model_options"), CASES, ids=lambda x: name_of(x) or str(x))
+def test_has_the_bits_of_the_ordinary_step(build: type, options: dict[str, Any], model_options: dict[str, Any]) -> None:
     options = {"lr": 1e-2, "weight_decay": 0.1, **options}
-    expected, losses, _ = trained(lambda params: build(params, **options), schedule=True, **of_model)
-    found, ours, _ = trained(lambda params: StepInBackward(build, params, **options), schedule=True, **of_model)
-    assert_same(found, expected)
-    assert ours == losses
+    expected = train(lambda params: build(params, **options), schedule=True, **model_options)
+    result = train(lambda params: StepInBackward(build, params, **options), schedule=True, **model_options)
+    assert_same(result[:2], expected[:2])
 
 
 def test_groups_with_options_of_their_own_and_a_change_of_storage() -> None:
@@ -111,29 +111,29 @@ def test_groups_with_options_of_their_own_and_a_change_of_storage() -> None:
 def test_a_gradient_set_by_hand_waits_for_step() -> None:
     p, q = nn.Parameter(torch.ones(5)), nn.Parameter(torch.ones(5))
     optimizer = StepInBackward(optim.AdamW, [p, q], lr=0.1)
-    given = torch.ones(5)
-    q.grad = given
+    gradient = torch.ones(5)
+    q.grad = gradient
     p.sum().backward()
     assert p.grad is None
-    assert q.grad is given
+    assert q.grad is gradient
     assert torch.equal(q, torch.ones(5))
     optimizer.step()
     assert q.grad is None
     assert_same(q, p)
 
 
-def test_a_parameter_that_is_unfrozen_later() -> None:
+def test_a_parameter_that_is_unfrozen_later_is_hooked_by_step() -> None:
     p, q = nn.Parameter(torch.ones(5)), nn.Parameter(torch.ones(5), requires_grad=False)
     optimizer = StepInBackward(optim.AdamW, [p, q], lr=0.1)
     q.requires_grad_()
-    for held in (True, False):  # hooked by the first step()
+    for has_gradient in (True, False):  # the first step() adds the hook that takes it
         (p.sum() + q.sum()).backward()
-        assert (q.grad is None) == (not held)
+        assert (q.grad is not None) == has_gradient
         optimizer.step()
     assert_same(q, p)
 
 
-# ---- it is an optimizer
+# ---- classes, state dicts, copies, hooks
 
 
 def test_is_an_instance_of_both() -> None:
@@ -145,8 +145,8 @@ def test_is_an_instance_of_both() -> None:
 
 
 def test_state_dicts_are_those_of_the_ordinary_optimizer() -> None:
-    expected, _, ordinary = trained(optim.AdamW8bit)
-    _, _, optimizer = trained(lambda params: StepInBackward(optim.AdamW8bit, params))
+    expected, _, ordinary = train(optim.AdamW8bit)
+    _, _, optimizer = train(lambda params: StepInBackward(optim.AdamW8bit, params))
     ours, theirs = optimizer.state_dict(), ordinary.state_dict()
     assert ours["param_groups"] == theirs["param_groups"]
     assert_same(dict(sorted(ours["state"].items())), theirs["state"])  # in the order of first gradients
@@ -156,10 +156,12 @@ def test_state_dicts_are_those_of_the_ordinary_optimizer() -> None:
     ordinary.load_state_dict(optimizer.state_dict())
 
 
-@pytest.mark.parametrize("way", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
-def test_copies_step_in_their_own_backward(way: Callable[[Any], Any]) -> None:
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"]
+)
+def test_copies_step_in_their_own_backward(duplicate: Callable[[Any], Any]) -> None:
     original = Tied()
-    model, optimizer = way((original, StepInBackward(optim.AdamW8bit, original.parameters())))
+    model, optimizer = duplicate((original, StepInBackward(optim.AdamW8bit, original.parameters())))
     model(torch.randint(VOCABULARY, (4, 9))).backward()
     assert all(p.grad is None for p in model.parameters())
     optimizer.step()
@@ -168,10 +170,10 @@ def test_copies_step_in_their_own_backward(way: Callable[[Any], Any]) -> None:
 def test_an_optimizer_that_is_dropped_steps_no_more() -> None:
     model, tokens = Tied(), torch.randint(VOCABULARY, (4, 9))
     optimizer = StepInBackward(optim.AdamW8bit, model.parameters())
-    gone = weakref.ref(optimizer)
+    ref = weakref.ref(optimizer)
     del optimizer
     gc.collect()
-    assert gone() is None
+    assert ref() is None
     before = [p.detach().clone() for p in model.parameters()]
     model(tokens).backward()
     assert all(p.grad is not None for p in model.parameters())
@@ -179,23 +181,23 @@ def test_an_optimizer_that_is_dropped_steps_no_more() -> None:
 
 
 def test_hooks_of_the_step_run_once_a_step() -> None:
-    seen: list[str] = []
+    calls: list[str] = []
     p = nn.Parameter(torch.ones(5))
     optim.AdamW([p])  # torch wraps the step of a class with its first object
     optimizer = StepInBackward(optim.AdamW, [p])
-    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
-    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
     p.sum().backward()
-    assert not seen
+    assert not calls
     optimizer.step()
-    assert seen == ["before", "after"]
+    assert calls == ["before", "after"]
 
 
 # ---- memory
 
 
 @pytest.mark.parametrize("checkpoints", [False, True])
-def test_two_gradients_at_a_time(checkpoints: bool) -> None:
+def test_no_more_than_two_gradients_are_held(checkpoints: bool) -> None:
     layers, width = 8, 128
 
     class Deep(nn.Sequential):
@@ -219,9 +221,9 @@ def test_two_gradients_at_a_time(checkpoints: bool) -> None:
         )
 
     gradient = width * width * 4
-    rest = 64 * width * layers
+    small = 64 * width * layers  # activations of one row
     assert peak(optim.AdamW) >= layers * gradient
-    assert peak(lambda params: StepInBackward(optim.AdamW, params)) <= 2 * gradient + rest
+    assert peak(lambda params: StepInBackward(optim.AdamW, params)) <= 2 * gradient + small
 
 
 # ---- one parameter at a time, in constant time
@@ -281,14 +283,14 @@ def test_an_error_in_a_step_leaves_the_groups_as_they_were() -> None:
     assert len(optimizer.param_groups) == 1
 
 
-# ---- what cannot work
+# ---- what is refused
 
 
 def backward_of(p: Tensor) -> None:
     p.square().sum().backward()
 
 
-def test_a_second_gradient_before_step() -> None:
+def test_a_second_gradient_before_step_is_refused() -> None:
     p = nn.Parameter(torch.ones(5))
     optimizer = StepInBackward(optim.AdamW, [p])
     backward_of(p)
@@ -311,7 +313,7 @@ def test_zero_grad_cannot_discard_a_step() -> None:
     optimizer.zero_grad()
 
 
-def test_a_shared_layer_in_reentrant_checkpoints() -> None:
+def test_a_shared_layer_in_reentrant_checkpoints_is_refused() -> None:
     layer, x = nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
     optimizer = StepInBackward(optim.AdamW, layer.parameters())
     y = checkpoint(layer, checkpoint(layer, x, use_reentrant=True), use_reentrant=True)
@@ -323,7 +325,7 @@ def test_a_shared_layer_in_reentrant_checkpoints() -> None:
 
 
 @pytest.mark.parametrize("unscale", [False, True])
-def test_grad_scaler(unscale: bool) -> None:
+def test_a_grad_scaler_is_refused(unscale: bool) -> None:
     p = nn.Parameter(torch.ones(5))
     optimizer, scaler = StepInBackward(optim.AdamW, [p]), torch.amp.GradScaler("cpu")
     scaler.scale(p.sum()).backward()
@@ -338,7 +340,7 @@ def test_grad_scaler(unscale: bool) -> None:
 
 
 @over_optimizers
-def test_max_grad_norm(build: type) -> None:
+def test_max_grad_norm_is_refused(build: type) -> None:
     p = nn.Parameter(torch.ones(5))
     with pytest.raises(ValueError, match=r"max_grad_norm must be None, got 1.0: the norm of all gradients"):
         StepInBackward(build, [p], max_grad_norm=1.0)
@@ -347,7 +349,7 @@ def test_max_grad_norm(build: type) -> None:
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))], "max_grad_norm": 1.0})
 
 
-def test_classes_that_cannot() -> None:
+def test_classes_that_are_refused() -> None:
     params = [nn.Parameter(torch.ones(5))]
     with pytest.raises(TypeError, match="optimizer_class must be a class of optimizers, got 'AdamW'"):
         StepInBackward("AdamW", params)
@@ -357,7 +359,7 @@ def test_classes_that_cannot() -> None:
         StepInBackward(type(StepInBackward(optim.AdamW, params)), params)
 
 
-def test_several_devices() -> None:
+def test_several_devices_are_refused() -> None:
     here, there = nn.Parameter(torch.ones(5)), nn.Parameter(torch.ones(5, device="meta"))
     with pytest.raises(ValueError, match="params must be on one device, got cpu, meta"):
         StepInBackward(optim.AdamW, [here, there])
@@ -367,7 +369,7 @@ def test_several_devices() -> None:
     assert len(optimizer.param_groups) == 1
 
 
-def test_gradients_that_are_reduced_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_that_processes_reduce_later_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     p = nn.Parameter(torch.ones(5))
     optimizer = StepInBackward(optim.AdamW, [p])
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)

@@ -1,4 +1,4 @@
-"""Threads of a CPU step, also under torchrun, which sets OMP_NUM_THREADS=1 for each of several processes."""
+"""How many threads a step on the CPU has, also under torchrun, which sets OMP_NUM_THREADS=1 for several processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def no_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No variables or cached numbers of threads from outside a test."""
     for name in ("MEMKERN_STEP_THREADS", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
     before = torch.get_num_threads()
@@ -38,13 +39,13 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 UNDER_TORCHRUN = {"LOCAL_WORLD_SIZE": "4", "OMP_NUM_THREADS": "1"}
 
 
-# own, launchers: cores in the affinity of the process and of torchrun; current: torch's number of threads
+# cores, torchrun_cores: in the affinity of the process and of torchrun; current: torch's number of threads
 @pytest.mark.parametrize(
-    ("variables", "own", "launchers", "current", "expected"),
+    ("variables", "cores", "torchrun_cores", "current", "expected"),
     [
         (UNDER_TORCHRUN, 64, 64, 1, 16),
         (UNDER_TORCHRUN, 8, 64, 1, 8),  # bound to cores of its own
-        (UNDER_TORCHRUN, 32, 64, 1, 16),  # bound to a node of the memory, with another rank
+        (UNDER_TORCHRUN, 32, 64, 1, 16),  # bound to a NUMA node, with another rank
         (UNDER_TORCHRUN, 2, 2, 1, 1),
         (UNDER_TORCHRUN, 64, 64, 6, 6),  # torch.set_num_threads
         (UNDER_TORCHRUN | {"OMP_NUM_THREADS": "2"}, 64, 64, 1, 1),
@@ -55,30 +56,35 @@ UNDER_TORCHRUN = {"LOCAL_WORLD_SIZE": "4", "OMP_NUM_THREADS": "1"}
     ],
 )
 def test_threads_of_a_step(
-    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], own: int, launchers: int, current: int, expected: int
+    monkeypatch: pytest.MonkeyPatch,
+    variables: dict[str, str],
+    cores: int,
+    torchrun_cores: int,
+    current: int,
+    expected: int,
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {*range(launchers if pid else own)}, raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {*range(torchrun_cores if pid else cores)}, raising=False)
     assert threads.of_a_step(current) == expected
 
 
 @pytest.mark.parametrize(
-    ("variables", "own", "current", "warns"),
+    ("variables", "cores", "current", "warns"),
     [
-        ({"OMP_NUM_THREADS": "1"}, 64, 1, True),  # of mpirun, or a scheduler's
+        ({"OMP_NUM_THREADS": "1"}, 64, 1, True),  # as mpirun or a cluster's scheduler sets it
         ({}, 64, 64, False),
         ({}, 4, 1, False),
         ({"MEMKERN_STEP_THREADS": "1"}, 64, 1, False),
         (UNDER_TORCHRUN | {"LOCAL_WORLD_SIZE": "64"}, 64, 1, False),
     ],
 )
-def test_one_of_many_cores(
-    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], own: int, current: int, warns: bool
+def test_a_step_on_one_of_many_cores_warns_once(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], cores: int, current: int, warns: bool
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {*range(own)}, raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {*range(cores)}, raising=False)
     monkeypatch.setattr(torch, "get_num_threads", lambda: current)
     p = torch.nn.Parameter(torch.ones(8))
     p.grad = torch.ones(8)
@@ -90,25 +96,25 @@ def test_one_of_many_cores(
     assert ["one of 64 cores" in str(w.message) for w in caught if "cores" in str(w.message)] == [True] * warns
 
 
-@pytest.mark.parametrize("given", ["0", "-1", "many", "\u0663"])
-def test_another_value_is_refused(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
-    monkeypatch.setenv("MEMKERN_STEP_THREADS", given)
+@pytest.mark.parametrize("value", ["0", "-1", "many", "\u0663"])  # an Arabic digit
+def test_a_number_of_threads_below_1_is_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("MEMKERN_STEP_THREADS", value)
     with pytest.raises(ValueError, match="MEMKERN_STEP_THREADS must be a whole number above 0, got"):
         threads.of_a_step(1)
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_step_has_them_and_what_follows_has_not(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
-    seen = []
+def test_the_number_of_threads_is_set_for_the_step_alone(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    threads_of_steps = []
     run = StepPlan.run
 
-    def noted(*args: Any) -> None:
-        seen.append(torch.get_num_threads())
+    def record(*args: Any) -> None:
+        threads_of_steps.append(torch.get_num_threads())
         if fails:
             raise InterruptedError
         run(*args)
 
-    monkeypatch.setattr(StepPlan, "run", noted)
+    monkeypatch.setattr(StepPlan, "run", record)
     monkeypatch.setenv("MEMKERN_STEP_THREADS", "2")
     torch.set_num_threads(1)
     p = torch.nn.Parameter(torch.ones(8))
@@ -119,13 +125,13 @@ def test_a_step_has_them_and_what_follows_has_not(monkeypatch: pytest.MonkeyPatc
             optimizer.step()
     else:
         optimizer.step()
-    assert seen == [2]
+    assert threads_of_steps == [2]
     assert torch.get_num_threads() == 1
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_under_torchrun(tmp_path: Path, ranks: int) -> None:
+def test_each_rank_under_torchrun_has_its_share_of_cores(tmp_path: Path, ranks: int) -> None:
     program = tmp_path / "program.py"
     program.write_text(
         "import os, sys, torch\nfrom memkern.optim import threads\n"
@@ -134,5 +140,5 @@ def test_under_torchrun(tmp_path: Path, ranks: int) -> None:
     command = [*TORCHRUN_TWO[:-1], str(ranks), str(program)]
     assert command[0] == sys.executable
     environment = os.environ | ({"OMP_NUM_THREADS": "1"} if ranks == 1 else {})  # torchrun sets it for several
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=240, env=environment)
-    assert done.stdout.splitlines() == [f"threads 1 {max(1, CORES // ranks)}"] * ranks
+    process = subprocess.run(command, check=True, capture_output=True, text=True, timeout=240, env=environment)
+    assert process.stdout.splitlines() == [f"threads 1 {max(1, CORES // ranks)}"] * ranks
