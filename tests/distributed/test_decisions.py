@@ -194,7 +194,7 @@ def run_without_a_plain_gradient(bucket: int) -> Any:
     return [p.detach().full_tensor() for p in (params[0], params[2])]
 
 
-@pytest.mark.parametrize("bucket", [2**26, 3 * 64 * 64])  # bytes: all matrices in a bucket, or less than one of fp32
+@pytest.mark.parametrize("bucket", [2**26, 3 * 64 * 64])  # bytes: all matrices in one bucket, or one (bf16) in each
 def test_a_plain_matrix_leaves_the_exchange_of_sharded_ones_alone(ranks: Ranks, bucket: int) -> None:
     generator = torch.Generator().manual_seed(0)
     params = [Parameter(torch.randn(64, 64, generator=generator)) for _ in range(3)]

@@ -147,8 +147,8 @@ def test_max_grad_norm(ranks: Ranks, new: Any, sizes: Any) -> None:
     options = {"min_8bit_size": 0, "max_grad_norm": 0.05, "lr": 1e-2}
     expected = alone(Odd, new, options, 1)
     unclipped = alone(Odd, new, {**options, "max_grad_norm": None}, 1)
-    key = "exp_avg" if new is optim.Lion else "exp_avg_scale"
-    assert not torch.equal(expected["long"][key], unclipped["long"][key])
+    entry = "exp_avg" if new is optim.Lion else "exp_avg_scale"
+    assert not torch.equal(expected["long"][entry], unclipped["long"][entry])
     for rank in ranks(torch.Size(sizes).numel(), run_on, sizes, Odd, new, options, 1):
         for name, state in rank.items():
             for key in ("param", *(key for key in state if key.endswith("_scale"))):

@@ -82,7 +82,7 @@ def test_layers_step_as_tensors_of_their_own(
 LAYERS_THAT_DO_NOT_FIT: dict[str, tuple[tuple[int, ...], dict[str, Any], str]] = {
     "rows do not divide": ((64, 128), {"layers": 3}, "layers must divide the rows of a tensor, 64"),
     "a layer ends inside a block": ((6, 60), {"layers": "rows"}, "block_size of at most 60, a row's length"),
-    "a layer of three rows does": ((9, 50), {"layers": 3}, "inside its blocks of 100"),
+    "a layer of three rows ends inside one": ((9, 50), {"layers": 3}, "inside its blocks of 100"),
     "0": ((64, 128), {"layers": 0}, "layers must be a number of layers, 1 or more, or 'rows', got 0"),
     "a name": ((64, 128), {"layers": "columns"}, "or 'rows', got 'columns'"),
     "a bool": ((64, 128), {"layers": True}, "layers must be a number of layers"),

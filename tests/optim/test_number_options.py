@@ -74,7 +74,7 @@ def by_group(build: Any, options: dict[str, Any]) -> Any:
     return build([{"params": parameters(), **options}], max_grad_norm=norm)
 
 
-def by_param_groups(build: Any, options: dict[str, Any]) -> Any:
+def by_assignment(build: Any, options: dict[str, Any]) -> Any:
     optimizer = by_group(build, {**options, "lr": 0.0})
     optimizer.param_groups[0].update(options)
     return optimizer
@@ -88,7 +88,7 @@ def by_state_dict(build: Any, options: dict[str, Any]) -> Any:
     return optimizer
 
 
-@pytest.mark.parametrize("make", [by_arguments, by_group, by_param_groups, by_state_dict], ids=name_of)
+@pytest.mark.parametrize("make", [by_arguments, by_group, by_assignment, by_state_dict], ids=name_of)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("build", [*OPTIMIZERS, optim.Muon, optim.Muon8bit], ids=name_of)
 def test_numbers_of_every_kind_give_the_same_bits(build: type, kind: str, make: Callable[..., Any]) -> None:
@@ -103,7 +103,7 @@ def test_numbers_of_every_kind_give_the_same_bits(build: type, kind: str, make: 
         step(resumed, 2)
         results.append((snapshot(optimizer), snapshot(resumed)))
         for key, x in optimizer.param_groups[0].items():
-            if key not in ("params", *READ_AT_EACH_STEP) and make is not by_param_groups:
+            if key not in ("params", *READ_AT_EACH_STEP) and make is not by_assignment:
                 values = x if isinstance(x, tuple) else (x,)
                 assert {*map(type, values)} <= {bool, int, float, str, type(None)}, key
     assert_same(*results)

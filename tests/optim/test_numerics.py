@@ -16,13 +16,8 @@ from tests.support.trained import trained
 @needs_cpp
 @pytest.mark.parametrize("build", [optim.AdamW8bit, *LAYERWISE], ids=name_of)
 def test_results_depend_neither_on_the_run_nor_on_the_number_of_threads(build: type) -> None:
-    shapes = [
-        (300, 700),
-        (40, 7),
-        (200, 513),
-        *[(33, 300)] * 20,
-        (5,),
-    ]  # layers that are cut, layers of one piece, and batches
+    # Layers that threads share, layers of one thread, and batches of layers.
+    shapes = [(300, 700), (40, 7), (200, 513), *[(33, 300)] * 20, (5,)]
     params = [hard(shape, i) for i, shape in enumerate(shapes)]
     before, runs = torch.get_num_threads(), []
     try:

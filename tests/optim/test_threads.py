@@ -97,7 +97,7 @@ def test_a_step_on_one_of_many_cores_warns_once(
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "many", "\u0663"])  # an Arabic digit
-def test_a_number_of_threads_below_1_is_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+def test_a_bad_number_of_threads_is_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("MEMKERN_STEP_THREADS", value)
     with pytest.raises(ValueError, match="MEMKERN_STEP_THREADS must be a whole number above 0, got"):
         threads.of_a_step(1)

@@ -112,7 +112,7 @@ def test_a_bad_gradient_reaches_its_element_only(backend: str, build: type, code
     with on(backend):
         for spoils in (False, True):
             p = torch.nn.Parameter(hard((4, 300), 0))
-            # Without decay there is no trust ratio, which would carry the value to the whole layer (test_layerwise.py).
+            # Without decay there is no trust ratio, which would change the whole layer (test_layerwise.py).
             optimizer = build([p], codec=codec, min_8bit_size=0, weight_decay=0.0)
             for step in range(4):
                 p.grad = hard((4, 300), 10 + step)

@@ -274,7 +274,7 @@ def test_each_way_to_change_entries_ends_the_plan(method: str) -> None:
     assert state.plan is not None
     METHODS[method](state)
     assert state.plan is state._layout is None
-    # State overrides these methods of dict, and no others.
+    # State overrides all of these methods that dict has.
     in_dict = {name for name in dir(dict) if name in METHODS}
     assert in_dict == {name for name in METHODS if getattr(State, name) is not getattr(dict, name)}
 

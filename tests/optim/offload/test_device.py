@@ -240,7 +240,7 @@ def test_a_compiled_step(mode: str) -> None:
     assert_same(*results)
 
 
-def test_blockof_former_states_is_freed() -> None:
+def test_memory_of_former_states_is_freed() -> None:
     params = [nn.Parameter(torch.ones(64, 64)) for _ in range(3)]
     optimizer = on_device(optim.AdamW, "device")(params)
     held_bytes = []
@@ -276,7 +276,7 @@ def test_parameters_that_have_a_gradient_now_and_then() -> None:
 def test_a_run_resumes_with_another_place_to_step(tmp_path: Any) -> None:
     """From files: first the optimizer alone, then steps on the device, in the backward pass, on the CPU, and alone."""
     options = {"lr": 1e-2, "min_8bit_size": 0, "master_weights": "bf16+16"}
-    places = [
+    builders = [
         lambda p: optim.AdamW8bit(p, **options),
         on_device(optim.AdamW8bit, "device", **options),
         on_device(optim.AdamW8bit, "device, in backward", **options),
@@ -284,7 +284,7 @@ def test_a_run_resumes_with_another_place_to_step(tmp_path: Any) -> None:
         lambda p: optim.AdamW8bit(p, **options),
     ]
     results = []
-    for makers in (places, places[:1] * len(places)):
+    for makers in (builders, builders[:1] * len(builders)):
         model, state = model_of(torch.bfloat16), None
         for seed, make in enumerate(makers):
             optimizer = make(model.parameters())
