@@ -37,9 +37,9 @@ def run(case: str, reverse: bool) -> str:
         return distribute_tensor(torch.randn(shape, generator=generator), mesh, [Shard(0)], src_data_rank=None)
 
     params = [Parameter(placed(shape)) for shape in ((16, 40), (40, 16))]  # 3 rows to a block, and 8 on a rank
-    given = params[::-1] if reverse and dist.get_rank() == dist.get_world_size() - 1 else params
+    order = params[::-1] if reverse and dist.get_rank() == dist.get_world_size() - 1 else params
     with patch.object(host_weights, "BUCKET_ELEMENTS", 1):
-        optimizer = build(params=given, lr=0.02, min_8bit_size=0, **options)
+        optimizer = build(params=order, lr=0.02, min_8bit_size=0, **options)
     for p in params:
         p.grad = placed(p.shape)
     before = [whole(p.detach()).clone() for p in params]

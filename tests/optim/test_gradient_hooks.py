@@ -51,11 +51,11 @@ def test_the_optimizer_that_was_made_last_has_the_gradients(kind: str) -> None:
 def test_a_deepcopy_takes_no_gradients_of_the_original(kind: str) -> None:
     p = nn.Parameter(torch.zeros(400))
     optimizer = KINDS[kind]([p], lr=1.0)
-    other = copy.deepcopy(optimizer)
+    copied = copy.deepcopy(optimizer)
     p.sum().backward()
     optimizer.step()
     assert p[0] == -1
-    assert other.param_groups[0]["params"][0][0] == 0
+    assert copied.param_groups[0]["params"][0][0] == 0
 
 
 # ---- parameters that leave a group and come back
@@ -67,12 +67,12 @@ def test_a_parameter_that_left_the_groups_keeps_its_gradient() -> None:
     (p + q).sum().backward()
     optimizer.step()
     group = optimizer.param_groups.pop()
-    other = torch.optim.SGD([q], lr=1.0)
+    sgd = torch.optim.SGD([q], lr=1.0)
     for _ in range(3):
         (p + q).sum().backward()
         optimizer.step()
-        other.step()
-        other.zero_grad()
+        sgd.step()
+        sgd.zero_grad()
     assert p.tolist() == q.tolist() == [-4.0] * 4
     optimizer.param_groups.append(group)
     optimizer.step()

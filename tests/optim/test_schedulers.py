@@ -157,8 +157,8 @@ def test_adamws_betas_in_muon() -> None:
     groups: list[dict[str, Any]] = [{"params": [p]}, {"params": [q], "algorithm": "adamw", "lr": 1e-3}]
     optimizer = optim.Muon(groups, lr=0.02, betas=(0.8, 0.9))
     train(optimizer, lr_scheduler.OneCycleLR(optimizer, [0.02, 1e-3], total_steps=9), steps=2)
-    other = copy.deepcopy(optimizer)
-    other.add_param_group({"params": [r], "algorithm": "adamw", "lr": 1e-3})
-    assert [group["betas"] for group in other.param_groups] == [(0.8, 0.9)] * 3
-    momenta = [group["momentum"] for group in other.param_groups]
+    copied = copy.deepcopy(optimizer)
+    copied.add_param_group({"params": [r], "algorithm": "adamw", "lr": 1e-3})
+    assert [group["betas"] for group in copied.param_groups] == [(0.8, 0.9)] * 3
+    momenta = [group["momentum"] for group in copied.param_groups]
     assert momenta[0] == momenta[1] != 0.95

@@ -150,9 +150,9 @@ def test_state_dicts_are_those_of_the_ordinary_optimizer() -> None:
     ours, theirs = optimizer.state_dict(), ordinary.state_dict()
     assert ours["param_groups"] == theirs["param_groups"]
     assert_same(dict(sorted(ours["state"].items())), theirs["state"])  # in the order of first gradients
-    other = StepInBackward(optim.AdamW8bit, Tied().parameters())
-    other.load_state_dict(ordinary.state_dict())
-    assert_same(snapshot(other)["states"], expected["states"])
+    loaded = StepInBackward(optim.AdamW8bit, Tied().parameters())
+    loaded.load_state_dict(ordinary.state_dict())
+    assert_same(snapshot(loaded)["states"], expected["states"])
     ordinary.load_state_dict(optimizer.state_dict())
 
 

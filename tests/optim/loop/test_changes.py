@@ -46,12 +46,12 @@ def assert_close_as_codes(actual: list[torch.Tensor], expected: list[torch.Tenso
 @over_cpu
 def test_clipping_begins_without_gradients(backend: str, build: type) -> None:
     params, alone = make_params(), make_params()
-    optimizer, other = build(params, max_grad_norm=1.0), build(alone, max_grad_norm=1.0)
+    optimizer, straight = build(params, max_grad_norm=1.0), build(alone, max_grad_norm=1.0)
     with on(backend):
         for _ in range(2):
             optimizer.step()
         assert not optimizer.state
-        assert_same(train(optimizer, 2), train(other, 2))
+        assert_same(train(optimizer, 2), train(straight, 2))
         for p in params:
             p.grad = None
         before = snapshot(optimizer)
@@ -133,9 +133,9 @@ def test_options_of_storage_convert_the_state_at_the_next_step(build: type, chan
     group.update(change)
     # A state_dict or a copy made before the step is stored as the new options say, too.
     for saved in (copy.deepcopy(optimizer.state_dict()), copy.deepcopy(optimizer).state_dict()):
-        other = build(make_params(), lr=0.0, **change)
-        other.load_state_dict(saved)
-        assert_close_as_codes(moments_of(other), before)
+        loaded = build(make_params(), lr=0.0, **change)
+        loaded.load_state_dict(saved)
+        assert_close_as_codes(moments_of(loaded), before)
     assert_close_as_codes(moments_of(optimizer), before)
     train(optimizer, 1, first=3)
     straight = build(make_params(), lr=0.0, **{key: old[key] for key in change})
@@ -308,9 +308,9 @@ def test_parameters_with_gaps_step_as_dense_ones(
         between = p.detach().as_strided(p.shape, p.stride(), 1)
         assert (between == -7).all()
     assert {b.numel() for b in optimizer._buffers.values()} == {64 * 128}  # of the largest parameter
-    other = build([torch.nn.Parameter(first.detach().clone()), *map(strided, gaps)], **options)
-    other.load_state_dict(optimizer.state_dict())
-    assert_same(snapshot(other)["states"], snapshot(optimizer)["states"])
+    loaded = build([torch.nn.Parameter(first.detach().clone()), *map(strided, gaps)], **options)
+    loaded.load_state_dict(optimizer.state_dict())
+    assert_same(snapshot(loaded)["states"], snapshot(optimizer)["states"])
 
 
 def train_half(case: str, build: type) -> torch.Tensor:

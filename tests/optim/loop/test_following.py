@@ -160,14 +160,14 @@ def test_entries_of_wrappers_survive() -> None:
     for p, state in optimizer.state.items():
         state["lookahead_slow_buff"], state["ema"] = p.detach().clone(), 0.5
     saved = copy.deepcopy(optimizer.state_dict())
-    other = optim.AdamW8bit(copies_of(make_params(SHAPES)), state_bits=32)
+    loaded = optim.AdamW8bit(copies_of(make_params(SHAPES)), state_bits=32)
     with pytest.warns(UserWarning, match="state_bits 8 -> 32"):
-        other.load_state_dict(saved)
-    other.param_groups[0]["state_bits"] = 8
-    other.param_groups[0]["params"] = copies_of(other.param_groups[0]["params"])
-    give_gradients(other.param_groups[0]["params"], 1)
-    other.step()
-    for state, expected in zip(other.state.values(), saved["state"].values(), strict=True):
+        loaded.load_state_dict(saved)
+    loaded.param_groups[0]["state_bits"] = 8
+    loaded.param_groups[0]["params"] = copies_of(loaded.param_groups[0]["params"])
+    give_gradients(loaded.param_groups[0]["params"], 1)
+    loaded.step()
+    for state, expected in zip(loaded.state.values(), saved["state"].values(), strict=True):
         assert_same(state["lookahead_slow_buff"], expected["lookahead_slow_buff"])
         assert state["ema"] == 0.5
 
@@ -179,19 +179,19 @@ def test_a_state_loads_under_fake_tensor_mode() -> None:
         optimizer = optim.AdamW8bit([nn.Parameter(torch.zeros(64, 128))])
         optimizer.param_groups[0]["params"][0].grad = torch.zeros(64, 128)
         optimizer.step()
-        other = optim.AdamW8bit([nn.Parameter(torch.zeros(64, 128))])
-        other.load_state_dict(optimizer.state_dict())
-        assert next(iter(other.state.values()))["exp_avg"].dtype == torch.int8
+        loaded = optim.AdamW8bit([nn.Parameter(torch.zeros(64, 128))])
+        loaded.load_state_dict(optimizer.state_dict())
+        assert next(iter(loaded.state.values()))["exp_avg"].dtype == torch.int8
 
 
 def test_a_first_step_where_meta_is_the_default_device() -> None:
-    straight, other = optim.AdamW8bit(make_params(SHAPES)), optim.AdamW8bit(make_params(SHAPES))
+    straight, under_meta = optim.AdamW8bit(make_params(SHAPES)), optim.AdamW8bit(make_params(SHAPES))
     train(straight, 2)
     for step in range(2):
-        give_gradients(other.param_groups[0]["params"], step)
+        give_gradients(under_meta.param_groups[0]["params"], step)
         with torch.device("meta"):
-            other.step()
-            loaded = optim.AdamW8bit(copies_of(other.param_groups[0]["params"]))
-            loaded.load_state_dict(other.state_dict())
-        assert_same(loaded.state_dict()["state"], other.state_dict()["state"])
-    assert_same(snapshot(other), snapshot(straight))
+            under_meta.step()
+            loaded = optim.AdamW8bit(copies_of(under_meta.param_groups[0]["params"]))
+            loaded.load_state_dict(under_meta.state_dict())
+        assert_same(loaded.state_dict()["state"], under_meta.state_dict()["state"])
+    assert_same(snapshot(under_meta), snapshot(straight))

@@ -344,11 +344,11 @@ def test_optimizers_in_threads_of_their_own() -> None:
 def test_a_tensor_whose_memory_was_freed_raises(build: str, steps: int) -> None:
     """A storage that was resized to 0, as FSDP does with weights, raises before anything changes."""
     dtype = torch.bfloat16 if "errors" in build else torch.float32
-    optimizer, other = (
+    optimizer, undisturbed = (
         BUILDERS[build]([torch.nn.Parameter(p.detach().to(dtype)) for p in make_params(SHAPES)]) for _ in range(2)
     )
     for i in range(steps):
-        step(optimizer, i), step(other, i)
+        step(optimizer, i), step(undisturbed, i)
     p = params_of(optimizer)[1]
     give_gradients(params_of(optimizer), steps)
     tensors = [p, p.grad, *(x for x in optimizer.state[p].values() if isinstance(x, torch.Tensor))]
@@ -363,5 +363,5 @@ def test_a_tensor_whose_memory_was_freed_raises(build: str, steps: int) -> None:
         with torch.no_grad():
             x.copy_(values)
     optimizer.step()
-    step(other, steps)
-    assert_same(snapshot(optimizer), snapshot(other))
+    step(undisturbed, steps)
+    assert_same(snapshot(optimizer), snapshot(undisturbed))

@@ -264,10 +264,10 @@ def test_fp32_state_dicts(kept: str) -> None:
         assert_same(state_dict[name], x)
     assert any((x != x.to(BF16).float()).any() for x in weights)
     assert state_dict["1.running_mean"].dtype == BF16
-    other = torch.nn.Sequential(torch.nn.Linear(128, 64), torch.nn.BatchNorm1d(64)).to(BF16)
-    loaded = optim.AdamW8bit(other.parameters(), lr=1e-2, **KEPT[kept])
-    optim.load_fp32_state_dict(other, loaded, state_dict)
-    assert_same(optim.to_fp32_state_dict(other, loaded), state_dict)
+    other_model = torch.nn.Sequential(torch.nn.Linear(128, 64), torch.nn.BatchNorm1d(64)).to(BF16)
+    loaded = optim.AdamW8bit(other_model.parameters(), lr=1e-2, **KEPT[kept])
+    optim.load_fp32_state_dict(other_model, loaded, state_dict)
+    assert_same(optim.to_fp32_state_dict(other_model, loaded), state_dict)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         train(loaded, 1)

@@ -87,8 +87,8 @@ def test_copies_of_a_state_know_its_format(copier: str) -> None:
         copied: Any = torch.utils._pytree.tree_map(torch.clone, optimizer.state[p])
     else:
         copiers = {"deepcopy": copy.deepcopy, "pickle": lambda o: pickle.loads(pickle.dumps(o))}
-        other = copiers.get(copier, save_and_load)(optimizer)
-        copied = other.state[other.param_groups[0]["params"][0]]
+        copied_optimizer = copiers.get(copier, save_and_load)(optimizer)
+        copied = copied_optimizer.state[copied_optimizer.param_groups[0]["params"][0]]
     assert_same(load_moment("exp_avg", copied), load_moment("exp_avg", optimizer.state[p]))
     assert copied.plan is None  # a plan has the original's tensors
 

@@ -200,6 +200,6 @@ def test_fp32_states_of_whole_numbers_load(new: Any, options: dict[str, Any], la
     p.grad = torch.arange(40.0)
     p.grad[3] = largest
     optimizer.step()
-    other = new([torch.nn.Parameter(p.detach().clone())], **options)
-    other.load_state_dict(optimizer.state_dict())
-    assert_same(other.state_dict()["state"], optimizer.state_dict()["state"])
+    loaded = new([torch.nn.Parameter(p.detach().clone())], **options)
+    loaded.load_state_dict(optimizer.state_dict())
+    assert_same(loaded.state_dict()["state"], optimizer.state_dict()["state"])

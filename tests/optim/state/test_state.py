@@ -61,10 +61,10 @@ def test_parameters_without_state_load() -> None:
     optimizer = optim.AdamW8bit(params)
     params[0].grad = like(params[0], 0)
     optimizer.step()
-    other = optim.AdamW8bit(make_params())
-    other.load_state_dict(saved(optimizer.state_dict()))
-    assert [len(other.state.get(p, {})) for p in other.param_groups[0]["params"]] == [5, 0, 0]
-    train(other, 1)
+    loaded = optim.AdamW8bit(make_params())
+    loaded.load_state_dict(saved(optimizer.state_dict()))
+    assert [len(loaded.state.get(p, {})) for p in loaded.param_groups[0]["params"]] == [5, 0, 0]
+    train(loaded, 1)
 
 
 @pytest.mark.filterwarnings("ignore:the state_dict is of an optimizer with other options")
@@ -187,11 +187,11 @@ def test_foreign_states_are_refused(build: type) -> None:
     }
     message = next((x for kind, x in converters.items() if issubclass(build, kind)), "no converter to it exists")
     for cls, options in ((torch.optim.AdamW, {}), (torch.optim.SGD, {"momentum": 0.9})):
-        other = cls(make_params(), lr=1e-3, **options)
-        train(other, 2)
+        source = cls(make_params(), lr=1e-3, **options)
+        train(source, 2)
         target = build(params)
         train(target, 1)
-        assert_refused(target, other.state_dict(), match=f"one of memkern's {build.__name__}: .*{message}")
+        assert_refused(target, source.state_dict(), match=f"one of memkern's {build.__name__}: .*{message}")
     assert_refused(build(params), bitsandbytes_like(params), match=message)
 
 
