@@ -71,7 +71,7 @@ def alone(build: Any, options: dict[str, Any], last: int, dtype: torch.dtype = t
 def train_offloaded(
     build: Any, options: dict[str, Any], last: int, sizes: tuple[int, ...], dtype: torch.dtype, wrappers: Any
 ) -> list[dict[str, Any]]:
-    """The result of each way of offloading."""
+    """Parameters and states after the steps of each wrapper."""
     host_weights.BUCKET_ELEMENTS = 2000
     results = []
     for wrapper, wrapper_options in wrappers:

@@ -1,4 +1,4 @@
-"""Tensor parallelism (parallelize_module) with fully_shard, on a mesh of two dimensions: the losses of one process."""
+"""Tensor parallelism (parallelize_module) with fully_shard, on a mesh of two dimensions, gives one process's losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""StepInBackward on sharded parameters, and models that are sharded after their optimizer was made."""
+"""StepInBackward steps sharded parameters, and states follow models that are sharded after two steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Changes between two steps: of memory formats, dtypes, options, inference mode, and of which gradients there are."""
+"""Optimizers follow changes between two steps: of memory formats, dtypes, options, modes, and missing gradients."""
 
 import copy
 from typing import Any

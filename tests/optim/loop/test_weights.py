@@ -1,4 +1,4 @@
-"""Steps of bf16 weights with kept rounding errors (master_weights), and with stochastic_rounding."""
+"""bf16 weights with kept rounding errors (master_weights) step as fp32 ones, and with stochastic_rounding."""
 
 import copy
 
