@@ -73,7 +73,7 @@ class Program:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.is_alone = places is None
         self.results: list[Any] = []
-        self.place_of: dict[int, int] = {}  # a parameter's number: a number that _place_index makes an index
+        self.drawn_place: dict[int, int] = {}  # by a parameter's number
         self.number_of: dict[Tensor, int] = {}
         self.places = places
         build = self.rng.choice(BUILDS)
@@ -108,7 +108,7 @@ class Program:
     def _parameter(self, number: int) -> Parameter:
         count = len(SHAPES) if number else 2  # number 0 is a matrix with shards on every rank
         shape = SHAPES[self.rng.randrange(count)]
-        self.place_of[number] = self.rng.randrange(16) if number else 0
+        self.drawn_place[number] = self.rng.randrange(16) if number else 0
         x = torch.randn(shape, generator=self.generator)
         if self.rng.random() < 0.2:
             x = x.bfloat16()
@@ -118,9 +118,9 @@ class Program:
 
     def _place_index(self, x: Tensor, number: int) -> int:
         """The index of a parameter's placer in places(), also with whole tensors; -1 for a plain tensor."""
-        count = 8 if self.world == 4 else 4
-        index = self.place_of[number] % count
-        if index in (1, 4) and x.dim() < 2:  # Shard(1) needs a second dimension
+        count = 8 if self.world == 4 else 4  # of placers, and as many for whole tensors
+        index = self.drawn_place[number] % count
+        if index in (1, 4) and x.dim() < 2:  # these have Shard(1)
             index = 0
         return -1 if index == count - 1 else index
 
