@@ -16,9 +16,9 @@ from typing import Any
 
 import benchmarks
 
-BYTES_PER_PARAMETER = 120  # of all contenders of the largest case together
+BYTES_PER_PARAMETER = 120  # on a GPU: what all contenders of the largest case together allocate per parameter
 PAGES = ("README.md", "docs/benchmarks.md", "docs/choosing.md", "docs/compiled.md")
-QUICK_SIZE, QUICK_ROUNDS, QUICK_SECONDS = 2**16, 5, 0.2
+QUICK_SIZE, QUICK_ROUNDS, QUICK_SECONDS = 2**16, 5, 0.2  # with --quick: elements, rounds, seconds per contender
 
 
 def topics() -> list[str]:
@@ -88,8 +88,8 @@ def run(args: argparse.Namespace, out: Path) -> None:
                 with bar:
                     task = bar.add_task(case.name, total=len(case.contenders) + rounds)
 
-                    def progress(what: str, task: Any = task, name: str = case.name) -> None:
-                        bar.update(task, advance=1, description=f"{name}: {what}")
+                    def progress(activity: str, task: Any = task, name: str = case.name) -> None:
+                        bar.update(task, advance=1, description=f"{name}: {activity}")
 
                     results = harness.measure(case, clock, rounds=rounds, progress=progress, **seconds)
                     bar.remove_task(task)
@@ -104,12 +104,12 @@ def filled(page: Path, out: Path) -> str:
     """A page with the tables of the results in ``out``."""
     from . import overview, report
 
-    found = {topic: sorted(out.glob(f"{topic}_*.csv")) for topic in (*topics(), "headline")}
+    csv_paths = {topic: sorted(out.glob(f"{topic}_*.csv")) for topic in (*topics(), "headline")}
     root = "../" if page.parent.name == "docs" else ""
-    return overview.fill(report.fill_markers(page.read_text(), found, root))
+    return overview.fill(report.fill_markers(page.read_text(), csv_paths, root))
 
 
-def table(page: Path | None, out: Path) -> None:
+def write_tables(page: Path | None, out: Path) -> None:
     from . import machine, overview
 
     for path in [page] if page else [machine.ROOT / name for name in PAGES]:
@@ -128,7 +128,7 @@ def main(argv: list[str] | None = None) -> None:
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     out = args.out or (Path("out/bench") if args.quick else benchmarks.RESULTS)
     if args.action == "table":
-        table(args.page, out)
+        write_tables(args.page, out)
     else:
         run(args, out)
 

@@ -14,28 +14,10 @@ from typing import Any
 
 import torch
 
-from .bench_optim import Make, optimizer_of, stepper
+from .bench_optim import Make, clipped, optimizer_of, stepper
 from .harness import Case, Contender
 
 BF16, FP32 = torch.bfloat16, torch.float32
-NORM = 1.0
-
-
-def clipped(make: Make) -> Make:
-    """The optimizer with ``clip_grad_norm_`` before each step."""
-
-    def made(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        optimizer = make(params)
-
-        def clip(*_: object) -> None:
-            torch.nn.utils.clip_grad_norm_(params, NORM)
-
-        optimizer.register_step_pre_hook(clip)
-        return optimizer
-
-    return made
-
-
 PEERS: dict[str, tuple[Make, torch.dtype]] = {
     "DeepSpeed CPUAdam, fp32": (optimizer_of("deepspeed.ops.adam", "DeepSpeedCPUAdam"), FP32),
     "DeepSpeed CPUAdam, bf16 with fp32 states": (optimizer_of("deepspeed.ops.adam", "DeepSpeedCPUAdam"), BF16),
@@ -53,15 +35,15 @@ def cases(size: int, device: str) -> list[Case]:
     numel = math.prod(shapes[0])
 
     def case(name: str, norm: float | None) -> Case:
-        def group(times: int) -> dict[str, Any]:
-            """Options of a contender that reads or writes the gradients so many times before its update."""
-            return {"shapes": shapes, "device": device, "reads": lambda params, state: times * params if norm else 0}
+        def options(passes: int) -> dict[str, Any]:
+            """Options of a contender that reads or writes the gradients ``passes`` times to clip them."""
+            return {"shapes": shapes, "device": device, "reads": lambda params, state: passes * params if norm else 0}
 
         ours = optimizer_of("memkern.optim", "AdamW8bit", master_weights="bf16+8", max_grad_norm=norm)
-        found: list[Contender] = [stepper("memkern AdamW8bit, bf16+8", ours, dtype=BF16, **group(1))]
+        contenders: list[Contender] = [stepper("memkern AdamW8bit, bf16+8", ours, dtype=BF16, **options(1))]
         for peer, (make, dtype) in PEERS.items():
             if device == "cpu" or not peer.startswith("DeepSpeed"):
-                found.append(stepper(peer, clipped(make) if norm else make, dtype=dtype, **group(3)))
-        return Case(name, numel, found)
+                contenders.append(stepper(peer, clipped(make) if norm else make, dtype=dtype, **options(3)))
+        return Case(name, numel, contenders)
 
-    return [case("AdamW on the host", None), case("AdamW on the host, clipped to a norm", NORM)]
+    return [case("AdamW on the host", None), case("AdamW on the host, clipped to a norm", 1.0)]

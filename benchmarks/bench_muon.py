@@ -1,4 +1,4 @@
-"""Steps of Muon on GPT-2's matrices beside torch's, and the two element-wise ops by themselves."""
+"""Steps of Muon on GPT-2's matrices beside torch's, and its two element-wise ops without the matrix products."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def ops_alone(shapes: Shapes, device: str) -> Contender:
             steps=[torch.zeros((), device=device) for _ in params],
             group=[0] * len(params),
             lr=[torch.tensor(1e-3, dtype=torch.float64, device=device)],
-            hyperparameters=[0.95, 1.0, 0.1, 0.0],
+            hyperparameters=[0.95, 1.0, 0.1, 0.0],  # momentum, nesterov, weight_decay, maximize
             codec=[CODECS["power"]],
             block_size=[BLOCK_SIZE],
         )
@@ -54,13 +54,13 @@ def ops_alone(shapes: Shapes, device: str) -> Contender:
 
 def pytorch_optimizers(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
     cls = importlib.import_module("pytorch_optimizer").Muon
-    made: torch.optim.Optimizer = cls([{"params": params, "use_muon": True}])
-    return made
+    optimizer: torch.optim.Optimizer = cls([{"params": params, "use_muon": True}])
+    return optimizer
 
 
 def cases(size: int, device: str) -> list[Case]:
-    own = gpt2_shapes(GPT2 if size >= 2**24 else size)
-    matrices = [shape for shape in own if len(shape) == 2][2:]  # without the two embeddings
+    gpt2 = gpt2_shapes(GPT2 if size >= 2**24 else size)
+    matrices = [shape for shape in gpt2 if len(shape) == 2][2:]  # without the two embeddings
     numel = sum(map(math.prod, matrices))
     return [
         Case(

@@ -106,20 +106,24 @@ SGD = {
 }
 
 
-def torch_clipped(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """torch's fused AdamW after clip_grad_norm_, which makes two passes over the gradients: norm, then scaling."""
-    optimizer = torch.optim.AdamW(params, fused=True)
+def clipped(make: Make) -> Make:
+    """An optimizer with clip_grad_norm_ before each step: two passes over the gradients, norm and scaling."""
 
-    def clip(*_: object) -> None:
-        torch.nn.utils.clip_grad_norm_(params, 1.0)
+    def make_clipped(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        optimizer = make(params)
 
-    optimizer.register_step_pre_hook(clip)
-    return optimizer
+        def clip(*_: object) -> None:
+            torch.nn.utils.clip_grad_norm_(params, 1.0)
+
+        optimizer.register_step_pre_hook(clip)
+        return optimizer
+
+    return make_clipped
 
 
 CLIPPED = {  # memkern's is one read of the gradients (grad_norm_) and the step
     "memkern AdamW8bit": optimizer_of("memkern.optim", "AdamW8bit", max_grad_norm=1.0),
-    "torch AdamW fused": torch_clipped,
+    "torch AdamW fused": clipped(optimizer_of("torch.optim", "AdamW", fused=True)),
 }
 
 
@@ -152,44 +156,44 @@ def gpt2_shapes(size: int) -> Shapes:
         (4 * d, d),
         (d,),
     ]
-    rest = [(1024, d), (d,), (d,), *12 * block]
-    return [(max(1, size // d - sum(map(math.prod, rest)) // d), d), *rest]
+    without_vocabulary = [(1024, d), (d,), (d,), *12 * block]  # positions, the last norm, blocks
+    return [(max(1, size // d - sum(map(math.prod, without_vocabulary)) // d), d), *without_vocabulary]
 
 
 def cases(size: int, device: str) -> list[Case]:
-    one = [(max(1, size // 4096), 4096)]
-    numel = math.prod(one[0])
+    single = [(max(1, size // 4096), 4096)]
+    numel = math.prod(single[0])
     gpt2 = gpt2_shapes(GPT2 if device == "cuda" and size >= GPT2 else size)
     as_gpt2 = [(sum(map(math.prod, gpt2)) // 4096, 4096)]  # one tensor of GPT-2's size
     small = [(1000,)] * min(1000, size // 1000)
 
     def group(makes: dict[str, Make], shapes: Shapes, *leave_out: str, **options: Any) -> list[Contender]:
-        elsewhere = ("DeepSpeed",) if device == "cuda" else ("flashoptim",)
-        found = [
+        unsupported = ("DeepSpeed",) if device == "cuda" else ("flashoptim",)  # by this device
+        contenders = [
             stepper(name, make, shapes, device, **options)
             for name, make in makes.items()
-            if not name.startswith((*elsewhere, *leave_out))
+            if not name.startswith((*unsupported, *leave_out))
         ]
         if device == "cuda":  # memkern's first contender on the Triton backend too
             name, make = next(iter(makes.items()))
-            found.insert(1, stepper(f"{name}, Triton", make, shapes, device, backend="triton", **options))
-        return found
+            contenders.insert(1, stepper(f"{name}, Triton", make, shapes, device, backend="triton", **options))
+        return contenders
 
     one_tensor = stepper("memkern AdamW8bit, one tensor", ADAMW["memkern AdamW8bit"], as_gpt2, device)
     # torchao compiles for every shape, 15 s each: it is compared on the one tensor only
     memkern_first, *others = group(ADAMW, gpt2, "torchao")
     return [
-        Case("AdamW, one tensor", numel, group(ADAMW, one)),
+        Case("AdamW, one tensor", numel, group(ADAMW, single)),
         Case(
             f"AdamW, {len(gpt2)} tensors like GPT-2's",
             sum(map(math.prod, gpt2)),
             [memkern_first, one_tensor, *others],
         ),
         Case(f"AdamW, {len(small):,} tensors of 1,000", 1000 * len(small), group(ADAMW, small, "torchao")),
-        Case("AdamW, one bf16 tensor", numel, group(ADAMW, one, "torchao", dtype=torch.bfloat16)),
-        Case("AdamW8bit, one tensor of bf16 weights", numel, group(BF16_WEIGHTS, one, dtype=torch.bfloat16)),
-        Case("AdamW clipped to a norm, one tensor", numel, group(CLIPPED, one)),
-        Case("Adam, one tensor", numel, group(ADAM, one)),
-        Case("Lion, one tensor", numel, group(LION, one)),
-        Case("SGD with momentum, one tensor", numel, group(SGD, one)),
+        Case("AdamW, one bf16 tensor", numel, group(ADAMW, single, "torchao", dtype=torch.bfloat16)),
+        Case("AdamW8bit, one tensor of bf16 weights", numel, group(BF16_WEIGHTS, single, dtype=torch.bfloat16)),
+        Case("AdamW clipped to a norm, one tensor", numel, group(CLIPPED, single)),
+        Case("Adam, one tensor", numel, group(ADAM, single)),
+        Case("Lion, one tensor", numel, group(LION, single)),
+        Case("SGD with momentum, one tensor", numel, group(SGD, single)),
     ]

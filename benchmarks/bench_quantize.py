@@ -1,4 +1,4 @@
-"""Block-wise quantization and dequantization, beside bitsandbytes' and a copy of the same tensor."""
+"""Times block-wise quantization and dequantization beside bitsandbytes' and a copy of the same tensor."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .harness import Case, Contender, Subject
 
-BLOCK = 128
+BLOCK = 128  # elements with one scale
 
 
 def contender(name: str, device: str, size: int, direction: str, prepare: Callable) -> Contender:

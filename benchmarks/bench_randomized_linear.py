@@ -16,7 +16,7 @@ from memkern import memory
 from .harness import Case, Contender, Subject
 
 WIDTH = 768
-DENSE_TOKENS = 4096  # the dense projections take tokens^2 products
+DENSE_TOKENS = 4096  # at most, as the dense projections (gaussian, rademacher) take tokens^2 products
 
 
 def contender(name: str, fn: Callable[..., Tensor], tokens: int, device: str, dtype: torch.dtype) -> Contender:

@@ -24,8 +24,7 @@ _PLAIN = re.compile(r"\d+(\.\d+)*")  # a version without its local part, such as
 
 def row(framework: str, feature: str, outcomes: Sequence[str]) -> report.Row:
     """A feature's row: passed if every test has, failed if one has, else skipped."""
-    found = set(outcomes)
-    outcome = "failed" if "failed" in found else "skipped" if "skipped" in found else "passed"
+    outcome = next((worst for worst in ("failed", "skipped") if worst in outcomes), "passed")
     try:
         version = metadata.version(framework)
     except metadata.PackageNotFoundError:
@@ -35,8 +34,8 @@ def row(framework: str, feature: str, outcomes: Sequence[str]) -> report.Row:
 
 
 def _short(version: str) -> str:
-    found = _PLAIN.match(version)
-    return found[0] if found else version
+    plain = _PLAIN.match(version)
+    return plain[0] if plain else version
 
 
 def _order(version: str) -> tuple[int, ...]:
@@ -64,7 +63,7 @@ def table(rows: Sequence[report.Row]) -> str:
 
 def filled(page: str, rows: Sequence[report.Row]) -> str:
     """The page with the table between its markers."""
-    return MARKERS.sub(lambda found: f"{found[1]}{table(rows)}\n{found[2]}", page)
+    return MARKERS.sub(lambda match: f"{match[1]}{table(rows)}\n{match[2]}", page)
 
 
 def read(path: Path = CSV) -> list[report.Row]:

@@ -62,7 +62,7 @@ class Case:
 
 @dataclass
 class Result:
-    """Figures of one contender, per parameter or per element; all None where it is absent, which the note explains."""
+    """Figures of one contender, per parameter or element; all None where it cannot run, for the reason in the note."""
 
     case: str
     contender: str
@@ -146,10 +146,10 @@ def take_turns(
     every: dict[str, int],
     after_round: Callable[[], object] = lambda: None,
 ) -> dict[str, list[float]]:
-    """Seconds of each call: one call each in a round; slow ones every n-th round.
+    """Seconds of each call. A round calls each once; a slow one is called in every ``every[name]``-th round only.
 
-    Each round has another order, the same in every run. In a fixed order a contender would always follow the same
-    other one and find its code in the caches and the heap as it left it, which makes 2 to 3 % for 148 tensors.
+    Rounds have random orders, the same in every run. In a fixed order a contender would always follow the same other
+    one, and find caches and heap as that one leaves them, which changes times by 2 to 3 % for 148 tensors.
     """
     orders = random.Random(0)
     times: dict[str, list[float]] = {name: [] for name in calls}
@@ -186,10 +186,10 @@ def largest_temporary(call: Callable[[], object], device: str) -> int:
 
 @contextlib.contextmanager
 def _all_threads_counted() -> Iterator[None]:
-    """The scope in which the allocator's total counts what threads free that the profiler does not record.
+    """A scope in which the allocator's total counts frees in threads that the profiler does not record, such as gloo's.
 
-    gloo's threads are such: where one holds the last reference to a collective's buffer, the profiler has no event of
-    its end, and the sum of its events grows by a buffer each time.
+    Where such a thread holds the last reference to a collective's buffer, the profiler records the allocation and not
+    the free, and the sum of its events grows by a buffer each time.
     """
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     flag = ctypes.c_bool.in_dll(library, "FLAGS_caffe2_report_cpu_memory_usage")
@@ -202,10 +202,10 @@ def _all_threads_counted() -> Iterator[None]:
 
 def _allocations(events: Iterable[Any]) -> Iterator[tuple[int, Any]]:
     """The time and the fields of each allocation and free among the profiler's events and those inside of them."""
-    left = list(events)
-    while left:
-        event = left.pop()
-        left += event.children
+    pending = list(events)
+    while pending:
+        event = pending.pop()
+        pending += event.children
         if event.name == "[memory]":
             yield event.start_time_ns, event.extra_fields
 

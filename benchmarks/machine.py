@@ -34,9 +34,9 @@ def hardware(device: str) -> str:
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     name = names[0] if names else platform.processor() or platform.machine()
-    models = [line.split(":", 1)[1].strip() for line in lines if re.match(r"model\s*:", line)]
-    if "Intel" in name and models and not re.search(r"\d", name):  # a virtual machine that hides which Xeon it is
-        name += f" model {models[0]}"
+    numbers = [line.split(":", 1)[1].strip() for line in lines if re.match(r"model\s*:", line)]
+    if "Intel" in name and numbers and not re.search(r"\d", name):  # a virtual machine that hides which Xeon it is
+        name += f" model {numbers[0]}"
     # torch's number of threads, not the machine's cores: the figures were measured with it
     return f"{name}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
 

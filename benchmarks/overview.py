@@ -15,8 +15,8 @@ from . import RESULTS, machine, report
 from .plot import OTHERS, OURS
 
 PICTURE = machine.ROOT / "docs" / "assets" / "time-and-peak.png"
-XL_PARAMETERS, FP32_ADAMW_BYTES = 1_557_611_200, 16  # weight, gradient and two moments in fp32
-# topic, case, ours, peer: the peers that a reader compares with, and the cases in which memkern loses
+XL_PARAMETERS, FP32_ADAMW_BYTES = 1_557_611_200, 16  # of GPT-2-XL; 4 each for weight, gradient and two moments
+# topic, case, contender of memkern, peer: the usual comparisons, and the cases in which memkern loses
 TIMES = (
     ("optim", "AdamW, one tensor", "memkern AdamW8bit", "torch AdamW fused"),
     ("optim", "AdamW, one bf16 tensor", "memkern AdamW8bit", "torch AdamW fused"),
@@ -30,34 +30,33 @@ TIMES = (
     ("activation", "GELU, fp32, small", "memkern GELU, 3 bits", "torch GELU"),
 )
 PROCESSORS = {"amd-epyc": "AMD EPYC", "intel": "Intel Xeon"}  # by a part of the names of their results' files
-MODES = {"compress": "`compress(model)`"}
-
+MODES = {"compress": "`compress(model)`"}  # of saved-models.csv: the words for each mode
 
 Rows = dict[tuple[str, ...], report.Row]
 
 
-def _last(name: str, *columns: str) -> dict[tuple[str, ...], report.Row]:
+def _last(name: str, *columns: str) -> Rows:
     """The last row of each case of a results file, by the columns that name it."""
     with (RESULTS / name).open(newline="") as file:
         return {tuple(row[column] for column in columns): row for row in csv.DictReader(file)}
 
 
-def _topic(topic: str) -> dict[str, dict[tuple[str, ...], report.Row]]:
+def _topic(topic: str) -> dict[str, Rows]:
     """The last run of each case and contender of a topic, by processor."""
-    found: dict[str, dict[tuple[str, ...], report.Row]] = {}
+    by_processor: dict[str, Rows] = {}
     for path in sorted(RESULTS.glob(f"{topic}_*.csv")):
-        processor = next(title for start, title in PROCESSORS.items() if start in path.stem)
+        processor = next(title for part, title in PROCESSORS.items() if part in path.stem)
         cases = report.latest(path)
-        found[processor] = {(case, row["contender"]): row for case, rows in cases.items() for row in rows}
-    return found
+        by_processor[processor] = {(case, row["contender"]): row for case, rows in cases.items() for row in rows}
+    return by_processor
 
 
-def _state(processor_rows: dict[tuple[str, ...], report.Row], case: str, contender: str) -> float:
-    return float(processor_rows[case, contender]["state_bytes_per_param"])
+def _state(rows: Rows, case: str, contender: str) -> float:
+    return float(rows[case, contender]["state_bytes_per_param"])
 
 
 def savings() -> Iterator[tuple[str, str, tuple[str, float], list[tuple[str, float]]]]:
-    """The quantity, its unit, torch's figure, and those of the ways to reduce it."""
+    """Each quantity, its unit, (torch's way, figure), and (way, figure) of each way to reduce it."""
     rows = next(iter(_topic("optim").values()))
     adam, lion = "AdamW, one tensor", "Lion, one tensor"
     yield (
@@ -85,12 +84,12 @@ def savings() -> Iterator[tuple[str, str, tuple[str, float], list[tuple[str, flo
     )
     compiled = _last("saved-compiled.csv", "model", "precision", "mode")
     for model, precision in (("GPT-2", "fp32"), ("Llama", "fp32"), ("Llama", "bf16 autocast")):
-        of = {mode: compiled[model, precision, mode] for mode in COMPILED}
-        kilobytes = {mode: float(row["saved_per_token"]) / 1000 for mode, row in of.items()}
+        by_mode = {mode: compiled[model, precision, mode] for mode in COMPILED}
+        kilobytes = {mode: float(row["saved_per_token"]) / 1000 for mode, row in by_mode.items()}
         yield (
             f"saved for the backward pass, {model}-like model (4 layers, {precision})",
             "kB per token",
-            ("as it is", kilobytes["compiled"] / float(of["compiled"]["share"])),
+            ("as it is", kilobytes["compiled"] / float(by_mode["compiled"]["share"])),
             [
                 ("torch.compile", kilobytes["compiled"]),
                 ("`memkern.compile(model)`", kilobytes["exact"]),
@@ -110,10 +109,10 @@ def savings() -> Iterator[tuple[str, str, tuple[str, float], list[tuple[str, flo
 
 def saves_table() -> str:
     lines = ["| | before | after | by |", "|---|---:|---:|---|"]
-    for what, unit, (_, before), ways in savings():
+    for quantity, unit, (_, before), ways in savings():
         for i, (how, after) in enumerate(ways):
             digits = ".2f" if before < 30 else ".1f"
-            cells = [f"{what}: {unit}", f"{before:{digits}}"] if i == 0 else ["", ""]
+            cells = [f"{quantity}: {unit}", f"{before:{digits}}"] if i == 0 else ["", ""]
             lines.append("| " + " | ".join([*cells, f"{after:{digits}}", how]) + " |")
     return "\n".join(lines)
 
@@ -139,7 +138,7 @@ def _speed_columns(head: str, rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line[i] for i in shown) + " |" for line in lines)
 
 
-def _ratio(rows: dict[tuple[str, ...], report.Row], case: str, ours: str, peer: str) -> str:
+def _ratio(rows: Rows, case: str, ours: str, peer: str) -> str:
     """memkern's time over the peer's; empty where one of the two was not measured."""
     mine, theirs = rows.get((case, ours)), rows.get((case, peer))
     if not mine or not theirs or not theirs["ms_median"]:
@@ -155,22 +154,22 @@ def models_table() -> str:
     lines = [f"| | precision | {' | '.join(heads)} |", "|---|---|" + "---:|---|" * len(heads)]
     for mode, title in MODES.items():
         for precision in ("fp32", "bf16 autocast", "bf16"):
-            of = {case: row for case, row in rows.items() if case[1] == precision and case[3] == mode}
+            selected = {case: row for case, row in rows.items() if case[1] == precision and case[3] == mode}
             cells = [title, precision]
             for figure in ("share", "peak_share", "gradient_error"):
-                cells += _median_and_worst({case: float(row[figure]) for case, row in of.items()}, figure)
+                cells += _median_and_worst({case: float(row[figure]) for case, row in selected.items()}, figure)
             lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
 def _median_and_worst(values: dict[tuple[str, ...], float], figure: str) -> tuple[str, str]:
-    worst = max(values, key=values.__getitem__)
-    median, most, model = statistics.median(values.values()), values[worst], worst[0]
+    worst_case = max(values, key=values.__getitem__)
+    median, worst, model = statistics.median(values.values()), values[worst_case], worst_case[0]
     if figure != "gradient_error":
-        return f"{median:.2f}", f"{most:.2f} ({model})"
-    if most < 1e-5:
-        return "0 %", "rounding" if most else "0 %"
-    return f"{100 * median:.1f} %", f"{100 * most:.1f} % ({model})"
+        return f"{median:.2f}", f"{worst:.2f} ({model})"
+    if worst < 1e-5:
+        return "0 %", "rounding" if worst else "0 %"
+    return f"{100 * median:.1f} %", f"{100 * worst:.1f} % ({model})"
 
 
 def wheels_table() -> str:
@@ -190,7 +189,7 @@ def wheels_table() -> str:
 
 
 HEADLINE = "headline_nvidia-h200.csv"
-# case, ours, peer
+# case, contender of memkern, peer
 GPU_TIMES = (
     ("AdamW8bit, one tensor, bf16", "memkern AdamW8bit", "torch AdamW fused"),
     ("AdamW8bit, one tensor, fp32", "memkern AdamW8bit", "torch AdamW fused"),
@@ -213,8 +212,8 @@ def gpu_table() -> str:
         "|---|---|---|---:|---:|---:|",
     ]
     for case, ours, peer in GPU_TIMES:
-        date = max(when for what, when, who in by_run if what == case and who == peer)
-        rows: Rows = {(case, who): by_run[case, date, who] for who in (ours, peer)}
+        last = max(date for name, date, contender in by_run if (name, contender) == (case, peer))
+        rows: Rows = {(case, contender): by_run[case, last, contender] for contender in (ours, peer)}
         mine = rows[case, ours]
         figures = f"{float(mine['ms_median']):.2f}", f"{float(mine['copy_share']):.2f}"
         cells = [
@@ -228,40 +227,39 @@ def gpu_table() -> str:
     return "\n".join(lines)
 
 
-COMPILED = ("compiled", "exact", "8")
+COMPILED = ("compiled", "exact", "8")  # modes of saved-compiled.csv: torch.compile, and memkern.compile's saved_bits
 GPU_BYTES = ("saved_mib", "peak_mib")
-GPU_MODES = {
-    **{"torch": "torch", "checkpointing": "checkpoints of every block"},
+GPU_MODES = {  # of gpu-models.csv and gpu-compiled.csv: the words for each mode
+    "torch": "torch",
+    "checkpointing": "checkpoints of every block",
     **MODES,
-    **{
-        "half checkpointed": "checkpoints of every other block",
-        "torch.compile": "torch.compile",
-        "memkern.compile, 8 bits": "`memkern.compile(model, saved_bits=8)`",
-        "memkern.compile, exact": "`memkern.compile(model)`",
-        "torch.compile, budget 0.5": "torch.compile, `activation_memory_budget = 0.5`",
-    },
+    "half checkpointed": "checkpoints of every other block",
+    "torch.compile": "torch.compile",
+    "memkern.compile, 8 bits": "`memkern.compile(model, saved_bits=8)`",
+    "memkern.compile, exact": "`memkern.compile(model)`",
+    "torch.compile, budget 0.5": "torch.compile, `activation_memory_budget = 0.5`",
 }
 
 
 def gpu_models_table(name: str = "gpu-models.csv") -> str:
     """Whole models on a GPU: `make gpu`'s models, with times and bytes over torch's."""
-    found = _last(name, "model", "mode")
+    rows = _last(name, "model", "mode")
     lines = [
         "| | | ms of a step | over torch's | of which kernels | saved | peak | gradient error |",
         "|---|---|---:|---:|---:|---:|---:|---:|",
     ]
-    for (model, mode), row in found.items():
-        torchs = found[model, "torch"]
-        what, memory = "", [f"{float(row[name]) / float(torchs[name]):.2f}" for name in GPU_BYTES]
+    for (model, mode), row in rows.items():
+        torchs = rows[model, "torch"]
+        title, memory = "", [f"{float(row[column]) / float(torchs[column]):.2f}" for column in GPU_BYTES]
         if mode == "torch":
-            what = f"{model}, {row['sequences']} x {int(row['tokens']):,} tokens, {row['precision']}"
-            memory = [f"{float(row[name]):,.0f} MiB" for name in GPU_BYTES]
+            title = f"{model}, {row['sequences']} x {int(row['tokens']):,} tokens, {row['precision']}"
+            memory = [f"{float(row[column]):,.0f} MiB" for column in GPU_BYTES]
         if model.startswith("small"):
             memory = ["", ""]
         error = f"{100 * float(row['gradient_error']):.1f} %" if row["gradient_error"] else ""
         ms = float(row["ms"])
         times = f"{ms:.1f}", f"{ms / float(torchs['ms']):.2f}", f"{float(row['kernels_ms']):.1f}"
-        cells = [what, GPU_MODES[mode], *times, *memory, error]
+        cells = [title, GPU_MODES[mode], *times, *memory, error]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -271,56 +269,56 @@ def gpu_compiled_table() -> str:
     return gpu_models_table("gpu-compiled.csv")
 
 
-def _compiled_rows(precisions: Iterable[str]) -> dict[tuple[str, ...], report.Row]:
-    """The rows of the models that have been counted in just these precisions."""
-    found = _last("saved-compiled.csv", "model", "precision", "mode")
+def _compiled_rows(precisions: Iterable[str]) -> Rows:
+    """The rows of the models that have been counted in these precisions and no others."""
+    rows = _last("saved-compiled.csv", "model", "precision", "mode")
     counted: dict[str, set[str]] = {}
-    for model, precision, _ in found:
+    for model, precision, _ in rows:
         counted.setdefault(model, set()).add(precision)
-    return {key: row for key, row in found.items() if counted[key[0]] == {*precisions}}
+    return {key: row for key, row in rows.items() if counted[key[0]] == {*precisions}}
 
 
 def compiled_table() -> str:
     """What compiled models save over torch without a compiler (lab.studies.saved_compiled)."""
     shown = {"fp32": "fp32", "bf16 autocast": "autocast", "bf16": "bf16"}
-    found = _compiled_rows(shown)
+    rows = _compiled_rows(shown)
     heads = [head for name in shown.values() for head in (f"{name}: compiled", "exact", "8 bits", "error")]
     lines = ["| | " + " | ".join(heads) + " |", "|---|" + "---:|" * len(heads)]
-    models = list(dict.fromkeys(key[0] for key in found))
-    for name, those in [*((model, [model]) for model in models), ("median", models)]:
-        cells = [name]
+    models = list(dict.fromkeys(key[0] for key in rows))
+    for title, group in [*((model, [model]) for model in models), ("median", models)]:
+        cells = [title]
         for precision in shown:
-            rows = {mode: [found[model, precision, mode] for model in those] for mode in COMPILED}
-            cells += [f"{statistics.median(float(row['share']) for row in rows[mode]):.3f}" for mode in COMPILED]
-            cells.append(f"{100 * statistics.median(float(row['gradient_error']) for row in rows['8']):.1f} %")
+            by_mode = {mode: [rows[model, precision, mode] for model in group] for mode in COMPILED}
+            cells += [f"{statistics.median(float(row['share']) for row in by_mode[mode]):.3f}" for mode in COMPILED]
+            cells.append(f"{100 * statistics.median(float(row['gradient_error']) for row in by_mode['8']):.1f} %")
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
 def compiled_nets_table() -> str:
     """What compiled models save, for those that have been counted in fp32 alone."""
-    found = _compiled_rows(["fp32"])
+    rows = _compiled_rows(["fp32"])
     lines = ["| fp32 | compiled | exact | 8 bits | error |", "|---|" + "---:|" * (len(COMPILED) + 1)]
-    for model in dict.fromkeys(key[0] for key in found):
-        rows = [found[model, "fp32", mode] for mode in COMPILED]
-        error = f"{100 * float(found[model, 'fp32', '8']['gradient_error']):.1f} %"
-        lines.append("| " + " | ".join([model, *(f"{float(row['share']):.3f}" for row in rows), error]) + " |")
+    for model in dict.fromkeys(key[0] for key in rows):
+        shares = [f"{float(rows[model, 'fp32', mode]['share']):.3f}" for mode in COMPILED]
+        error = f"{100 * float(rows[model, 'fp32', '8']['gradient_error']):.1f} %"
+        lines.append("| " + " | ".join([model, *shares, error]) + " |")
     return "\n".join(lines)
 
 
 def compiled_blocks_table() -> str:
-    """Blocks that are compiled by themselves, beside the whole model (lab.studies.compiled_steps --blocks)."""
-    found = _last("compiled-steps.csv", "model", "mode", "budget")
+    """Models compiled block by block, beside the whole model (lab.studies.compiled_steps --blocks)."""
+    rows = _last("compiled-steps.csv", "model", "mode", "budget")
     heads = "first step", "time", "saved", "peak"
     lines = ["| over torch.compile of the whole | | " + " | ".join(heads) + " |", "|---|---|" + "---:|" * len(heads)]
-    for model in dict.fromkeys(model for model, mode, _ in found if mode.startswith("blocks")):
-        name = model
+    for model in dict.fromkeys(model for model, mode, _ in rows if mode.startswith("blocks")):
+        name = model  # in the first of its rows only
         for bits in ("torch", "exact", "8"):
             for mode in (bits, f"blocks, {bits}"):
-                row = found[model, mode, ""]
-                shares = [row[column] for column in ("first_ratio", "time_ratio", "saved_share", "peak_share")]
+                row = rows[model, mode, ""]
                 words = {"torch": "torch.compile", "exact": '`"exact"`', "8": "8 bits"}[bits]
-                cells = [f"{float(share):.2f}" for share in shares]
+                columns = ("first_ratio", "time_ratio", "saved_share", "peak_share")
+                cells = [f"{float(row[column]):.2f}" for column in columns]
                 lines.append(
                     f"| {name} | {words}, {'blocks' if mode != bits else 'whole'} | " + " | ".join(cells) + " |"
                 )
@@ -330,7 +328,7 @@ def compiled_blocks_table() -> str:
 
 Points = dict[str, dict[str, tuple[float, float, float]]]
 """By model and way of saving less: the time of a step, its peak, and what is saved, each over torch's own."""
-CPU_MODES = {  # of lab.studies.compiled_steps --ways, in the words of the GPU's rows
+CPU_MODES = {  # (mode, budget) of lab.studies.compiled_steps --ways: the key in GPU_MODES
     ("eager", ""): "torch",
     ("checkpointing", ""): "checkpointing",
     ("torch", ""): "torch.compile",
@@ -344,21 +342,21 @@ CPU_MODES = {  # of lab.studies.compiled_steps --ways, in the words of the GPU's
 
 def gpu_points() -> Points:
     """The points of models on a GPU."""
-    found: Points = {}
+    points: Points = {}
     for name in ("gpu-compiled.csv", "gpu-models.csv"):
         rows = _last(name, "model", "precision", "mode")
         for (model, precision, mode), row in rows.items():
-            if not model.startswith("small") and (name == "gpu-compiled.csv" or f"{model}, {precision}" in found):
+            if not model.startswith("small") and (name == "gpu-compiled.csv" or f"{model}, {precision}" in points):
                 torchs = rows[model, precision, "torch"]
                 time, peak, saved = (float(row[x]) / float(torchs[x]) for x in ("ms", "peak_mib", "saved_mib"))
-                found.setdefault(f"{model}, {precision}", {}).setdefault(mode, (time, peak, saved))
-    return found
+                points.setdefault(f"{model}, {precision}", {}).setdefault(mode, (time, peak, saved))
+    return points
 
 
 def cpu_points() -> Points:
     """The points of models on a CPU."""
     rows = _last("compiled-steps.csv", "model", "precision", "mode", "budget")
-    found: Points = {}
+    points: Points = {}
     for model, precision in dict.fromkeys((key[0], key[1]) for key in rows if key[2] == "checkpointing"):
         torchs = rows[model, precision, "eager", ""]
         for (way, budget), mode in CPU_MODES.items():
@@ -366,8 +364,8 @@ def cpu_points() -> Points:
             time, peak, saved = (
                 float(row[x]) / float(torchs[x]) for x in ("time_ratio", "peak_per_token", "saved_per_token")
             )
-            found.setdefault(f"{model}, {precision}", {})[mode] = time, peak, saved
-    return found
+            points.setdefault(f"{model}, {precision}", {})[mode] = time, peak, saved
+    return points
 
 
 def _ways_table(models: Points) -> str:
@@ -428,8 +426,8 @@ def draw(path: Path = PICTURE) -> Path:
     modes = list(dict.fromkeys(mode for models in machines.values() for points in models.values() for mode in points))
     columns = max(map(len, machines.values()))
     size = 4.2 * columns, 3.6 * len(machines)
-    figure, every = plt.subplots(len(machines), columns, figsize=size, layout="constrained", sharex=True, squeeze=False)
-    for row, (where, models) in zip(every, machines.items(), strict=True):
+    figure, grid = plt.subplots(len(machines), columns, figsize=size, layout="constrained", sharex=True, squeeze=False)
+    for row, (machine_name, models) in zip(grid, machines.items(), strict=True):
         for axes in row[len(models) :]:
             axes.set_axis_off()
         row[0].set_ylabel("time of a step over torch's")
@@ -438,13 +436,13 @@ def draw(path: Path = PICTURE) -> Path:
                 ours = mode.startswith(("memkern", "compress"))
                 label = GPU_MODES[mode].replace("`", "")
                 axes.plot(peak, time, "osDv^P*X"[modes.index(mode)], color=OURS if ours else OTHERS, label=label)
-            axes.set_title(f"{where}: {model}", fontsize=10)
+            axes.set_title(f"{machine_name}: {model}", fontsize=10)
             axes.set_xlim(0, 1.15)
             axes.set_ylim(0, 1.5)
             axes.spines[["top", "right"]].set_visible(False)
-    for axes in every[-1]:
+    for axes in grid[-1]:
         axes.set_xlabel("peak of a step over torch's")
-    handles = {line.get_label(): line for axes in every.flat for line in axes.lines}
+    handles = {line.get_label(): line for axes in grid.flat for line in axes.lines}
     figure.legend(handles.values(), handles, fontsize=8, frameon=False, loc="outside lower center", ncols=2)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)

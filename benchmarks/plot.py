@@ -15,11 +15,10 @@ def draw(csv_path: Path) -> Path:
     """Draws the last run of each case in the CSV into a PNG beside it."""
     import matplotlib
 
-    topic = topic_of(csv_path)
-
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    topic = topic_of(csv_path)
     cases = list(latest(csv_path).values())
     heights = [len(case_rows) + 1.6 for case_rows in cases]
     figure, axes = plt.subplots(

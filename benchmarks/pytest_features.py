@@ -1,7 +1,7 @@
-"""A pytest plugin: ``--features FILE`` appends the outcomes of the tests marked ``feature(framework, feature)``.
+"""A pytest plugin: ``--features FILE`` appends to a CSV the outcomes of tests marked ``feature(framework, feature)``.
 
-A row for each feature: the outcomes of its tests as one, and the version of the framework. ``benchmarks/frameworks.py``
-makes the table of docs/frameworks.md of them.
+Each feature has a row: the worst outcome of its tests, and the framework's version. ``benchmarks/frameworks.py`` makes
+the table of docs/frameworks.md from these rows.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks import frameworks, machine, report
 
-_outcomes: dict[tuple[str, str], dict[str, str]] = {}
+_outcomes: dict[tuple[str, str], dict[str, str]] = {}  # by (framework, feature) and test
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import machine, report
 
-_seconds: dict[str, float] = {}
+_seconds: dict[str, float] = {}  # by test: set-up, call and tear-down together
 _outcomes: dict[str, str] = {}
 
 

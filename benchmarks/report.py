@@ -14,7 +14,7 @@ from .harness import Result
 
 PROVENANCE = ("date", "commit", "dirty", "hardware", "python", "torch", "memkern")
 COLUMNS = (*PROVENANCE, *(field.name for field in fields(Result)))
-# heading, column of the CSV, format
+# heading, column of the CSV, format; {unit} and {state} are filled by headings()
 TIMES = (
     ("ms", "ms_median", ".2f"),
     ("share of copy bandwidth", "copy_share", ".0%"),
@@ -75,7 +75,7 @@ def latest(path: Path) -> dict[str, list[Row]]:
 def figures(row: Row, shown: Sequence[tuple[str, str, str]]) -> list[str]:
     def figure(column: str) -> float:
         value = float(row[column])
-        return 1 / value if column == "ratio_to_memkern" else value  # in the documents memkern's time is above the line
+        return 1 / value if column == "ratio_to_memkern" else value  # tables have memkern's time over the contender's
 
     return [format(figure(column), form) if row.get(column) else "" for _, column, form in shown]
 
@@ -127,29 +127,30 @@ def markdown(paths: Iterable[Path], only: Sequence[str] = (), root: str = "", wi
     A file's times are columns beside the bytes, which are the same in all. ``only``: the cases to show, by the
     beginning of their names; default all. ``root``: what links begin with. ``without``: contenders not to show.
     """
-    found: dict[str, dict[str, dict[str, Row]]] = {}  # case -> contender -> hardware
+    by_case: dict[str, dict[str, dict[str, Row]]] = {}  # case -> contender -> hardware
     lines, machines = [], []
     for path in sorted(paths):
         topic = topic_of(path)
         cases = {n: rows for n, rows in latest(path).items() if not only or n.startswith(tuple(only))}
         if not cases:
             raise KeyError(f"no case of {path} begins with {' or '.join(map(repr, only))}")
-        every = [row for rows in cases.values() for row in rows if row["contender"] not in without]
-        lines.append(f"- {conditions(every)} ([all figures]({root}benchmarks/results/{path.name}))")
-        machines.append(every[0]["hardware"])
-        for row in every:
-            found.setdefault(row["case"], {}).setdefault(row["contender"], {})[row["hardware"]] = row
+        shown = [row for rows in cases.values() for row in rows if row["contender"] not in without]
+        lines.append(f"- {conditions(shown)} ([all figures]({root}benchmarks/results/{path.name}))")
+        machines.append(shown[0]["hardware"])
+        for row in shown:
+            by_case.setdefault(row["case"], {}).setdefault(row["contender"], {})[row["hardware"]] = row
     names = [f"{name.split(',')[0].split('(')[0]}: " if len(machines) > 1 else "" for name in machines]
     heads = headings(topic, BYTES) + [name + head for name in names for head in headings(topic, TIMES)]
     lines += ["", "| | " + " | ".join(heads) + " |", "|---|" + "---:|" * len(heads)]
-    for contenders in found.values():
-        rows = [row for of in contenders.values() for row in of.values()]
+    for contenders in by_case.values():
+        rows = [row for by_hardware in contenders.values() for row in by_hardware.values()]
         lines.append(f"| **{title(rows, topic)}** |" + " |" * len(heads))
-        for contender, of in contenders.items():
-            cells = figures(next((row for row in of.values() if row["ms_median"]), {}), BYTES)
+        for contender, by_hardware in contenders.items():
+            cells = figures(next((row for row in by_hardware.values() if row["ms_median"]), {}), BYTES)
             for name in machines:
-                absent = ["absent" if name in of else "", "", ""]
-                cells += figures(of[name], TIMES) if name in of and of[name]["ms_median"] else absent
+                measured = by_hardware.get(name)
+                absent = ["absent" if measured else "", "", ""]
+                cells += figures(measured, TIMES) if measured and measured["ms_median"] else absent
             lines.append("| " + " | ".join([contender, *cells]) + " |")
     return "\n".join(lines)
 
