@@ -42,7 +42,7 @@ def main() -> None:
             if any(result.get(key) != value for key, value in known[group][name].items()):
                 different.append(name)
     report, selected = backend.report(), backend.select("cpu")
-    found = {
+    summary = {
         "file": memkern.__file__,
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -54,7 +54,7 @@ def main() -> None:
         "cases": str(cases),
         "different": different,
     }
-    print(json.dumps(found))
+    print(json.dumps(summary))
     raise SystemExit(bool(different) or selected != args.backend)
 
 

@@ -1,4 +1,4 @@
-"""Which CUDA architectures setup.py compiles for, and how it compiles the .cu files in parallel."""
+"""setup.py compiles for the CUDA architectures that are listed, known to nvcc or present, and .cu files in parallel."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import setuptools
 from tests.support.tree import ROOT
 
 FILES = len([*(ROOT / "csrc" / "cuda").glob("*.cu")])
-# nvcc's version: the architectures that it knows
+# nvcc's version: the architectures that it knows, in tenths (50 is 5.0)
 NVCC = {
     "12.4": "50 52 60 70 75 80 86 87 89 90",
     "12.8": "50 70 75 80 86 87 89 90 100 101 120",
@@ -26,7 +26,7 @@ CUDA_12 = "7.0;7.5;8.0;8.6;9.0;10.0;12.0+PTX"  # of images for PyTorch's wheels
 
 @pytest.fixture
 def setup_py(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """Loads setup.py's functions, with an nvcc that knows what that version does."""
+    """Loads setup.py's functions, with a stand-in for nvcc that lists the architectures of a version of it."""
     monkeypatch.setattr(setuptools, "setup", lambda **_: None)
     monkeypatch.setenv("MEMKERN_BUILD", "none")
     for name in ("TORCH_CUDA_ARCH_LIST", "MEMKERN_CUDA_ARCHS"):
@@ -64,24 +64,24 @@ def test_listed_archs_that_nvcc_knows_are_kept(
     assert setup_py(version, listed)["cuda_archs"]() == expected.split()
     dropped = [name for name in re.findall(r"[^; ]+", listed) if name not in expected.split()]
     left_out = [name for name in dropped if f"{name}+PTX" not in expected.split()]
-    said = capsys.readouterr().out
-    assert all(repr(name) in said for name in left_out)
-    assert bool(said) == bool(left_out)
+    printed = capsys.readouterr().out
+    assert all(repr(name) in printed for name in left_out)
+    assert bool(printed) == bool(left_out)
 
 
 @pytest.mark.parametrize(
     ("seen", "expected"), [([], "8.0+PTX"), ([(9, 0)], "9.0+PTX"), ([(8, 0), (7, 5), (8, 9), (8, 0)], "8.0 8.9+PTX")]
 )
 def test_without_a_list_the_gpus_decide(
-    setup_py: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], seen: list[Any], expected: str
+    setup_py: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], gpus: list[Any], expected: str
 ) -> None:
-    monkeypatch.setattr("torch.cuda.device_count", lambda: len(seen))
-    monkeypatch.setattr("torch.cuda.get_device_capability", seen.__getitem__)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: len(gpus))
+    monkeypatch.setattr("torch.cuda.get_device_capability", gpus.__getitem__)
     assert setup_py("13.0")["cuda_archs"]() == expected.split()
-    said = capsys.readouterr().out
-    assert f"compiles CUDA kernels for {expected} (" in said
-    assert "MEMKERN_CUDA_ARCHS=all" in said
-    assert ("first call" in said) == (not seen)
+    printed = capsys.readouterr().out
+    assert f"compiles CUDA kernels for {expected} (" in printed
+    assert "MEMKERN_CUDA_ARCHS=all" in printed
+    assert ("first call" in printed) == (not gpus)
 
 
 @pytest.mark.parametrize(
@@ -112,10 +112,10 @@ def test_a_list_of_which_nothing_is_left_is_an_error(setup_py: Any, version: str
 
 @pytest.mark.full  # imports Triton
 def test_each_gpu_gets_code_for_its_rate_of_fp64(setup_py: Any) -> None:
-    """A GPU runs the newest code of its major version that is not newer than itself; wheels have no other for it."""
+    """A GPU runs the code of the newest architecture in wheels that has its major version and is not newer than it."""
     squares = pytest.importorskip("memkern.triton.squares", reason="Triton is not installed")
     macro = (ROOT / "csrc/cuda/device.cuh").read_text()
-    fast = {divmod(int(n) // 10, 10) for n in re.findall(r"__CUDA_ARCH__ != (\d+)", macro)}
+    fast = {divmod(int(n) // 10, 10) for n in re.findall(r"__CUDA_ARCH__ != (\d+)", macro)}  # at fp64
     assert (10, 0) in fast
     wheels = [name.removesuffix("+PTX") for name in setup_py("13.0")["CUDA_ARCHS"].split(";")]
     compiled = [tuple(map(int, name.split("."))) for name in wheels]
@@ -125,11 +125,12 @@ def test_each_gpu_gets_code_for_its_rate_of_fp64(setup_py: Any) -> None:
 
 
 @pytest.mark.full
+# archs: number of architectures; jobs: MAX_JOBS; units: number of objects that nvcc is called for
 @pytest.mark.parametrize(("archs", "jobs", "units"), [(1, 16, FILES), (1, 4, FILES), (1, 2, 1), (7, 16, 1)])
 def test_files_are_compiled_in_parallel(
     setup_py: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, archs: int, jobs: int, units: int
 ) -> None:
-    """Each by itself where there are processors for that, those that take longest first; the link waits for all."""
+    """One by one where there are processors for that, those that take longest first; the link waits for all."""
     functions = setup_py("13.0", ";".join(["8.0", "8.6", "8.7", "8.9", "9.0", "10.0", "12.0"][:archs]))
     monkeypatch.setenv("MAX_JOBS", str(jobs))
     log = tmp_path / "log"

@@ -1,4 +1,4 @@
-"""tools/hub_kernel.py: the project is one that kernel-builder takes, and what is built from it loads beside memkern.
+"""tools/hub_kernel.py writes a project that kernel-builder takes; libraries built from it load beside memkern.
 
 kernel-builder itself is not needed: the test compiles as it does and lays the files out as it does. pip install kernels
 brings the loader, and the parser of build.toml that kernel-builder has.
@@ -67,13 +67,13 @@ def bits(model, optimizer):
     return [*model.state_dict().values(), *states]
 
 loaded = [kernels.get_local_kernel(Path(path), backend="cpu") for path in sys.argv[1:]]
-wanted = bits(*trained(memkern, "reference"))
+expected = bits(*trained(memkern, "reference"))
 for library, path in zip(loaded, sys.argv[1:]):
     assert library.__name__ == Path(path).name and library is not memkern
     assert hasattr(getattr(torch.ops, library.__name__), "adam_step_")
     assert library.backend.select("cpu") == "cpu" and library.report()["build"]["library"].startswith(path)
-    for own in (bits(*trained(library)), bits(*trained(library, "reference"))):
-        assert all(torch.equal(a, b) for a, b in zip(wanted, own, strict=True))
+    for found in (bits(*trained(library)), bits(*trained(library, "reference"))):
+        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
     # One library's state is the other's.
     model, optimizer = trained(memkern)
     other = library.optim.AdamW8bit(model.parameters(), lr=1e-2, min_8bit_size=0)
@@ -95,11 +95,11 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_build_toml_names_every_source(project: Path) -> None:
-    wanted = tomllib.loads((project / "build.toml").read_text())
-    compiled = {*wanted["torch"]["src"], *wanted["kernel"]["memkern_cuda"]["src"]}
+    build = tomllib.loads((project / "build.toml").read_text())
+    compiled = {*build["torch"]["src"], *build["kernel"]["memkern_cuda"]["src"]}
     assert all((project / name).is_file() for name in compiled)
-    there = {p.relative_to(project).as_posix() for p in (project / "csrc").rglob("*") if p.is_file()}
-    assert there <= compiled
+    sources = {p.relative_to(project).as_posix() for p in (project / "csrc").rglob("*") if p.is_file()}
+    assert sources <= compiled
     assert {"csrc/core/tables.h", "csrc/cuda/adam.cu", "torch-ext/torch_binding.cpp"} <= compiled
     # A second registration, in the namespace memkern, would clash with an installed memkern.
     assert not [name for name in compiled if name.endswith("library.cpp")]
@@ -117,26 +117,26 @@ def test_the_python_side_imports_torch_and_itself_alone(project: Path) -> None:
     package = project / "torch-ext" / "memkern"
     for path in package.rglob("*.py"):
         name = path.relative_to(package / "package").as_posix() if path.parent != package else ""
-        found: set[str] = set()
+        imported: set[str] = set()
         for node in ast.parse(path.read_text()).body:  # at import; a function may look for more
             if isinstance(node, ast.Import):
-                found |= {alias.name.partition(".")[0] for alias in node.names}
+                imported |= {alias.name.partition(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and not node.level:
-                found.add(str(node.module).partition(".")[0])
-        others = found - sys.stdlib_module_names - {"torch"}
+                imported.add(str(node.module).partition(".")[0])
+        others = imported - sys.stdlib_module_names - {"torch"}
         others -= {allowed for start, allowed in OWN.items() if name.startswith(start)}
         assert not others, (name, others)
-        assert "memkern" not in found
+        assert "memkern" not in imported
 
 
 def compiled_like_kernel_builder(project: Path, folder: Path) -> dict[str, Path]:
     """A library for each of IDS: the ops' sources once, the registration for each."""
-    wanted: dict[str, Any] = tomllib.loads((project / "build.toml").read_text())["torch"]
+    build: dict[str, Any] = tomllib.loads((project / "build.toml").read_text())["torch"]
     (project / "torch-ext" / "registration.h").write_text(REGISTRATION)
     libraries = Path(torch.__file__).parent
     includes = [sysconfig.get_path("include"), libraries / "include", libraries / "include/torch/csrc/api/include"]
-    includes += [project / name for name in wanted["include"]]
-    flags = [flag for flag in wanted["cxx-flags"] if flag != "-O3"] + ["-O0", "-fPIC", "-fno-gnu-unique"]
+    includes += [project / name for name in build["include"]]
+    flags = [flag for flag in build["cxx-flags"] if flag != "-O3"] + ["-O0", "-fPIC", "-fno-gnu-unique"]
     flags += [f"-I{path}" for path in includes]
     flags += ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-DPy_LIMITED_API=0x03090000", "-DCPU_KERNEL"]
 
@@ -146,13 +146,13 @@ def compiled_like_kernel_builder(project: Path, folder: Path) -> dict[str, Path]
         subprocess.run(["g++", *flags, define, "-c", str(project / source), "-o", str(target)], check=True)
         return target
 
-    binding, *others = [name for name in wanted["src"] if name.endswith(".cpp")]
+    binding, *others = [name for name in build["src"] if name.endswith(".cpp")]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        own = {name: pool.submit(compile_one, binding, name) for name in IDS}
+        bindings = {name: pool.submit(compile_one, binding, name) for name in IDS}
         shared = [str(path) for path in pool.map(lambda source: compile_one(source, "shared"), others)]
     for name in IDS:
         link = [f"-L{libraries / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10"]
-        command = ["g++", "-shared", str(own[name].result()), *shared, *link]
+        command = ["g++", "-shared", str(bindings[name].result()), *shared, *link]
         subprocess.run([*command, "-o", str(folder / f"{name}.abi3.so")], check=True)
     return {name: folder / f"{name}.abi3.so" for name in IDS}
 
@@ -161,13 +161,13 @@ def laid_out(project: Path, library: Path, folder: Path) -> Path:
     """The folder of one build, with its files where a repository of the Hub has them."""
     name = library.name.partition(".")[0]
     variant = f"torch-stable-abi210-cpu-{platform.machine()}-linux"
-    to = folder / name / "build" / variant
-    shutil.copytree(project / "torch-ext" / "memkern", to)
-    shutil.copy(library, to)
-    (to / "_ops.py").write_text(OPS.format(id=name))
-    about = {"name": "memkern", "id": name, "version": 0, "license": "Apache-2.0", "python-depends": []}
-    about["backend"] = {"type": "cpu"}
-    (to / "metadata.json").write_text(json.dumps(about))
+    target = folder / name / "build" / variant
+    shutil.copytree(project / "torch-ext" / "memkern", target)
+    shutil.copy(library, target)
+    (target / "_ops.py").write_text(OPS.format(id=name))
+    metadata = {"name": "memkern", "id": name, "version": 0, "license": "Apache-2.0", "python-depends": []}
+    metadata["backend"] = {"type": "cpu"}
+    (target / "metadata.json").write_text(json.dumps(metadata))
     return folder / name
 
 
@@ -176,6 +176,6 @@ def test_two_builds_load_beside_memkern(project: Path, tmp_path: Path) -> None:
     built = compiled_like_kernel_builder(project, tmp_path)
     repositories = [str(laid_out(project, library, tmp_path)) for library in built.values()]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", PROBE, *repositories], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.endswith("loaded 2\n")
+    run = subprocess.run([sys.executable, "-c", PROBE, *repositories], env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert run.stdout.endswith("loaded 2\n")

@@ -37,10 +37,10 @@ print(json.dumps({
 
 def environment(**changes: str) -> dict[str, str]:
     """The running environment without what would lead to the tree or change the build; no CUDA."""
-    ours = {"PYTHONPATH", "CXX", "CC", "MAX_JOBS"}
-    kept = {k: v for k, v in os.environ.items() if k not in ours and not k.startswith(("MEMKERN_", "PIP_"))}
+    dropped = {"PYTHONPATH", "CXX", "CC", "MAX_JOBS"}
+    inherited = {k: v for k, v in os.environ.items() if k not in dropped and not k.startswith(("MEMKERN_", "PIP_"))}
     path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
-    return {**kept, "PATH": path, "PIP_CONFIG_FILE": os.devnull, "NVCC": "/nonexistent", **changes}
+    return {**inherited, "PATH": path, "PIP_CONFIG_FILE": os.devnull, "NVCC": "/nonexistent", **changes}
 
 
 class Environment:
@@ -50,8 +50,8 @@ class Environment:
         venv.create(path, symlinks=True)
         self.python = path / "bin" / "python"
         (self.site_packages,) = path.glob("lib/python*/site-packages")
-        seen = [p for p in sys.path if Path(p).name in ("site-packages", "dist-packages")]
-        (self.site_packages / "outer.pth").write_text("\n".join(seen))
+        packages = [p for p in sys.path if Path(p).name in ("site-packages", "dist-packages")]
+        (self.site_packages / "outer.pth").write_text("\n".join(packages))
         self.away = path / "away"  # not the tree, so that nothing there is imported
         self.away.mkdir()
 
@@ -62,20 +62,20 @@ class Environment:
         ).stdout  # fmt: skip
 
     def info(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self.run("-m", "memkern", "info", "--json"))
-        assert Path(found["executable"]) == self.python
-        return found
+        report: dict[str, Any] = json.loads(self.run("-m", "memkern", "info", "--json"))
+        assert Path(report["executable"]) == self.python
+        return report
 
     def step(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self.run("-c", STEP))
-        assert found["parameter"] == [0.5]
-        return found
+        result: dict[str, Any] = json.loads(self.run("-c", STEP))
+        assert result["parameter"] == [0.5]
+        return result
 
-    def install(self, *what: str, **changes: str) -> subprocess.CompletedProcess[str]:
+    def install(self, *arguments: str, **changes: str) -> subprocess.CompletedProcess[str]:
         command = [self.python, "-m", "pip", "install", "--no-build-isolation", "--no-deps", "--no-index"]
         quiet = ["--ignore-installed", "--no-cache-dir", "--disable-pip-version-check"]
         return subprocess.run(
-            [*command, *quiet, *what],
+            [*command, *quiet, *arguments],
             cwd=self.away, env=environment(**changes), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
 
@@ -92,10 +92,10 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def sdist(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The source distribution, made as `python -m build --sdist` makes it."""
-    to = tmp_path_factory.mktemp("sdist")
-    code = f"from setuptools.build_meta import build_sdist; build_sdist({str(to)!r})"
+    folder = tmp_path_factory.mktemp("sdist")
+    code = f"from setuptools.build_meta import build_sdist; build_sdist({str(folder)!r})"
     subprocess.run([sys.executable, "-c", code], cwd=tree, env=environment(), check=True, capture_output=True)
-    (archive,) = to.glob("memkern-*.tar.gz")
+    (archive,) = folder.glob("memkern-*.tar.gz")
     return archive
 
 
@@ -127,8 +127,8 @@ def test_the_sdist_has_all_sources_and_no_binaries(tree: Path, sdist: Path) -> N
 
 def test_an_install_from_the_sdist_builds_the_library(sdist: Path, tmp_path: Path) -> None:
     env = Environment(tmp_path / "env")
-    done = env.install(str(sdist), MEMKERN_CXX_FLAGS="-O0")
-    assert done.returncode == 0, done.stdout[-4000:]
+    pip = env.install(str(sdist), MEMKERN_CXX_FLAGS="-O0")
+    assert pip.returncode == 0, pip.stdout[-4000:]
     assert_cpu_is_available(env)
     files = env.installed()
     assert {"memkern/libmemkern.so", "memkern/py.typed", "memkern/train/cli.py"} <= files
@@ -137,8 +137,8 @@ def test_an_install_from_the_sdist_builds_the_library(sdist: Path, tmp_path: Pat
 
 def test_an_editable_install_builds_the_library_in_the_tree(tree: Path, tmp_path: Path) -> None:
     env = Environment(tmp_path / "env")
-    done = env.install("-e", str(tree), MEMKERN_BUILD="cpu", MEMKERN_CXX_FLAGS="-O0")
-    assert done.returncode == 0, done.stdout[-4000:]
+    pip = env.install("-e", str(tree), MEMKERN_BUILD="cpu", MEMKERN_CXX_FLAGS="-O0")
+    assert pip.returncode == 0, pip.stdout[-4000:]
     assert (tree / "memkern" / "libmemkern.so").exists()
     assert_cpu_is_available(env)
     assert Path(env.step()["file"]).is_relative_to(tree)
@@ -169,24 +169,24 @@ def test_one_wheel_serves_every_python(sdist: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"MEMKERN_BUILD": "none"}, ""),
         ({"CXX": "/nonexistent"}, "no C++ compiler ('/nonexistent'): installing without compiled kernels"),
     ],
     ids=["none", "auto without a compiler"],
 )
-def test_a_pure_package(changes: dict[str, str], said: str, tree: Path, tmp_path: Path) -> None:
-    (tree / "memkern" / "libmemkern.so").touch()  # of a build before, which must not be picked up
+def test_a_pure_package_runs_the_reference(changes: dict[str, str], message: str, tree: Path, tmp_path: Path) -> None:
+    (tree / "memkern" / "libmemkern.so").touch()  # as an earlier build leaves it; it must not be installed
     env = Environment(tmp_path / "env")
-    done = env.install("-v", str(tree), **changes)
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert said in done.stdout
+    pip = env.install("-v", str(tree), **changes)
+    assert pip.returncode == 0, pip.stdout[-4000:]
+    assert message in pip.stdout
     assert not [name for name in env.installed() if name.endswith(".so")]
-    found, backends = env.step(), env.info()["backends"]
-    assert found["backend"] == "reference"
-    assert Path(found["file"]).is_relative_to(env.site_packages)
-    assert "the C++ extension was not built" in found["reason"]
-    assert "install a C++ compiler and reinstall" in found["reason"]
+    result, backends = env.step(), env.info()["backends"]
+    assert result["backend"] == "reference"
+    assert Path(result["file"]).is_relative_to(env.site_packages)
+    assert "the C++ extension was not built" in result["reason"]
+    assert "install a C++ compiler and reinstall" in result["reason"]
     assert backends["reference"]["available"]
     assert not backends["cpu"]["available"]

@@ -19,12 +19,12 @@ from tests.support.cpu_driver import CROSS, DRIVER, EMULATOR, FLAGS, ROOT, compi
 def hashes(*command: str) -> dict[str, dict[str, str]]:
     """What a driver prints: the hash of each case's results, by instruction set and case."""
     printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    found: dict[str, dict[str, str]] = {}
+    by_isa: dict[str, dict[str, str]] = {}
     for line in printed.splitlines():
-        isa, rest = line.split(" ", 1)
-        case, digest = rest.rsplit(" ", 1)
-        found.setdefault(isa, {})[case] = digest
-    return found
+        isa, entry = line.split(" ", 1)
+        case, digest = entry.rsplit(" ", 1)
+        by_isa.setdefault(isa, {})[case] = digest
+    return by_isa
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def generated() -> None:
 
 
 @pytest.mark.usefixtures("generated")
-def test_the_driver_is_of_these_kernels() -> None:
+def test_the_driver_compiles_with_these_kernels() -> None:
     command = ["g++", "-fsyntax-only", *FLAGS, f"-I{ROOT / 'csrc'}", "-DISAS=RUN(generic)", str(DRIVER)]
     subprocess.run(command, check=True)
 
@@ -51,7 +51,7 @@ def test_every_kernel_gives_the_bits_of_x86(tmp_path: Path) -> None:
         emulated = pool.submit(hashes, EMULATOR, str(there))
         x86, arm = hashes(str(here)), emulated.result()
     cases = x86["generic"]
-    assert len(cases) > 9000
+    assert len(cases) > 9000  # fewer: the driver left kernels out
     assert arm["neon"].keys() == arm["generic"].keys() == cases.keys()
     different = [case for case in cases if arm["generic"][case] != cases[case]]
     different += [

@@ -8,30 +8,30 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-LAST = "ext_modules, cmdclass = extensions(what_to_build())"
+LAST = "ext_modules, cmdclass = extensions(what_to_build())"  # setup.py's functions are above this line
 
 
 def decided(before: str, after: str = "print(what_to_build())", **variables: str) -> subprocess.CompletedProcess[str]:
-    """What ``after`` prints, the targets that setup.py would build, once ``before`` has been run in its process."""
+    """Runs ``before``, setup.py's functions and ``after`` in a process; ``after`` prints the target to build."""
     source = (ROOT / "setup.py").read_text()
     assert source.count(LAST) == 1
     functions = source.replace("from __future__ import annotations", "").partition(LAST)[0]
     code = f"__file__ = 'setup.py'\n{before}\n{functions}"
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("MEMKERN_", "TORCH_"))}
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("MEMKERN_", "TORCH_"))}
     return subprocess.run(
         [sys.executable, "-c", f"{code}\n{after}"],
-        cwd=ROOT, env={**kept, **variables}, capture_output=True, text=True,
+        cwd=ROOT, env={**inherited, **variables}, capture_output=True, text=True,
     )  # fmt: skip
 
 
 @pytest.mark.parametrize(("version", "works"), [("65.5.0", False), ("76.1", False), ("77.0.3", True)])
 def test_a_setuptools_that_is_too_old_is_named_with_the_cure(version: str, works: bool) -> None:
-    done = decided(f"import setuptools; setuptools.__version__ = {version!r}", MEMKERN_BUILD="none")
-    assert (done.returncode == 0) == works
-    assert (done.stdout == "none\n") == works
+    run = decided(f"import setuptools; setuptools.__version__ = {version!r}", MEMKERN_BUILD="none")
+    assert (run.returncode == 0) == works
+    assert (run.stdout == "none\n") == works
     wanted = f"needs setuptools 77 or newer to build, found {version}: pip install 'setuptools>=77'"
-    assert (wanted in done.stderr) != works
-    assert "Traceback" not in done.stderr
+    assert (wanted in run.stderr) != works
+    assert "Traceback" not in run.stderr
 
 
 @pytest.mark.parametrize(("cuda", "built"), [("None", "cpu"), ("'13.0'", "cuda")])
@@ -46,8 +46,8 @@ import sys, sysconfig, types
 sys.modules["torch"] = types.SimpleNamespace(version=types.SimpleNamespace(cuda="13.0"))
 sysconfig.get_path = lambda name: {str(tmp_path)!r}
 """
-    done = decided(before, NVCC=str(tmp_path / "nvcc"))
-    assert done.stdout == f"{built}\n", done.stderr[-2000:]
+    run = decided(before, NVCC=str(tmp_path / "nvcc"))
+    assert run.stdout == f"{built}\n", run.stderr[-2000:]
 
 
 @pytest.mark.parametrize(
@@ -59,10 +59,10 @@ sysconfig.get_path = lambda name: {str(tmp_path)!r}
         ({"MEMKERN_WHEEL": "bogus"}, "MEMKERN_WHEEL must be python or any, got 'bogus'"),
     ],
 )
-def test_what_cannot_be_built_is_said(changes: dict[str, str], message: str) -> None:
-    done = decided("", "what_to_build(), for_any_python()", NVCC="/nonexistent", **changes)
-    assert done.returncode == 1
-    assert done.stderr.startswith(message)
+def test_a_build_that_is_impossible_is_an_error(changes: dict[str, str], message: str) -> None:
+    run = decided("", "what_to_build(), for_any_python()", NVCC="/nonexistent", **changes)
+    assert run.returncode == 1
+    assert run.stderr.startswith(message)
 
 
 def test_a_build_without_isolation_asks_for_what_it_needs_alone() -> None:

@@ -44,12 +44,12 @@ class Net(nn.Module):
         self.call, self.skipped = call, skipped
 
     def forward(self, x: Tensor) -> Tensor:
-        seen = x.new_zeros(())
+        total = x.new_zeros(())
         for index, block in enumerate(self.blocks):
             if index not in self.skipped:
                 x = self.call(block, x)
-                seen = seen + x.square().mean()  # of hidden states
-        return x + seen
+                total = total + x.square().mean()  # of hidden states
+        return x + total
 
 
 class Output(NamedTuple):
@@ -98,7 +98,7 @@ def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
     assert all(map(torch.equal, found, expected))
 
 
-@pytest.mark.parametrize("every", [1, 2, 9])
+@pytest.mark.parametrize("every", [1, 2, 9])  # 9 is more than the model's 5 blocks
 @pytest.mark.parametrize("form", FORMS)
 def test_a_model_computes_as_without_checkpoints(form: str, every: int) -> None:
     plain, model = Net(*FORMS[form]), Net(*FORMS[form])
@@ -108,10 +108,10 @@ def test_a_model_computes_as_without_checkpoints(form: str, every: int) -> None:
     for skipped in ((), (0,), (1,), (4,), (0, 1, 2, 3, 4), (1, 3)):  # as LayerDrop and an early exit do
         plain.skipped = model.skipped = skipped
         assert_same(run_and_gradients(model), run_and_gradients(plain))
-    for each in (plain, model):
-        each.skipped = ()
-        each.blocks[1] = nn.Identity() if form in ("tensor", "between") else each.blocks[0]
-        del each.blocks[3]
+    for edited in (plain, model):
+        edited.skipped = ()
+        edited.blocks[1] = nn.Identity() if form in ("tensor", "between") else edited.blocks[0]
+        del edited.blocks[3]
     assert_same(run_and_gradients(model), run_and_gradients(plain))
 
 
@@ -155,9 +155,8 @@ def checkpointed_and_plain(dtype: torch.dtype, bits: int | None) -> tuple[nn.Mod
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_codes_of_other_dtypes(dtype: torch.dtype) -> None:
-    for found, expected in zip(
-        *(run_and_gradients(each, X.to(dtype)) for each in checkpointed_and_plain(dtype, 8)), strict=True
-    ):
+    runs = [run_and_gradients(model, X.to(dtype)) for model in checkpointed_and_plain(dtype, 8)]
+    for found, expected in zip(*runs, strict=True):
         assert found.dtype == dtype
         assert (found - expected).norm() < 0.1 * expected.norm()
 
@@ -191,13 +190,13 @@ def test_refused_options_change_nothing(options: Any, message: str) -> None:
 def test_hooks_see_what_a_block_returns() -> None:
     plain, model = Net(identity, plainly), Net(identity, plainly)
     memkern.checkpoint_blocks(model)
-    seen: list[list[Tensor]] = []
+    outputs: list[list[Tensor]] = []
     for each in (plain, model):
-        seen.append([])
+        outputs.append([])
         for block in each.blocks:
-            block.register_forward_hook(lambda _, args, out, to=seen[-1]: to.append(out.detach()))
+            block.register_forward_hook(lambda _, args, out, to=outputs[-1]: to.append(out.detach()))
         each(X)
-    assert_same(*seen)
+    assert_same(*outputs)
 
 
 @pytest.mark.parametrize("bits", [None, 8])
@@ -224,8 +223,8 @@ def test_what_checkpoints_store_moves_under_save_on_cpu(bits: Any) -> None:
     model.blocks[1].register_forward_pre_hook(lambda _, args: alive.append(weakref.ref(args[0])))
     with torch.autograd.graph.saved_tensors_hooks(pack, identity):
         out = run(X.clone().requires_grad_())
-    of_a_block = X.nbytes if bits is None else X.numel() + X.numel() // 128 * 4
-    assert sum(x.nbytes for x in packed) == 5 * of_a_block
+    block_bytes = X.nbytes if bits is None else X.numel() + X.numel() // 128 * 4  # codes, fp32 scales of 128 codes each
+    assert sum(x.nbytes for x in packed) == 5 * block_bytes
     packed.clear()
     gc.collect()
     assert alive[0]() is None

@@ -30,4 +30,4 @@ class ByHand(Block):
     """Attention as a softmax between two products, whose probabilities autograd saves."""
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return torch.softmax(q @ k.transpose(-1, -2) / 8, -1) @ v
+        return torch.softmax(q @ k.transpose(-1, -2) / 8, -1) @ v  # about the root of the head's size

@@ -14,10 +14,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from memkern.compiled import codable, partitioner
 from tests.support.partitioned import Traced, compiled
 
+SPARSE = ("to_sparse", "sparse.mm.reduce", "sparse.sampled_addmm")
 EXCLUDED = {
-    **dict.fromkeys(
-        ("to_sparse", "sparse.mm.reduce", "sparse.sampled_addmm"), "sparse results: torch aborts as it traces"
-    ),
+    **dict.fromkeys(SPARSE, "sparse results: torch aborts as it traces"),
     "linalg.eig": "a loss of eigenvectors, which are unique up to a phase only",
     **dict.fromkeys((f"polygamma.polygamma_n_{n}" for n in range(5)), "torch has no functional form of polygamma_"),
     "narrow": "a beginning that is a tensor: torch's graph calls where() with a number",
@@ -51,10 +50,10 @@ def infos() -> dict[str, Any]:
     """The operations that have a derivative in fp32, by name and variant."""
     from torch.testing._internal.common_methods_invocations import op_db
 
-    found = {f"{op.name}.{op.variant_test_name}".rstrip("."): op for op in op_db}
+    by_name = {f"{op.name}.{op.variant_test_name}".rstrip("."): op for op in op_db}
     return {
         name: op
-        for name, op in found.items()
+        for name, op in by_name.items()
         if op.supports_autograd and torch.float32 in op.supported_dtypes("cpu") and name not in EXCLUDED
     }
 
@@ -65,15 +64,16 @@ def _product(x: Tensor) -> Tensor:
     return both[:, 0].reshape(x.shape)
 
 
-def _loss_of(call: Callable[..., Any], spec: Any, given: list[Any], places: list[int]) -> Callable[..., Tensor]:
-    """The weighted sum of a call's results as a function of its tensors, of which each passes a matrix product before.
+def _loss_of(call: Callable[..., Any], spec: Any, values: list[Any], positions: list[int]) -> Callable[..., Tensor]:
+    """The weighted sum of a call's results as a function of its tensors, each of which passes a matrix product first.
 
-    So the graph has to save what the operation uses of it, in codes if the tables allow it.
+    The graph must therefore save the tensors that the operation uses, in codes where memkern's tables allow it.
+    spec and values: the call's arguments, flattened; positions: of the tensors among them.
     """
 
     def loss(*tensors: Tensor) -> Tensor:
-        leaves = list(given)
-        for i, x in zip(places, tensors, strict=True):
+        leaves = list(values)
+        for i, x in zip(positions, tensors, strict=True):
             leaves[i] = _product(x) if x.requires_grad else x
         args, kwargs = tree_unflatten(leaves, spec)
         total = torch.zeros(())
@@ -87,35 +87,36 @@ def _loss_of(call: Callable[..., Any], spec: Any, given: list[Any], places: list
     return loss
 
 
-def outcome(name: str, call: Callable[..., Any], sample: Any) -> str:
-    """What is wrong with a sample's gradients; "" for nothing."""
+def faults_of(name: str, call: Callable[..., Any], sample: Any) -> str:
+    """The faults of a sample's gradients in one line; "" for none."""
     is_near_eager = not any(part in name for part in RANDOM) and name not in OFF_FROM_EAGER
-    given, spec = tree_flatten(((sample.input, *sample.args), sample.kwargs))
-    places = [i for i, x in enumerate(given) if isinstance(x, Tensor)]
-    inputs = [given[i].detach().clone().requires_grad_(given[i].requires_grad) for i in places]
-    loss = _loss_of(call, spec, given, places)
+    leaves, spec = tree_flatten(((sample.input, *sample.args), sample.kwargs))
+    positions = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+    inputs = [leaves[i].detach().clone().requires_grad_(leaves[i].requires_grad) for i in positions]
+    loss = _loss_of(call, spec, leaves, positions)
     torch.manual_seed(0)
-    of = [x for x in inputs if x.requires_grad]
+    tracked = [x for x in inputs if x.requires_grad]
     try:
         value = loss(*inputs)
     except RuntimeError:  # an operation in place that has another dtype
         return ""
-    if not of or not value.requires_grad:
+    if not tracked or not value.requires_grad:
         return ""
-    eager = torch.autograd.grad(value, of, allow_unused=True)
+    eager = torch.autograd.grad(value, tracked, allow_unused=True)
     try:
         plain, exact, coded = _gradients_of_cuts(loss, inputs)
     except WITHOUT_A_GRAPH:
         return ""
-    wrong = []
-    for x, e, p, g, c in zip(of, eager, plain, exact, coded, strict=True):
-        if not g.equal(p) and not (g.isnan() & p.isnan() | (g == p)).all():
-            wrong.append(f"exact is off from torch's own cut by {_off(g, p):.1e}")
-        if is_near_eager and _off(g, torch.zeros_like(x) if e is None else e) > 1e-4:
-            wrong.append(f"exact is off from eager by {_off(g, torch.zeros_like(x) if e is None else e):.1e}")
-        if (by := _off(c, p)) > BOUNDS_IN_8_BITS.get(name, (0.03, ""))[0]:
-            wrong.append(f"8 bits are off by {by:.1e}")
-    return "; ".join(dict.fromkeys(wrong))
+    faults = []
+    bound = BOUNDS_IN_8_BITS.get(name, (0.03, ""))[0]
+    for x, in_eager, in_torch, in_exact, in_codes in zip(tracked, eager, plain, exact, coded, strict=True):
+        if not (in_exact.isnan() & in_torch.isnan() | (in_exact == in_torch)).all():
+            faults.append(f"exact is off from torch's own cut by {_off(in_exact, in_torch):.1e}")
+        if is_near_eager and (error := _off(in_exact, torch.zeros_like(x) if in_eager is None else in_eager)) > 1e-4:
+            faults.append(f"exact is off from eager by {error:.1e}")
+        if (error := _off(in_codes, in_torch)) > bound:
+            faults.append(f"8 bits are off by {error:.1e}")
+    return "; ".join(dict.fromkeys(faults))
 
 
 def _gradients_of_cuts(loss: Callable[..., Tensor], inputs: list[Tensor]) -> list[list[Tensor]]:
@@ -145,21 +146,21 @@ def _off(found: Tensor, expected: Tensor) -> float:
     return float(difference / expected[finite].abs().double().norm().clamp_min(1e-12)) if difference else 0.0
 
 
-def outcomes(name: str) -> Iterator[str]:
-    """What is wrong with the gradients of an operation's first sample, out of place and in place."""
+def failures(name: str) -> Iterator[str]:
+    """The faults of an operation's first sample, out of place and in place; yields nothing where there are none."""
     op = infos()[name]
     for call in filter(None, (op.get_op(), op.get_inplace())):
-        every = op.sample_inputs("cpu", torch.float32, requires_grad=True)
-        sample = next((s for s in every if isinstance(s.input, Tensor) and s.input.numel()), None)
+        samples = op.sample_inputs("cpu", torch.float32, requires_grad=True)
+        sample = next((s for s in samples if isinstance(s.input, Tensor) and s.input.numel()), None)
         is_in_place = call is op.get_inplace()
         if sample is None or (is_in_place and (sample.broadcasts_input or not op.supports_inplace_autograd)):
             continue
-        if wrong := outcome(name, call, sample):
-            yield f"{name}{', in place' if is_in_place else ''}: {wrong}"
+        if faults := faults_of(name, call, sample):
+            yield f"{name}{', in place' if is_in_place else ''}: {faults}"
 
 
 def all_coded() -> Any:
-    """Patches by which values of any size are coded: samples are smaller than MIN_NUMEL."""
+    """Two patches under which values of any size are coded, as OpInfo's samples are smaller than MIN_NUMEL."""
     from unittest import mock
 
     return mock.patch.multiple(codable, MIN_NUMEL=1), mock.patch.multiple(partitioner, MIN_NUMEL=1)

@@ -15,7 +15,7 @@ ROUNDING = 1e-5
 
 
 class CompiledProgram(Program):
-    """A program that torch.compile takes: which results are scaled down, an eager run decides for compiled ones."""
+    """A program that torch.compile takes: an eager run decides which results are scaled down in compiled runs, too."""
 
     def __init__(self, seed: int, steps: int = STEPS) -> None:
         super().__init__(seed)
@@ -39,14 +39,14 @@ class CompiledProgram(Program):
         """The graph of the loss as a function of the program's tensors. Needs a gradients(program, None) before it."""
 
         def loss(*given: Tensor) -> Tensor:
-            kept = self.__dict__.copy()
-            rest = iter(given)
+            attributes = self.__dict__.copy()
+            remaining = iter(given)
             try:
-                self.__dict__.update({name: next(rest) for name in (*LEAVES, *CONSTANTS)}, compiled=True)
-                self.weights, self.last = [next(rest) for _ in self.weights], [next(rest) for _ in self.last]
+                self.__dict__.update({name: next(remaining) for name in (*LEAVES, *CONSTANTS)}, compiled=True)
+                self.weights, self.last = [next(remaining) for _ in self.weights], [next(remaining) for _ in self.last]
                 return self.loss()
             finally:
-                self.__dict__.update(kept)
+                self.__dict__.update(attributes)
 
         leaves = [getattr(self, name).clone().requires_grad_() for name in LEAVES]
         constants = [getattr(self, name) for name in CONSTANTS]
@@ -58,32 +58,32 @@ class CompiledProgram(Program):
 LEAVES, CONSTANTS = ("x", "table", "scale", "shift"), ("index", "wide", "mask")
 
 
-def of_traced(program: CompiledProgram) -> list[Tensor]:
+def traced_gradients(program: CompiledProgram) -> list[Tensor]:
     """The gradients by torch's own cut, by "exact" and by 8 bits, of one graph that is traced once."""
     traced = program.traced()
-    found = []
+    gradients_by_cut = []
     for bits in (None, "exact", 8):
-        every = zip(traced.inputs, traced.gradients(bits), strict=True)
-        parts = [(torch.zeros_like(x) if g is None else g) for x, g in every if x.requires_grad]
-        found.append(torch.cat([g.flatten().double() for g in parts]))
-    return found
+        pairs = zip(traced.inputs, traced.gradients(bits), strict=True)
+        parts = [(torch.zeros_like(x) if g is None else g) for x, g in pairs if x.requires_grad]
+        gradients_by_cut.append(torch.cat([g.flatten().double() for g in parts]))
+    return gradients_by_cut
 
 
-def of_compiled(program: CompiledProgram) -> list[Tensor]:
+def compiled_gradients(program: CompiledProgram) -> list[Tensor]:
     """The gradients of :func:`of_traced` by torch.compile, which traces a graph for each of the three."""
     return [gradients(program, bits) for bits in ("torch", "exact", 8)]
 
 
-def outcome(seed: int, steps: int = STEPS) -> str:
-    """What is wrong with a random program's gradients, compared with those of torch's own cut; "" for nothing."""
+def faults_of(seed: int, steps: int = STEPS) -> str:
+    """The faults of a random program's gradients, compared with those of torch's own cut; "" for none."""
     program = CompiledProgram(seed, steps)
     torch.manual_seed(seed)
     plain = gradients(program, None)
     if not plain.isfinite().all():
         return ""
-    expected, exact, coded = of_traced(program)
-    wrong = []
-    if (by := off(exact, expected)) > max(ROUNDING, 8 * off(expected, plain)):
-        wrong.append(f"exact off by {by:.1e}")
-    wrong += in_codes(program, coded, expected, plain)
-    return ", ".join(wrong)
+    expected, exact, coded = traced_gradients(program)
+    faults = []
+    if (error := off(exact, expected)) > max(ROUNDING, 8 * off(expected, plain)):
+        faults.append(f"exact off by {error:.1e}")
+    faults += in_codes(program, coded, expected, plain)
+    return ", ".join(faults)

@@ -19,33 +19,33 @@ from memkern.planner.models import resolve
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
-def model() -> nn.Sequential:
+def make_model() -> nn.Sequential:
     blocks = [nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(3)]
     return nn.Sequential(nn.Sequential(*blocks), nn.Linear(8, 8))
 
 
-def compiled_before(of: nn.Module, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
-    of[1].compile()
-    return of
+def compiled_before(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+    model[1].compile()
+    return model
 
 
-def having_no_blocks(of: nn.Module, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+def having_no_blocks(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), nn.GELU())
 
 
-def under_an_old_torch(of: nn.Module, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+def under_an_old_torch(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.10.0"))
-    return of
+    return model
 
 
-def without_cxx(of: nn.Module, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+def without_cxx(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
     from torch._inductor import cpp_builder, exc
 
     def absent() -> None:
         raise exc.InvalidCxxCompiler
 
     monkeypatch.setattr(cpp_builder, "get_cpp_compiler", absent)
-    return of
+    return model
 
 
 @pytest.mark.parametrize(
@@ -58,21 +58,21 @@ def without_cxx(of: nn.Module, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
     ],
 )  # fmt: skip
 def test_what_cannot_be_compiled_is_left_as_it_is(edit: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    of = edit(model(), monkeypatch)
+    model = edit(make_model(), monkeypatch)
     with pytest.raises(OptionError, match=message):
-        memkern.apply(of, Techniques(compile=True, saved_bits=8, linear_share=0.5, checkpointing="blocks"))
-    assert not any("forward" in vars(module) for module in of.modules())
-    assert {type(module) for module in of.modules()} == {nn.Sequential, nn.Linear, nn.GELU}
+        memkern.apply(model, Techniques(compile=True, saved_bits=8, linear_share=0.5, checkpointing="blocks"))
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert {type(module) for module in model.modules()} == {nn.Sequential, nn.Linear, nn.GELU}
 
 
 def test_apply_and_plan_refuse_a_compiled_model() -> None:
-    of = model()
-    memkern.apply(of, Techniques(compile=True, checkpointing="blocks"))
-    keys = list(model().state_dict())
-    assert list(of.state_dict()) == keys
+    model = make_model()
+    memkern.apply(model, Techniques(compile=True, checkpointing="blocks"))
+    keys = list(make_model().state_dict())
+    assert list(model.state_dict()) == keys
     for refused in (
-        lambda: memkern.apply(of, Techniques(compile=True)),
-        lambda: resolve(of, None, torch.ones(2, 8), None, None),
+        lambda: memkern.apply(model, Techniques(compile=True)),
+        lambda: resolve(model, None, torch.ones(2, 8), None, None),
     ):
         with pytest.raises(OptionError, match="compile"):
             refused()
@@ -91,8 +91,8 @@ def test_blocks_with_a_cache_of_keys_and_values() -> None:
     ids = torch.randint(64, (2, 16))
     plain = copy.deepcopy(gpt)
     memkern.apply(gpt, Techniques(compile=True, saved_bits="exact"))
-    for run_ in (gpt, plain):
-        run_(input_ids=ids, labels=ids).loss.backward()
+    for call in (gpt, plain):
+        call(input_ids=ids, labels=ids).loss.backward()
     for p, expected in zip(gpt.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p.grad, expected.grad)
     # A learned prefix (prefix tuning) comes as a cache.
@@ -106,14 +106,14 @@ def test_blocks_with_a_cache_of_keys_and_values() -> None:
 
 
 def test_blocks_get_equal_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With other options torch would compile every block anew, and blocks that were pickled once more."""
-    given = []
-    monkeypatch.setattr(compiled_blocks.torch, "compile", lambda f, **options: given.append(options) or f)
-    of = model()
-    memkern.apply(of, Techniques(compile=True, memory_budget=1, activation_bits=2))
-    assert len(given) == 1
-    partitioner = given[0]["options"]["custom_partitioner_fn"]
+    """With unequal options torch would compile every block by itself, and each block again after it was pickled."""
+    calls = []
+    monkeypatch.setattr(compiled_blocks.torch, "compile", lambda f, **options: calls.append(options) or f)
+    model = make_model()
+    memkern.apply(model, Techniques(compile=True, memory_budget=1, activation_bits=2))
+    assert len(calls) == 1
+    partitioner = calls[0]["options"]["custom_partitioner_fn"]
     assert (partitioner.bits, partitioner.memory_budget, partitioner.activations) == ("exact", 1.0, 2)
     assert type(partitioner.memory_budget) is float  # 1 would be a byte
-    pickle.loads(pickle.dumps(of))
-    assert given == 2 * given[:1]
+    pickle.loads(pickle.dumps(model))
+    assert calls == 2 * calls[:1]

@@ -48,7 +48,7 @@ def applied(**techniques: Any) -> nn.Module:
 def test_varying_lengths_take_two_graphs() -> None:
     model = applied()
     for length in (64, 100, 33, 77):
-        x = torch.randn(2, length, WIDTH, requires_grad=True)  # as the other blocks' inputs
+        x = torch.randn(2, length, WIDTH, requires_grad=True)  # so that all blocks' inputs need gradients
         (saved, found), (plain, expected) = (step(each, x) for each in (model, Net()))
         assert saved < 0.4 * plain
         assert off(found, expected) < 0.02
@@ -60,8 +60,8 @@ def test_torchs_limit_is_a_warning_that_names_bytes(monkeypatch: pytest.MonkeyPa
     """The first block's input needs no gradient, the second block's does."""
     monkeypatch.setattr(blocks, "_GRAPHS", 1)
     model, x = applied(), torch.randn(2, 64, WIDTH)
-    given = x.clone().requires_grad_()
-    plain = memkern.memory.saved_bytes(lambda: Net().layers[0](given))  # type: ignore[operator]
+    tracked = x.clone().requires_grad_()
+    plain = memkern.memory.saved_bytes(lambda: Net().layers[0](tracked))  # type: ignore[operator]
     config = torch._dynamo.config
     with config.patch(recompile_limit=1):
         with pytest.warns(UserWarning, match=rf"Block.forward has .* as now, and saves {plain:,} bytes") as warned:
@@ -127,22 +127,22 @@ def test_a_model_with_a_list_of_blocks_is_compiled_by_blocks() -> None:
     wrapped = nn.Sequential(Net())  # as DDP has it
     assert memkern.compile(wrapped) is wrapped
     assert all(map(is_compiled, wrapped[0].layers))
-    norms, linears = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
-    for beside in (
-        nn.ModuleList([norms] * 2),
-        nn.ModuleList([linears, nn.Linear(WIDTH, WIDTH)]),
+    norm, linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+    for layers in (
+        nn.ModuleList([norm] * 2),
+        nn.ModuleList([linear, nn.Linear(WIDTH, WIDTH)]),
         nn.Sequential(Block(), Block()),
     ):
-        small = nn.Sequential(beside, *(nn.Linear(WIDTH, WIDTH) for _ in range(16)))
+        small = nn.Sequential(layers, *(nn.Linear(WIDTH, WIDTH) for _ in range(16)))
         assert hasattr(memkern.compile(small), "_orig_mod")  # lists beside the layers that matter
         assert not any(map(is_compiled, small.modules()))
 
 
 def test_blocks_true_without_blocks_is_an_error() -> None:
     model = memkern.compile(Net())
-    for given in (nn.Linear(2, 2), F.gelu, model):
+    for refused in (nn.Linear(2, 2), F.gelu, model):
         with pytest.raises(ValueError, match="blocks=True given for what has no list of like blocks that are not"):
-            memkern.compile(given, blocks=True)
+            memkern.compile(refused, blocks=True)
     for bad in ("all", 3, None):
         with pytest.raises(ValueError, match="blocks must be 'auto', True or False, got"):
             memkern.compile(Net(), blocks=bad)
@@ -155,6 +155,6 @@ def test_blocks_have_the_gradients_and_bytes_of_the_whole() -> None:
     compiled = memkern.compile(whole, saved_bits=8, blocks=False)
     memkern.compile(by_blocks, saved_bits=8)
     saved, expected = step(compiled, x)
-    more, found = step(by_blocks, x)
-    assert saved <= more < saved + 3 * x.nbytes  # the input of each block is saved as it is
+    saved_by_blocks, found = step(by_blocks, x)
+    assert saved <= saved_by_blocks < saved + 3 * x.nbytes  # the input of each block is saved as it is
     assert off(found, expected) < 0.03

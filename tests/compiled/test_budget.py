@@ -39,18 +39,18 @@ def as_torch() -> tuple[int, Tensor]:
 @pytest.mark.parametrize("bits", first_quick([8, "exact"]))
 def test_a_budget_is_kept(as_torch: tuple[int, Tensor], bits: Any) -> None:
     """The model has dropout, whose masks are kept: torch's own budget draws them anew in the backward pass."""
-    whole, expected = as_torch
-    before = whole
-    for budget in (0.6, whole // 5):
+    torchs_bytes, expected = as_torch
+    last = torchs_bytes
+    for budget in (0.6, torchs_bytes // 5):
         saved, gradients = _cut(bits, budget)
-        assert saved <= (budget * whole if isinstance(budget, float) else budget)
-        assert saved <= before
-        before = saved
+        assert saved <= (budget * torchs_bytes if isinstance(budget, float) else budget)
+        assert saved <= last
+        last = saved
         if bits == "exact":
             assert torch.equal(gradients, expected)
         else:
             assert off(gradients, expected) < 0.03
-    assert before > 0.1 * whole  # not far below the last budget, a fifth
+    assert last > 0.1 * torchs_bytes  # not far below the last budget, a fifth
 
 
 def test_a_whole_budget_is_torchs_choice(as_torch: tuple[int, Tensor]) -> None:

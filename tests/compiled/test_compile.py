@@ -1,4 +1,4 @@
-"""memkern.compile: what graphs save, how far gradients are off; random programs; Inductor; backend names; options."""
+"""memkern.compile: graphs save fewer bytes, errors of gradients are bounded, and bad options are refused."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from tests.support.partitioned import backend, gradients_of, off
 from tests.support.programs import gradients
 
 from .blocks import Block
-from .programs import CompiledProgram, of_compiled, of_traced, outcome
+from .programs import CompiledProgram, compiled_gradients, faults_of, traced_gradients
 
 ROWS, WIDTH = 64, 128
+# A loss of x and b (ROWS, WIDTH), w (WIDTH, WIDTH) and t, a class for each row; x and w have gradients.
 Case = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -87,7 +88,8 @@ def _activation(f: Callable[[Tensor], Tensor]) -> Case:
     return lambda x, w, b, t: _square(f(x @ w) @ w)
 
 
-# name: the function; the largest error of 8 bits; the largest share of torch's saved bytes
+# name: the function; the largest error of 8 bits; the largest share of torch's saved bytes. Biases of gates: sigmoid is
+# 0.5, 0.9, 0.99, 0.999, 1 - 1e-6 there, tanh 0, 0.9, 0.99, 0.999.
 CASES: dict[str, tuple[Case, float, float]] = {
     **{f"sigmoid, {c}": (_gated(torch.sigmoid, c), 0.03, 0.5) for c in (0.0, 2.2, 4.6, 6.9, 13.8)},
     **{f"tanh, {c}": (_gated(torch.tanh, c), 0.03, 0.5) for c in (0.0, 1.5, 2.6, 3.8)},
@@ -175,7 +177,7 @@ def test_errors_and_bytes(name: str) -> None:
 
 @pytest.mark.parametrize("case", [CASES["layer norm, large mean"][0], _post_norm])
 def test_codes_of_values_in_16_bits(case: Case) -> None:
-    """bf16 takes no more bytes than fp32, though torch's bf16 norms on a CPU have another mean in the backward pass."""
+    """bf16 saves no more bytes than fp32, though torch's bf16 norms on a CPU have another mean in the backward pass."""
     (_, in_fp32), (_, in_bf16) = _step(case, 8), _step(case, 8, torch.bfloat16)
     assert in_bf16 <= 1.01 * in_fp32
 
@@ -190,7 +192,7 @@ PROGRAMS = {
 @pytest.mark.parametrize("programs", [pytest.param(p, marks=marks) for p, marks in PROGRAMS.items()], ids=str)
 def test_random_programs(programs: range) -> None:
     """Programs of 6 steps, half of what a program has by default."""
-    assert {seed: wrong for seed in programs if (wrong := outcome(seed, steps=6))} == {}
+    assert {seed: faults for seed in programs if (faults := faults_of(seed, steps=6))} == {}
 
 
 @pytest.mark.full
@@ -199,7 +201,7 @@ def test_random_programs_through_dynamo(seed: int) -> None:
     """The graphs of torch.compile have the gradients of those that are traced without Dynamo."""
     program = CompiledProgram(seed)
     gradients(program, None)
-    for found, traced in zip(of_compiled(program), of_traced(program), strict=True):
+    for found, traced in zip(compiled_gradients(program), traced_gradients(program), strict=True):
         assert torch.equal(found, traced)
 
 
@@ -347,7 +349,7 @@ REFUSED: dict[str, tuple[dict[str, Any], ...]] = {
 }
 
 
-@pytest.mark.parametrize(("message", "options"), [(message, x) for message, all_ in REFUSED.items() for x in all_])
+@pytest.mark.parametrize(("message", "options"), [(m, options) for m, cases in REFUSED.items() for options in cases])
 def test_unknown_options_and_values_are_refused(message: str, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=message):
         memkern.compile(nn.Linear(2, 2), **options)
@@ -373,6 +375,6 @@ def test_the_caches_key_has_every_option() -> None:
         "activations": (None, 1, 3),
         "codec_backend": (None, "inductor"),
     }
-    every = [dict(zip(options, values, strict=True)) for values in itertools.product(*options.values())]
-    assert len({Partitioner(**each).uuid() for each in every}) == len(every)
-    assert all(Partitioner(**each).uuid() == Partitioner(**each).uuid() for each in every)
+    cases = [dict(zip(options, values, strict=True)) for values in itertools.product(*options.values())]
+    assert len({Partitioner(**case).uuid() for case in cases}) == len(cases)
+    assert all(Partitioner(**case).uuid() == Partitioner(**case).uuid() for case in cases)

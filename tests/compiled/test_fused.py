@@ -21,8 +21,8 @@ WIDTH = 128
 
 def _same(found: Tensor, expected: Tensor) -> bool:
     nan = expected.isnan()
-    number = {4: torch.int32, 2: torch.int16}[expected.element_size()]
-    return torch.equal(found.isnan(), nan) and torch.equal(found[~nan].view(number), expected[~nan].view(number))
+    integer = {4: torch.int32, 2: torch.int16}[expected.element_size()]
+    return torch.equal(found.isnan(), nan) and torch.equal(found[~nan].view(integer), expected[~nan].view(integer))
 
 
 ROWS, SHORT_ROWS = (96, 256), (768, 32)  # shapes
@@ -82,9 +82,9 @@ def _gradient(rows: int, codec_backend: str, f: Any = torch.nn.functional.gelu) 
 
 def test_no_op_is_in_the_graph() -> None:
     expected, ops, saved = _gradient(512, "ops")
-    found, ops_left, same_bytes = _gradient(512, "inductor")
+    found, ops_left, saved_by_inductor = _gradient(512, "inductor")
     assert len(ops) == 2
-    assert (ops_left, same_bytes) == (set(), saved)
+    assert (ops_left, saved_by_inductor) == (set(), saved)
     # eager torch.sqrt is off by one unit in the last place for some values, by which a code may be off by one
     assert off(found, expected) < 1e-4
 
@@ -92,9 +92,9 @@ def test_no_op_is_in_the_graph() -> None:
 @pytest.mark.full
 def test_distances_from_limits() -> None:
     expected, ops, saved = _gradient(512, "ops", torch.tanh)
-    found, left, as_many = _gradient(512, "inductor", torch.tanh)
-    assert as_many == saved
-    assert {name.split(".")[1] for name in ops - left} == {"quantize_blockwise", "dequantize_blockwise"}
+    found, ops_left, saved_by_inductor = _gradient(512, "inductor", torch.tanh)
+    assert saved_by_inductor == saved
+    assert {name.split(".")[1] for name in ops - ops_left} == {"quantize_blockwise", "dequantize_blockwise"}
     assert off(found, expected) < 1e-4
 
 
@@ -108,12 +108,12 @@ def test_symbolic_sizes() -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
-    ways = {
+    compiled_by_backend = {
         name: memkern.compile(model, saved_bits=8, dynamic=True, codec_backend=name) for name in ("ops", "inductor")
     }
     for rows in (64, 33):
         x = torch.randn(rows, WIDTH)
-        found = [step(model, x, compiled)[1] for compiled in ways.values()]
+        found = [step(model, x, compiled)[1] for compiled in compiled_by_backend.values()]
         # the same codes; decoded in the loop of a sum, which then has another order
         assert off(found[1], found[0]) < 1e-6
 

@@ -24,9 +24,9 @@ SHARES = {"Llama": 0.14, "GPTNeoX": 0.15, "Phi": 0.13, "Gemma2": 0.27, "Qwen3": 
 @pytest.mark.parametrize("name", SHARES)
 def test_bytes_and_gradients(name: str) -> None:
     transformers = pytest.importorskip("transformers")
-    more = {"head_dim": 32, "num_key_value_heads": 2} if name in ("Gemma2", "Qwen3") else {}
+    heads = {"head_dim": 32, "num_key_value_heads": 2} if name in ("Gemma2", "Qwen3") else {}
     torch.manual_seed(0)
-    model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**SIZES, **more))
+    model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**SIZES, **heads))
     tokens = torch.randint(0, 300, (2, 128), generator=torch.Generator().manual_seed(1))
     torch._dynamo.reset()
     (eager, expected), (coded, found) = (

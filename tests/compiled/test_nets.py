@@ -59,7 +59,7 @@ class Up(nn.Module):
 
 
 def _step(net: nn.Module) -> tuple[int, int, float]:
-    """The bytes that are saved in 8 bits and by eager torch, and how far gradients are off."""
+    """The bytes that are saved in 8 bits, those that eager torch saves, and the gradients' error."""
     x = torch.randn(2, 16, 14, 14, generator=torch.Generator().manual_seed(1))
     torch._dynamo.reset()
     eager, expected = step(net, x)
@@ -68,7 +68,7 @@ def _step(net: nn.Module) -> tuple[int, int, float]:
 
 
 @pytest.mark.parametrize(
-    ("make", "most"),
+    ("make", "largest_share"),
     [
         (lambda: Gated(torch.sigmoid), 0.2),
         (lambda: Gated(F.hardsigmoid), 0.2),
@@ -77,11 +77,11 @@ def _step(net: nn.Module) -> tuple[int, int, float]:
     ],
     ids=["sigmoid", "hardsigmoid", "scale", "up"],
 )
-def test_parts_are_coded(make: Callable[[], nn.Module], most: float) -> None:
+def test_parts_are_coded(make: Callable[[], nn.Module], largest_share: float) -> None:
     torch.manual_seed(0)
-    coded, eager, by = _step(make())
-    assert coded / eager < most
-    assert by < 0.03
+    coded, eager, error = _step(make())
+    assert coded / eager < largest_share
+    assert error < 0.03
 
 
 ACTIVATIONS = (nn.SiLU, nn.Mish, nn.Hardswish, nn.LeakyReLU, nn.ELU, nn.ReLU, nn.Hardtanh)
@@ -93,7 +93,7 @@ def test_activations_in_place_save_as_much_as_others(activation: Any) -> None:
     for inplace in (False, True):
         torch.manual_seed(0)
         first, last = nn.Conv2d(16, 64, 1, bias=False), nn.Conv2d(64, 16, 1)
-        coded, _, by = _step(nn.Sequential(first, nn.BatchNorm2d(64), activation(inplace=inplace), last))
-        assert by < 0.03
+        coded, _, error = _step(nn.Sequential(first, nn.BatchNorm2d(64), activation(inplace=inplace), last))
+        assert error < 0.03
         saved.append(coded)
     assert saved[0] == saved[1]

@@ -33,16 +33,16 @@ def net(norm: str, activation: Callable[[], nn.Module] = nn.SiLU) -> nn.Sequenti
     return nn.Sequential(*(_conv(NORMS[norm](), activation()) for _ in range(3)), nn.Conv2d(CHANNELS, 8, 1))
 
 
-def run(of: nn.Module, x: Tensor, bits: int | str | None, autocast: bool = False) -> tuple[int, Tensor]:
+def run(model: nn.Module, x: Tensor, bits: int | str | None, autocast: bool = False) -> tuple[int, Tensor]:
     """The bytes that a step saves, and the gradients."""
     torch._dynamo.reset()
-    call = torch.compile(of, backend=backend(bits))
+    call = torch.compile(model, backend=backend(bits))
 
     def loss(x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             return call(x).float().square().mean()
 
-    return step(of, x, loss)
+    return step(model, x, loss)
 
 
 def batch(memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
@@ -79,9 +79,9 @@ def test_other_precisions_and_layouts(norm: str) -> None:
         (torch.bfloat16, torch.contiguous_format, False),
     ):
         x = batch(memory_format).to(dtype)
-        of, other = (net(norm).to(dtype=dtype, memory_format=memory_format) for _ in range(2))
-        exact, expected = run(of, x, "exact", autocast)
-        coded, found = run(other, x, 8, autocast)
+        exact_net, coded_net = (net(norm).to(dtype=dtype, memory_format=memory_format) for _ in range(2))
+        exact, expected = run(exact_net, x, "exact", autocast)
+        coded, found = run(coded_net, x, 8, autocast)
         assert coded < 0.75 * exact
         assert off(found, expected) < 0.03
 
@@ -91,10 +91,10 @@ def test_a_mean_far_from_zero_does_no_harm(norm: str) -> None:
     """Codes are of the normalized input: those of x itself would be off by a share of its mean."""
 
     def shifted() -> nn.Sequential:
-        of = net(norm)
-        for block in of[:-1]:
+        model = net(norm)
+        for block in model[:-1]:
             block[0].bias = nn.Parameter(torch.full((CHANNELS,), 100.0))
-        return of
+        return model
 
     x = batch()
     (_, expected), (_, found) = run(shifted(), x, "exact"), run(shifted(), x, 8)
@@ -105,12 +105,12 @@ def test_a_mean_far_from_zero_does_no_harm(norm: str) -> None:
 def test_evaluation_statistics_and_running_ones() -> None:
     """A frozen norm (eval) takes running statistics; in training the updated ones are torch's."""
     x = batch()
-    frozen, other, plain = net("batch"), net("batch"), net("batch")
-    for of in (frozen, other):
-        of(x)
-        of.eval()
+    frozen, coded_net, plain = net("batch"), net("batch"), net("batch")
+    for model in (frozen, coded_net):
+        model(x)
+        model.eval()
     exact, expected = run(frozen, x, "exact")
-    coded, found = run(other, x, 8)
+    coded, found = run(coded_net, x, 8)
     assert coded < 0.5 * exact
     assert off(found, expected) < 0.02
     run(frozen.train(), x, 8)
@@ -124,7 +124,7 @@ def test_evaluation_statistics_and_running_ones() -> None:
 def test_a_norm_of_the_graphs_input_saves_it_once() -> None:
     """The input of a graph is in memory anyway: codes of it would come on top."""
     torch.manual_seed(0)
-    of = nn.Sequential(nn.GroupNorm(4, CHANNELS), nn.Conv2d(CHANNELS, 8, 1))
+    model = nn.Sequential(nn.GroupNorm(4, CHANNELS), nn.Conv2d(CHANNELS, 8, 1))
     x = batch()
-    saved, _ = run(of, x, 8)
+    saved, _ = run(model, x, 8)
     assert saved < x.nbytes

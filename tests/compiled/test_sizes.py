@@ -76,20 +76,20 @@ def test_a_mean_of_few_has_a_graph_of_its_own() -> None:
         return (h * torch.rsqrt(h.pow(2).mean(0, keepdim=True) + 1e-6) @ w).square().mean()
 
     compiled = torch.compile(normalized, backend=backend(8), dynamic=True)
-    for rows, number in ((100, 1), (64, 1), (4, 2), (8, 2)):
+    for rows, graph_count in ((100, 1), (64, 1), (4, 2), (8, 2)):  # of all calls so far
         compiled(w, torch.randn(rows, WIDTH)).backward()
-        assert counters["stats"]["unique_graphs"] == number
+        assert counters["stats"]["unique_graphs"] == graph_count
 
 
 @pytest.mark.full
 @pytest.mark.usefixtures("fresh_compiler")
 def test_a_budget_in_bytes_is_kept_as_sizes_change() -> None:
     torch._dynamo.reset()
-    model, most = Block(), 600_000
-    compiled = torch.compile(model, backend=backend(8, memory_budget=most), dynamic=True)
-    for tokens, number in ((60, 1), (64, 1), (33, 1), (100, 2), (120, 2), (40, 2)):
-        assert step(model, torch.randn(2, tokens, WIDTH), compiled)[0] <= most
-        assert counters["stats"]["unique_graphs"] == number
+    model, budget = Block(), 600_000
+    compiled = torch.compile(model, backend=backend(8, memory_budget=budget), dynamic=True)
+    for tokens, graph_count in ((60, 1), (64, 1), (33, 1), (100, 2), (120, 2), (40, 2)):
+        assert step(model, torch.randn(2, tokens, WIDTH), compiled)[0] <= budget
+        assert counters["stats"]["unique_graphs"] == graph_count
 
 
 STEP = """
@@ -119,8 +119,8 @@ def test_another_process_takes_the_graph_of_its_sizes(tmp_path: Path) -> None:
         run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
         return [line.split() for line in run.stdout.splitlines()]
 
-    [[small, _, *made]] = printed("3")
-    [[_, saved, *large], [again, _, *found]] = printed("2048", "3")
-    assert (made, large, found) == (["0", "1"], ["0", "1"], ["1", "1"])  # hits and misses
+    [[small, _, *first_counts]] = printed("3")
+    [[_, saved, *large_counts], [again, _, *small_counts]] = printed("2048", "3")
+    assert (first_counts, large_counts, small_counts) == (["0", "1"], ["0", "1"], ["1", "1"])  # hits and misses
     assert again == small
     assert int(saved) < 1.2 * 2048 * 64 * 2

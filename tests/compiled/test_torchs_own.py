@@ -25,9 +25,9 @@ def _gradients(dtype: torch.dtype, dropout: float, budget: Any = None) -> Tensor
 @pytest.mark.full
 def test_float8_quantization_without_scales_is_useless() -> None:
     expected = _gradients(torch.bfloat16, 0.0)
-    for options, low, high in (({}, 1e3, 1e9), ({"use_scaling": True}, 1e-3, 0.05)):
-        given = {"quant_type": "torch.float8_e5m2", "size_in_mb": 0, **options}
-        with inductor_config.patch(post_grad_fusion_options={"activation_quantization_aten_pass": given}):
+    for options, low, high in (({}, 1e3, 1e9), ({"use_scaling": True}, 1e-3, 0.05)):  # bounds of the relative error
+        settings = {"quant_type": "torch.float8_e5m2", "size_in_mb": 0, **options}
+        with inductor_config.patch(post_grad_fusion_options={"activation_quantization_aten_pass": settings}):
             found = _gradients(torch.bfloat16, 0.0)
         assert low < off(found, expected) < high
 

@@ -105,15 +105,15 @@ def _twice(loss: Callable[[], Tensor]) -> None:
 
 def _retained(loss: Callable[[], Tensor]) -> None:
     with torch._functorch.config.patch(donated_buffer=False):
-        kept = loss()
-        kept.backward(retain_graph=True)
-        kept.backward()
+        value = loss()
+        value.backward(retain_graph=True)
+        value.backward()
 
 
 def _autocast(loss: Callable[[], Tensor]) -> None:
     with torch.autocast("cpu", torch.bfloat16):
-        found = loss()
-    found.backward()
+        value = loss()
+    value.backward()
 
 
 def _compiled_autograd(loss: Callable[[], Tensor]) -> None:

@@ -15,6 +15,7 @@ import memkern
 from tests.support.partitioned import backend, gradients_of, off
 
 ROWS, WIDTH = 64, 64
+Wrap = Callable[[nn.Module], Callable[..., Tensor]]  # returns the model to call: compiled, or as it is
 
 
 class Model(nn.Module):
@@ -88,10 +89,10 @@ def cache(self: Any, h: Tensor) -> Tensor:
 def codebook(self: Any, h: Tensor) -> Tensor:
     """VQ-VAE: nearest rows of a table that is an average over steps, and a straight-through gradient."""
     nearest = torch.cdist(h.detach(), self.slots).argmin(-1)
-    one = F.one_hot(nearest, len(self.slots)).to(h.dtype)
+    one_hot = F.one_hot(nearest, len(self.slots)).to(h.dtype)
     with torch.no_grad():
-        self.slots.mul_(0.9).add_(one.t() @ h / one.sum(0).clamp(min=1)[:, None], alpha=0.1)
-    return F.silu(h + (one @ self.slots - h).detach()) * F.silu(h - one @ self.slots)
+        self.slots.mul_(0.9).add_(one_hot.t() @ h / one_hot.sum(0).clamp(min=1)[:, None], alpha=0.1)
+    return F.silu(h + (one_hot @ self.slots - h).detach()) * F.silu(h - one_hot @ self.slots)
 
 
 def view_of_a_buffer(self: Any, h: Tensor) -> Tensor:
@@ -131,7 +132,7 @@ def for_the_backward_pass_alone(self: Any, h: Tensor) -> Tensor:
 
 
 def in_a_checkpoint(self: Any, h: Tensor) -> Tensor:
-    """What a checkpoint runs again has the mean of the first run."""
+    """A checkpoint's second run computes with the mean of its first."""
     self.mean.mul_(0.5)
     mean = self.mean.clone()
     return checkpoint(lambda h: F.silu(F.silu(h) - mean) * mean, h, use_reentrant=False)
@@ -143,7 +144,7 @@ UPDATES = (
 )  # fmt: skip
 
 
-def run(update: Callable[..., Tensor], wrap: Callable[[nn.Module], Callable[..., Tensor]]) -> tuple[Tensor, Tensor]:
+def run(update: Callable[..., Tensor], wrap: Wrap) -> tuple[Tensor, Tensor]:
     """The gradients, and all buffers with the written parameter."""
     torch._dynamo.reset()
     model = Model(update)
@@ -151,11 +152,11 @@ def run(update: Callable[..., Tensor], wrap: Callable[[nn.Module], Callable[...,
     return gradients_of(model), torch.cat([x.flatten() for x in (*model.buffers(), model.factor)])
 
 
-def assert_alike(update: Callable[..., Tensor], wrap: Callable[[nn.Module], Callable[..., Tensor]], by: float) -> None:
+def assert_alike(update: Callable[..., Tensor], wrap: Wrap, tolerance: float) -> None:
     expected, buffers = run(update, lambda model: model)
     found, updated = run(update, wrap)
     torch.testing.assert_close(updated, buffers)
-    assert off(found, expected) < by
+    assert off(found, expected) < tolerance
 
 
 # options of tests.support.partitioned.backend
@@ -195,7 +196,7 @@ def test_through_inductor(update: Callable[..., Tensor], bits: Any) -> None:
 
 @pytest.mark.full
 def test_blocks_without_techniques_of_their_own() -> None:
-    """compile=True alone: by torch's own cut the backward pass would compute from what was written."""
+    """compile=True alone: with torch's own cut the backward pass would read the buffer after it was written."""
 
     def blocks(model: nn.Module) -> nn.Module:
         both = nn.Sequential(model, Model(annealed))
