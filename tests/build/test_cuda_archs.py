@@ -70,7 +70,7 @@ def test_listed_archs_that_nvcc_knows_are_kept(
 
 
 @pytest.mark.parametrize(
-    ("seen", "expected"), [([], "8.0+PTX"), ([(9, 0)], "9.0+PTX"), ([(8, 0), (7, 5), (8, 9), (8, 0)], "8.0 8.9+PTX")]
+    ("gpus", "expected"), [([], "8.0+PTX"), ([(9, 0)], "9.0+PTX"), ([(8, 0), (7, 5), (8, 9), (8, 0)], "8.0 8.9+PTX")]
 )
 def test_without_a_list_the_gpus_decide(
     setup_py: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], gpus: list[Any], expected: str

@@ -22,15 +22,8 @@ DROP_LAYERS = (  # types whose models skip random layers in training (LayerDrop)
     "wav2vec2-conformer", "wavlm", "whisper", "xglm",
 )  # fmt: skip
 STEPS = 2
-
-
-def tier(kind: str) -> Any:
-    if kind in QUICK:
-        return ()
-    return pytest.mark.full if kind in DROP_LAYERS else pytest.mark.long
-
-
-TYPES = [pytest.param(kind, marks=tier(kind)) for kind in tiny.types()]
+TIERS: dict[str, Any] = {**dict.fromkeys(DROP_LAYERS, pytest.mark.full), **dict.fromkeys(QUICK, ())}
+TYPES = [pytest.param(kind, marks=TIERS.get(kind, pytest.mark.long)) for kind in tiny.types()]
 
 
 def seed(number: int) -> None:

@@ -45,7 +45,7 @@ def test_import_is_light_and_silent() -> None:
     assert result.stdout == result.stderr == ""
 
 
-def test_names() -> None:
+def test_every_public_name_exists() -> None:
     for name in memkern.__all__:
         assert getattr(memkern, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
@@ -56,10 +56,10 @@ def test_names() -> None:
 
 
 def test_available_names_every_backend() -> None:
-    found = backend.available()
-    assert tuple(found) == backend.BACKENDS == ("cpu", "cuda", "triton", "reference")
-    assert found["reference"] is None
-    assert all(reason is None or len(reason) > 20 for reason in found.values())
+    reasons = backend.available()
+    assert tuple(reasons) == backend.BACKENDS == ("cpu", "cuda", "triton", "reference")
+    assert reasons["reference"] is None
+    assert all(reason is None or len(reason) > 20 for reason in reasons.values())
 
 
 @needs_cpp
@@ -133,11 +133,11 @@ class FakeCuda:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, message: str = "no kernel image is available") -> None:
         self.message, self.calls, self.capturing = message, [], False
-        real = torch.ones
+        ones = torch.ones
         monkeypatch.setattr(backend, "_missing_cuda", lambda: None)
         monkeypatch.setattr(backend, "_cuda_failures", {})
         monkeypatch.setattr(backend, "_chosen", {})
-        monkeypatch.setattr(torch, "ones", lambda n, device: self.called(device) or real(n))
+        monkeypatch.setattr(torch, "ones", lambda n, device: self.called(device) or ones(n))
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
@@ -153,12 +153,12 @@ def without_cuda() -> str:
     return "triton" if backend.available()["triton"] is None else "reference"
 
 
-def test_cuda_is_there_where_a_call_worked(monkeypatch: pytest.MonkeyPatch) -> None:
-    other, cuda = without_cuda(), FakeCuda(monkeypatch)
+def test_cuda_is_available_on_devices_where_a_call_worked(monkeypatch: pytest.MonkeyPatch) -> None:
+    fallback, cuda = without_cuda(), FakeCuda(monkeypatch)
     with TestCase().assertLogs("memkern", "WARNING") as logged:
         for _ in range(3):
             assert backend.select(torch.device("cuda", 0)) == "cuda"
-            assert backend.select(torch.device("cuda", 1)) == other
+            assert backend.select(torch.device("cuda", 1)) == fallback
             assert backend.select("cuda") == "cuda"
     assert cuda.calls == ["cuda:0", "cuda:1"]  # once a device
     assert len(logged.records) == 1
@@ -171,20 +171,20 @@ def test_cuda_is_there_where_a_call_worked(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_cuda_is_not_called_while_a_stream_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    other, cuda = without_cuda(), FakeCuda(monkeypatch)
+    fallback, cuda = without_cuda(), FakeCuda(monkeypatch)
     cuda.capturing = True
     assert backend.select(torch.device("cuda", 1)) == "cuda"
     assert cuda.calls == []
     cuda.capturing = False
-    assert backend.select(torch.device("cuda", 1)) == other
+    assert backend.select(torch.device("cuda", 1)) == fallback
 
 
 def test_another_streams_capture_says_nothing_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     message = "operation would make the legacy stream depend on a capturing blocking stream"
-    other, cuda = without_cuda(), FakeCuda(monkeypatch, message)
+    fallback, cuda = without_cuda(), FakeCuda(monkeypatch, message)
     assert backend.select(torch.device("cuda", 1)) == "cuda"
     cuda.message = "no kernel image is available"
-    assert backend.select(torch.device("cuda", 1)) == other
+    assert backend.select(torch.device("cuda", 1)) == fallback
 
 
 def test_cuda_is_not_called_while_a_program_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,16 +194,16 @@ def test_cuda_is_not_called_while_a_program_is_traced(monkeypatch: pytest.Monkey
     def chosen() -> str:
         return backend.select(torch.device("cuda", 1))
 
-    seen = []
+    lengths = []
 
     @torch.compile(backend=lambda graph, inputs: graph.forward, fullgraph=True)
     def traced(x: torch.Tensor) -> torch.Tensor:
         return x + len(chosen())
 
-    seen.append(float(traced(torch.zeros(()))))
+    lengths.append(float(traced(torch.zeros(()))))
     with torch.utils.flop_counter.FlopCounterMode(display=False):  # any dispatch mode
-        seen.append(len(backend.select(torch.device("cuda", 1))))
-    assert seen == [len("cuda")] * 2
+        lengths.append(len(backend.select(torch.device("cuda", 1))))
+    assert lengths == [len("cuda")] * 2
     assert cuda.calls == []
 
 
@@ -255,9 +255,9 @@ def test_a_checkout_that_hides_a_compiled_install_says_so(tmp_path: Path) -> Non
     )
     result = python(code, checkout, PYTHONPATH=str(installed.parent))
     assert result.returncode == 0, result.stderr
-    said = f"{checkout}/memkern has no compiled library and hides the memkern in {installed}, which has one; run"
-    assert said in result.stdout
-    assert result.stderr.count(said) == 1  # the warning, once
+    message = f"{checkout}/memkern has no compiled library and hides the memkern in {installed}, which has one; run"
+    assert message in result.stdout
+    assert result.stderr.count(message) == 1  # the warning, once
 
 
 # ---- environment
@@ -274,8 +274,8 @@ def test_environment_asks_for_a_backend() -> None:
     assert python(STEP, MEMKERN_BACKEND="reference").stdout == "reference\n"
     if backend.available()["cpu"] is None:
         inside = "\nwith memkern.use_backend('reference'): print(backend.select('cpu'))"
-        found = python(STEP + inside, MEMKERN_BACKEND="cpu").stdout
-        assert found == "cpu\nreference\n"  # the narrower wish wins
+        printed = python(STEP + inside, MEMKERN_BACKEND="cpu").stdout
+        assert printed == "cpu\nreference\n"  # the narrower wish wins
 
 
 @pytest.mark.full
@@ -291,8 +291,8 @@ def test_environment_asks_for_an_absent_backend(name: str, error: str, message: 
     last = result.stderr.strip().splitlines()[-1]
     assert last.startswith(error)
     assert message in last
-    told = python("import json, memkern; print(json.dumps(memkern.report()))", MEMKERN_BACKEND=name)
-    assert message in json.loads(told.stdout)["selected"]["cpu"]
+    reported = python("import json, memkern; print(json.dumps(memkern.report()))", MEMKERN_BACKEND=name)
+    assert message in json.loads(reported.stdout)["selected"]["cpu"]
 
 
 @needs_cpp
@@ -330,8 +330,8 @@ def test_report_is_json_and_complete() -> None:
 
 def test_info_ends_quietly_where_nobody_reads_it() -> None:
     command = f"{sys.executable} -m memkern info | true"
-    done = subprocess.run(command, shell=True, capture_output=True, text=True)
-    assert "BrokenPipe" not in done.stderr
+    run = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert "BrokenPipe" not in run.stderr
 
 
 def test_info(capsys: pytest.CaptureFixture[str]) -> None:

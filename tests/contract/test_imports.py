@@ -1,4 +1,4 @@
-"""Modules of memkern: no two import each other, so that each can be imported first."""
+"""No two modules of memkern import each other, and importing memkern imports nothing heavy beside torch."""
 
 import ast
 import subprocess
@@ -18,23 +18,23 @@ MODULES = {
 def imports_of(name: str) -> set[str]:
     """The modules of memkern that a module imports, inside functions and for type checkers, too."""
     package = name if MODULES[name].name == "__init__.py" else name.rpartition(".")[0]
-    found: set[str] = set()
+    imported: set[str] = set()
     for node in ast.walk(ast.parse(MODULES[name].read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            imported |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             base = ".".join(package.split(".")[: len(package.split(".")) + 1 - node.level]) if node.level else ""
             module = ".".join(filter(None, (base, node.module)))
             names = {f"{module}.{alias.name}" for alias in node.names}
-            found |= (names & {*MODULES}) or {module}
-    return found & {*MODULES}
+            imported |= (names & {*MODULES}) or {module}
+    return imported & {*MODULES}
 
 
 def test_no_modules_import_each_other() -> None:
     """``memkern`` itself, which imports its modules, is left out; only memkern.backend imports it, for its version."""
     graph = {name: imports_of(name) - {name} for name in MODULES if name != "memkern"}
     assert [name for name, imported in graph.items() if "memkern" in imported] == ["memkern.backend"]
-    assert "memkern.planner.fake_step" in graph["memkern.planner.prediction"]  # it sees what there is
+    assert "memkern.planner.fake_step" in graph["memkern.planner.prediction"]  # a known import is found
     assert "memkern._ops" not in graph["memkern.backend"] | graph["memkern.schemas"]
     TopologicalSorter(graph).prepare()  # raises CycleError, which names them
 
@@ -53,9 +53,9 @@ print(*sorted({name.partition(".")[0] for name in {*sys.modules} - before} - {*s
 heavy = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "torch.distributed.fsdp", "sympy", "triton")
 print(*[name for name in heavy if name in {*sys.modules} - before])
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert [line.split() for line in done.stdout.splitlines()] == [["memkern"], []]
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert [line.split() for line in run.stdout.splitlines()] == [["memkern"], []]
 
 
 def test_the_mark_for_torchdynamo_is_the_one_that_torch_sets() -> None:

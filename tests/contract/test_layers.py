@@ -1,4 +1,4 @@
-"""Which top folder imports which: the library and its tests stand without the lab."""
+"""No top folder imports one that it may not, so that the library and its tests need no lab."""
 
 import ast
 import itertools
@@ -10,10 +10,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = {"memkern", "benchmarks", "lab", "tests", "tools", "examples"}
-ALLOWED = {
+ALLOWED = {  # folder: those that it may import
     "memkern": {"memkern"},
     "tests": {"memkern", "tests"},
-    "benchmarks": {"memkern", "benchmarks", "tests"},  # of tests, support alone, as of the lab
+    "benchmarks": {"memkern", "benchmarks", "tests"},  # of tests only tests/support, as the lab
     "examples": {"memkern"},
     "tools": {"memkern", "tools"},
     "docs": {"memkern"},
@@ -37,12 +37,12 @@ def imported(path: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("folder", ALLOWED)
-def test_a_folder_imports_what_it_may(folder: str) -> None:
-    def may(name: str) -> bool:
+def test_a_folder_imports_allowed_folders_only(folder: str) -> None:
+    def allowed(name: str) -> bool:
         top, _, rest = name.partition(".")
         if top == "tests" and folder != "tests":
             return top in ALLOWED[folder] and rest.startswith("support")
         return top not in FOLDERS - ALLOWED[folder]
 
     files = sorted((ROOT / folder).rglob("*.py"))
-    assert not [f"{path.relative_to(ROOT)}: {name}" for path in files for name in imported(path) if not may(name)]
+    assert not [f"{path.relative_to(ROOT)}: {name}" for path in files for name in imported(path) if not allowed(name)]

@@ -49,7 +49,7 @@ def test_results_are_those_of_the_hashes(backend: str, group: str) -> None:
     with on(backend):
         for name, run in cases.items():
             found, expected = run(device_of(backend)), HASHES[group][name]
-            # A state may have more entries than it had.
+            # A state may have entries that were not there when the hashes were recorded.
             if differing := [key for key in expected if found.get(key) != expected[key]]:
                 wrong.append(f"{name}: {', '.join(differing)}")
     assert not wrong, f"{len(wrong)} of {len(cases)} cases differ:\n" + "\n".join(wrong[:20])
@@ -58,7 +58,7 @@ def test_results_are_those_of_the_hashes(backend: str, group: str) -> None:
 # ---- pickles
 
 
-# of the constructors of memkern.nn's modules, by position and by name
+# arguments of the constructors of memkern.nn's modules, by position (ARGUMENTS) and by name (OPTIONS)
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "GELU": ("tanh",), "Softplus": (2.0, 4.0), "ELU": (0.5,), "CELU": (2.0,), "Hardshrink": (0.25,),
     "Softshrink": (0.25,), "Threshold": (0.25, -2.0), "LeakyReLU": (0.25,), "Hardtanh": (0.0, 6.0),
@@ -70,9 +70,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def public(of: Any, base: type) -> list[str]:
+def public(namespace: Any, base: type) -> list[str]:
     """The names of the classes in a module that derive from ``base``."""
-    return [c.__name__ for c in vars(of).values() if isinstance(c, type) and issubclass(c, base)]
+    return [c.__name__ for c in vars(namespace).values() if isinstance(c, type) and issubclass(c, base)]
 
 
 def module(name: str) -> torch.nn.Module:
@@ -81,9 +81,9 @@ def module(name: str) -> torch.nn.Module:
     if name == "FewBit":
         return memkern.nn.few_bit(torch.sin, torch.cos, bits=2)
     if name == "compressed":
-        made = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.GELU(), torch.nn.Linear(8, 6))
-        memkern.compress(made)
-        return made
+        model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.GELU(), torch.nn.Linear(8, 6))
+        memkern.compress(model)
+        return model
     return getattr(memkern.nn, name)(*ARGUMENTS.get(name, ()), **OPTIONS.get(name, {}))
 
 
@@ -95,15 +95,15 @@ def test_a_pickled_module_works(name: str) -> None:
     assert repr(copied) == repr(fresh)
     x = torch.arange(54) % 9 if name == "StableEmbedding" else make_hashes.values(name, 54, top=2, span=6)
     x = x.view(9, 6)
-    found = []
-    for each in (copied, fresh):
-        given = x.clone().requires_grad_(x.dtype.is_floating_point)
+    results = []
+    for candidate in (copied, fresh):
+        inputs = x.clone().requires_grad_(x.dtype.is_floating_point)
         targets = [torch.arange(9) % 5] if name == "LinearCrossEntropy" else []
-        y = each(given, *targets)
+        y = candidate(inputs, *targets)
         y.backward(make_hashes.values(f"{name} gradient", y.numel()).view_as(y))
-        found.append([y, given.grad, *(p.grad for p in each.parameters())])
-    for one, other in zip(*found, strict=True):
-        assert one is other is None or torch.equal(one, other)
+        results.append([y, inputs.grad, *(p.grad for p in candidate.parameters())])
+    for of_copy, of_original in zip(*results, strict=True):
+        assert of_copy is of_original is None or torch.equal(of_copy, of_original)
 
 
 def test_hashes_are_of_every_optimizer() -> None:

@@ -1,4 +1,4 @@
-"""torch.ops.memkern and torch.ops.memkern_reference: complete, alike, and checked by opcheck."""
+"""torch.ops.memkern and torch.ops.memkern_reference have the same ops and schemas, and pass torch's opcheck."""
 
 import copy
 from pathlib import Path
@@ -93,18 +93,18 @@ def test_meta_tensors(name: str) -> None:
 def test_two_passes_one_after_the_other(namespace: str, name: str, layers: int) -> None:
     """Squares of layers by one call, and the step with them by another: the bits of a step in one call."""
 
-    def new() -> schemas.StepArgs:
+    def arguments() -> schemas.StepArgs:
         return step_args(
             name, ("1-D", "long rows", "whole blocks"), layers=[1, layers], groups=(0, 4), gradient=of_size(1e-3)
         )
 
-    whole, halves, expected = new(), new(), new()
+    whole, halves, unchanged = arguments(), arguments(), arguments()
     squares, truth = (torch.zeros(sum(map(len, whole.trust_ratios)), 2, dtype=torch.float64) for _ in range(2))
     step = op(namespace, name)
-    op("memkern_reference", name)(*new()._replace(squares=truth, squares_only=True))
+    op("memkern_reference", name)(*arguments()._replace(squares=truth, squares_only=True))
     step(*whole)
     step(*halves._replace(squares=squares, squares_only=True))
-    assert_same([*halves], [*expected])
+    assert_same([*halves], [*unchanged])
     torch.testing.assert_close(squares, truth, rtol=1e-12, atol=0)
     assert (squares > 0).all()
     step(*halves._replace(squares=squares))

@@ -1,4 +1,4 @@
-"""Options: one name, one set of values and one error wherever an option is given."""
+"""An option has one name, one set of values and one error in the command plan, the command train and Python."""
 
 import argparse
 import ast
@@ -53,7 +53,7 @@ def test_plan_and_train_have_the_same_flags_for_the_techniques() -> None:
 
 
 @pytest.mark.parametrize(
-    ("typed_flags", "found"),
+    ("typed_flags", "options"),
     [
         ("", {}),
         ("--batch-size 8", {"micro_batch": 8, "accumulation": 1}),
@@ -63,8 +63,8 @@ def test_plan_and_train_have_the_same_flags_for_the_techniques() -> None:
         ("--optimizer torch-sgd", {"optimizer": "torch-sgd", "state_bits": 32}),
     ],
 )
-def test_flags_become_options_of_train(typed_flags: str, found: dict[str, Any]) -> None:
-    assert given_options(parser_of(train_cli).parse_args(typed_flags.split())) == found
+def test_flags_become_options_of_train(typed_flags: str, options: dict[str, Any]) -> None:
+    assert given_options(parser_of(train_cli).parse_args(typed_flags.split())) == options
 
 
 @pytest.mark.parametrize(
@@ -92,10 +92,11 @@ def test_every_choice_can_be_typed() -> None:
     assert vars(parser.parse_args([])) == {}  # what is not given is absent
     for field in dataclasses.fields(Techniques):
         allowed = field.metadata["allowed"]
-        for value in (3, None)[: 1 + (field.default is None)] if isinstance(allowed, Range) else allowed:
-            found = vars(parser.parse_args(typed(field.name, value).split()))
-            assert found == {field.name: value}
-            assert type(found[field.name]) in (type(value), float)
+        numbers = (3, None) if field.default is None else (3,)
+        for value in numbers if isinstance(allowed, Range) else allowed:
+            parsed = vars(parser.parse_args(typed(field.name, value).split()))
+            assert parsed == {field.name: value}
+            assert type(parsed[field.name]) in (type(value), float)
 
 
 def literals(tree: ast.AST) -> Iterator[frozenset[Any]]:
@@ -108,7 +109,7 @@ def literals(tree: ast.AST) -> Iterator[frozenset[Any]]:
                 continue
 
 
-def test_no_list_of_choices_stands_twice() -> None:
+def test_no_list_of_choices_is_written_twice() -> None:
     choices = {
         name: frozenset(value)
         for name, value in vars(options).items()
@@ -117,13 +118,13 @@ def test_no_list_of_choices_stands_twice() -> None:
     assert choices.keys() >= {"OPTIMIZERS", "PRECISIONS", "MASTER_WEIGHTS", "SAVED_BITS", "CHECKPOINTING"}
     empty = {None, "none", "off"}
     wanted = {values - empty: name for name, values in choices.items()}
-    found: dict[str, list[str]] = {}
+    places_by_name: dict[str, list[str]] = {}
     for path in PACKAGE.rglob("*.py"):
         for values in literals(ast.parse(path.read_text())):
             name = wanted.get(values - empty)
             if name:
-                found.setdefault(name, []).append(path.relative_to(PACKAGE).as_posix())
-    assert {name: places for name, places in found.items() if places != ["techniques/options.py"]} == {}
+                places_by_name.setdefault(name, []).append(path.relative_to(PACKAGE).as_posix())
+    assert {name: places for name, places in places_by_name.items() if places != ["techniques/options.py"]} == {}
 
 
 def test_the_error_has_its_parts_and_can_be_pickled() -> None:

@@ -74,10 +74,10 @@ def test_moments_come_back_decayed(codec: str, signed: bool) -> None:
     torch.testing.assert_close(decayed, 0.9 * whole, rtol=1e-6, atol=0)
     largest = blocks.abs().amax(1, keepdim=True)
     if codec == "power":
-        # At the largest code a code of m is 2 / 127 of it, one of v's fourth root 4 / 255: both are dithered.
+        # At the largest value the step between codes of m is 2 / 127 of it, of v's fourth root 4 / 255, with dither.
         assert ((whole - blocks).abs() <= largest * (2.02 / 127 if signed else 4.02 / 255)).all()
     else:
-        # Half the widest gap of the map, an eighth of a decade's nine tenths at 1.
+        # Half of the widest gap between neighbouring values of the map.
         gaps = torch.tensor(C.dynamic_map(signed)).diff().max()
         assert ((whole - blocks).abs() <= largest * (gaps / 2 + 1e-6)).all()
 
@@ -87,12 +87,12 @@ def test_moments_come_back_decayed(codec: str, signed: bool) -> None:
 
 def moments(optimizer: torch.optim.Optimizer, p: Tensor, decoded: bool = True) -> dict[str, Tensor]:
     """The stored moments in fp64 blocks."""
-    kept, group = optimizer.state[p], optimizer.param_groups[0]
+    entries, group = optimizer.state[p], optimizer.param_groups[0]
     cut = layout_of(p, group["block_size"])
     return {
-        key: state.load_moment(kept[key], kept.get(f"{key}_scale"), cut, C.CODECS[group["codec"]]).double()
+        key: state.load_moment(entries[key], entries.get(f"{key}_scale"), cut, C.CODECS[group["codec"]]).double()
         for key in ("exp_avg", "exp_avg_sq")
-        if key in kept
+        if key in entries
     }
 
 
@@ -114,7 +114,7 @@ def test_an_adam_step_is_its_formula(layout: str, decoupled: bool, options: dict
             p.grad = torch.empty_like(p).copy_(hard(p.shape, step))
             g = blockwise.to_blocks(p.grad, cut).double()
             optimizer.step()
-            # A step is exact in fp64 from the moments that were stored.
+            # The expected step: fp64, from the moments as they were stored.
             if decoupled:
                 x = x * (1 - lr * decay)
             else:
@@ -123,7 +123,7 @@ def test_an_adam_step_is_its_formula(layout: str, decoupled: bool, options: dict
             v = b2 * before.get("exp_avg_sq", 0) + (1 - b2) * g * g
             update = lr / (1 - b1**step) * m / ((v / (1 - b2**step)).sqrt() + eps)
             error = (blockwise.to_blocks(p.detach(), cut).double() - (x - update)).abs()
-            # Some ten roundings, of numbers up to |x| and to the moments' parts, which may cancel.
+            # About ten fp32 roundings, of numbers up to |x| and up to the moments' terms, which may cancel.
             assert (error <= 1e-6 * x.abs() + 1e-4 * update.abs() + 2e-5 * lr).all()
             assert (error <= 1e-6 * x.abs() + 1e-6 * update.abs()).double().mean() > 0.99
 

@@ -77,14 +77,14 @@ def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_figures_of_the_first_steps(capsys: pytest.CaptureFixture[str]) -> None:
-    """docs/getting-started.md prints bytes; its comments say which."""
+    """The bytes that docs/getting-started.md prints are those in its comments."""
     page = ROOT / "docs" / "getting-started.md"
     names: dict[str, Any] = {}
     for _, text in [*blocks(page, "python")][:3]:
         exec(compile(text, str(page), "exec"), names)
     printed = capsys.readouterr().out.splitlines()
-    said = re.findall(r"print\(.*\)  # ([\d.,]+)", page.read_text())
-    assert [float(number.replace(",", "")) for number in said] == [
+    documented = re.findall(r"print\(.*\)  # ([\d.,]+)", page.read_text())
+    assert [float(number.replace(",", "")) for number in documented] == [
         pytest.approx(float(line), abs=0.005) for line in (printed[0], printed[1], printed[-1])
     ]
 
@@ -123,18 +123,18 @@ IN_BLOCKS = {shlex.join(words): words for page in PAGES for words in commands(pa
 
 def test_commands_in_examples_are_those_of_a_page() -> None:
     lines = [line.strip() for path in EXAMPLES for line in path.read_text().splitlines()]
-    found = [line for line in lines if line.startswith("python -m ")]
-    assert found
-    assert {*found} <= {*IN_BLOCKS}
+    commands_in_examples = [line for line in lines if line.startswith("python -m ")]
+    assert commands_in_examples
+    assert {*commands_in_examples} <= {*IN_BLOCKS}
 
 
 def test_commands_name_what_is_there() -> None:
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     extras = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     inline = {text for page in PAGES for text in INLINE.findall(page.read_text())}
-    found = [*IN_BLOCKS.values(), *(shlex.split(" ".join(text.split())) for text in sorted(inline))]
-    assert len(found) > 30
-    for words in found:
+    all_commands = [*IN_BLOCKS.values(), *(shlex.split(" ".join(text.split())) for text in sorted(inline))]
+    assert len(all_commands) > 30
+    for words in all_commands:
         if words[0] == "make":
             assert not [w for w in words[1:] if "=" not in w and w not in targets], words
         elif words[0] == "pip":
@@ -162,8 +162,8 @@ def as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str
     from memkern.train import cli
 
     monkeypatch.chdir(tmp_path)
-    given = cli.given_options
-    monkeypatch.setattr(cli, "given_options", lambda args: given(args) | {"steps": 2, "warmup": 0, "eval_tokens": 256})
+    given, short = cli.given_options, {"steps": 2, "warmup": 0, "eval_tokens": 256}
+    monkeypatch.setattr(cli, "given_options", lambda args: given(args) | short)
     Path("my_texts").mkdir()
     Path("my_texts/text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 500)
     Path("rows.jsonl").write_text("".join(json.dumps({"text": f"row {i} of many"}) + "\n" for i in range(600)))
@@ -171,8 +171,8 @@ def as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str
     def run(command: str) -> None:
         try:
             status = main(shlex.split(command))
-        except SystemExit as done:
-            status = done.code
+        except SystemExit as exit_:
+            status = exit_.code
         assert not status, command
 
     return run
@@ -222,6 +222,6 @@ def test_benchmarks_take_the_arguments_that_are_shown(capsys: pytest.CaptureFixt
             module = importlib.import_module(name)
             if hasattr(module, "__path__"):  # a package
                 module = importlib.import_module(f"{name}.__main__")
-            with pytest.raises(SystemExit) as done:
+            with pytest.raises(SystemExit) as exit_:
                 module.main([*arguments, "--help"])
-            assert done.value.code == 0, name
+            assert exit_.value.code == 0, name

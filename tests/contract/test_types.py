@@ -1,4 +1,4 @@
-"""Types and help() as users see them: a user's file, checked by mypy."""
+"""mypy types a user's file as expected, and signatures name every argument with its type."""
 
 import inspect
 import subprocess
@@ -67,12 +67,12 @@ def test_mypy_types_a_users_file(tmp_path: Path) -> None:
     """The checks of --strict, by options of pyproject.toml and of the file, so that `make lint`'s cache serves."""
     path = tmp_path / "user.py"
     path.write_text(USER)
-    done = subprocess.run(
+    run = subprocess.run(
         [sys.executable, "-m", "mypy", "--no-color-output", str(path)],
         cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip
-    errors = [line for line in done.stdout.splitlines() if ": error:" in line]
-    assert [int(line.split(":")[1]) for line in errors] == WRONG, done.stdout + done.stderr
+    errors = [line for line in run.stdout.splitlines() if ": error:" in line]
+    assert [int(line.split(":")[1]) for line in errors] == WRONG, run.stdout + run.stderr
 
 
 @pytest.mark.parametrize("name", [n for n in memkern.optim.__all__ if n[0].isupper() and n != "StepInBackward"])

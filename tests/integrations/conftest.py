@@ -1,4 +1,4 @@
-"""A fixture that clears accelerate's settings after each test: they, and so the Trainer's, are global to a process."""
+"""A fixture that clears accelerate's settings after each test, which are global to a process (the Trainer's, too)."""
 
 from __future__ import annotations
 

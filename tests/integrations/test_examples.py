@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 TINY: dict[str, Any] = {"steps": 12, "width": 32, "layers": 2, "length": 32}
 LLAMA = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
-# What each needs beside transformers, and its arguments.
+# example: the package that it needs beside transformers, and its arguments
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "plain_loop": ("transformers", TINY),
     "trainer": ("accelerate", TINY),
@@ -88,6 +88,6 @@ def test_fsdp2_in_two_processes(tmp_path: Path) -> None:
     command = [*TORCHRUN_TWO, str(script)]
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert "parameters have states" in done.stdout
+    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-4000:]
+    assert "parameters have states" in run.stdout

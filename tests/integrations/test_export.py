@@ -28,11 +28,11 @@ def model() -> torch.nn.Sequential:
 
 def texts(error: BaseException | None) -> str:
     """An exception's message and those of what caused it."""
-    found = []
+    messages = []
     while error is not None:
-        found.append(str(error))
+        messages.append(str(error))
         error = error.__cause__ or error.__context__
-    return "\n".join(found)
+    return "\n".join(messages)
 
 
 @pytest.mark.feature("torch", "ONNX export of a compressed model names `restore`")

@@ -55,9 +55,9 @@ def _set_up_process() -> None:
 
 def _whole(model: torch.nn.Module) -> list[Tensor]:
     """All of each parameter, of which a process has a shard."""
-    found = [p.detach() for p in model.parameters()]
-    assert all(isinstance(p, DTensor) for p in found)
-    return [p.full_tensor() for p in found if isinstance(p, DTensor)]
+    parameters = [p.detach() for p in model.parameters()]
+    assert all(isinstance(p, DTensor) for p in parameters)
+    return [p.full_tensor() for p in parameters if isinstance(p, DTensor)]
 
 
 def _prepared(name: str, seed: int = 0) -> tuple[Any, Any, Any, Any]:
@@ -66,9 +66,9 @@ def _prepared(name: str, seed: int = 0) -> tuple[Any, Any, Any, Any]:
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["GPT2Block"]
     )
     accelerator = accelerate.Accelerator(cpu=True, fsdp_plugin=plugin)
-    new, options = OPTIONS[name]
+    cls, options = OPTIONS[name]
     model = gpt2(seed)
-    optimizer = getattr(optim, new)(model.parameters(), lr=1e-3, **options)
+    optimizer = getattr(optim, cls)(model.parameters(), lr=1e-3, **options)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 10)
     return accelerator, *accelerator.prepare(model, optimizer, scheduler)
 
@@ -105,11 +105,11 @@ def resumed(name: str, folder: str) -> tuple[list[Tensor], list[Tensor]]:
 @pytest.mark.feature("accelerate", "FSDP2: an optimizer made before `prepare` trains as in one process")
 @pytest.mark.parametrize("name", OPTIONS)
 def test_an_optimizer_made_before_prepare(ranks: Ranks, name: str) -> None:
-    found, again = ranks(2, in_accelerate, name)
-    assert_same(found, again)
-    new, options = OPTIONS[name]
+    found, on_rank_1 = ranks(2, in_accelerate, name)
+    assert_same(found, on_rank_1)
+    cls, options = OPTIONS[name]
     model = gpt2()
-    optimizer = getattr(optim, new)(model.parameters(), lr=1e-3, **options)
+    optimizer = getattr(optim, cls)(model.parameters(), lr=1e-3, **options)
     _train(model, optimizer, torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 10), 0, 4)
     expected = [p.detach() for p in model.parameters()]
     if name in ("LAMB8bit", "clipped"):  # norms are summed in another order over two ranks
@@ -128,16 +128,16 @@ def test_a_saved_state_resumes_bit_for_bit(ranks: Ranks, name: str, tmp_path: Pa
 
 def in_trainer(name: str, folder: str, checkpoint: str | None, seed: int) -> tuple[list[Tensor], list[float]]:
     _set_up_process()
-    new, options = OPTIONS[name]
-    own = {"max_steps": 4, "weight_decay": 0.0, "max_grad_norm": 0.0, "save_strategy": "steps", "save_steps": 2}
+    cls, options = OPTIONS[name]
+    run_options = {"max_steps": 4, "weight_decay": 0.0, "max_grad_norm": 0.0, "save_strategy": "steps", "save_steps": 2}
     fsdp = {"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["GPT2Block"], "version": 2}
     arguments = transformers.TrainingArguments(
         output_dir=folder, per_device_train_batch_size=4, ddp_backend="gloo", fsdp=True, fsdp_config=fsdp,
-        **TRAINER | own,
+        **TRAINER | run_options,
     )  # fmt: skip
     options = {"lr": 1e-3, **options}
     trainer = transformers.Trainer(
-        gpt2(seed), arguments, train_dataset=Texts(), optimizer_cls_and_kwargs=(getattr(optim, new), options)
+        gpt2(seed), arguments, train_dataset=Texts(), optimizer_cls_and_kwargs=(getattr(optim, cls), options)
     )
     trainer.train(resume_from_checkpoint=checkpoint)
     return _whole(trainer.model), [x["loss"] for x in trainer.state.log_history if "loss" in x]
@@ -148,5 +148,5 @@ def in_trainer(name: str, folder: str, checkpoint: str | None, seed: int) -> tup
 def test_the_trainer(ranks: Ranks, name: str, tmp_path: Path) -> None:
     (straight, losses), _ = ranks(2, in_trainer, name, str(tmp_path), None, 0)
     assert len(losses) == 4
-    (again, _), _ = ranks(2, in_trainer, name, str(tmp_path), str(tmp_path / "checkpoint-2"), 1)
-    assert_same(again, straight)
+    (continued, _), _ = ranks(2, in_trainer, name, str(tmp_path), str(tmp_path / "checkpoint-2"), 1)
+    assert_same(continued, straight)

@@ -54,8 +54,8 @@ def test_the_fit_is_the_plain_loop(tmp_path: Path) -> None:
     module = Module()
     fit(module, tmp_path, 4, gradient_clip_val=1.0)
     plain = Module()
-    made = plain.configure_optimizers()
-    optimizer, scheduler = made["optimizer"], made["lr_scheduler"]["scheduler"]
+    configured = plain.configure_optimizers()
+    optimizer, scheduler = configured["optimizer"], configured["lr_scheduler"]["scheduler"]
     rows = Texts().rows
     for i in range(4):
         plain.training_step({"input_ids": rows[4 * i : 4 * i + 4]}, i).backward()

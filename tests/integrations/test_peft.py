@@ -25,15 +25,15 @@ def adapted(model: Any, r: int = 8) -> Any:
 
 
 def losses(model: Any, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
-    found = []
+    values = []
     for seed in range(steps):
         rows = tokens(4, seed % 2)
         loss = model(input_ids=rows, labels=rows).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        found.append(loss.item())
-    return found
+        values.append(loss.item())
+    return values
 
 
 @pytest.mark.feature("peft", "LoRA on GPT-2 after `compress(linear=)`")
@@ -75,13 +75,14 @@ def test_a_compressed_gpt2_is_transformers_conv1d_still(way: Any) -> None:
 
 
 @pytest.mark.feature("peft", "LoRA adapters with 8-bit states (group option `min_8bit_size`)")
-@pytest.mark.parametrize(("least", "bytes_each"), [(4096, 8), (512, 2 + 8 / 128)])
-def test_bytes_of_adapters_states(least: int, bytes_each: float) -> None:
+# bytes of two moments: fp32, or 8-bit codes with an fp32 scale per block of 128
+@pytest.mark.parametrize(("min_8bit_size", "bytes_each"), [(4096, 8), (512, 2 + 8 / 128)])
+def test_bytes_of_adapters_states(min_8bit_size: int, bytes_each: float) -> None:
     model = adapted(gpt2(), r=8)
     adapters = [p for p in model.parameters() if p.requires_grad]
     assert {p.numel() for p in adapters} == {512, 1536, 2048}
-    optimizer = optim.AdamW8bit([{"params": adapters, "min_8bit_size": least}], lr=1e-2)
-    found = losses(model, optimizer, 6)
-    assert found[-2] < found[0]
+    optimizer = optim.AdamW8bit([{"params": adapters, "min_8bit_size": min_8bit_size}], lr=1e-2)
+    values = losses(model, optimizer, 6)
+    assert values[-2] < values[0]
     steps = 4 * len(adapters)
     assert memory.optimizer_bytes(optimizer) == bytes_each * sum(p.numel() for p in adapters) + steps

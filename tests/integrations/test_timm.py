@@ -63,27 +63,27 @@ def test_the_factory_makes_them_with_groups(name: str) -> None:
     assert type(optimizer) is names.optimizer(name.removeprefix("memkern").removeprefix("_"))
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, 0.05]
     assert all(p.dim() == 1 for p in optimizer.param_groups[0]["params"])
-    other = Net()
-    groups = timm.param_groups_weight_decay(other, 0.05)
+    twin = Net()
+    groups = timm.param_groups_weight_decay(twin, 0.05)
     options = {"momentum": 0.9} if "sgd" in name else {}  # timm's default
-    same = type(optimizer)(groups, lr=1e-3, **options)
-    assert_same(trained(model, optimizer), trained(other, same))
+    by_hand = type(optimizer)(groups, lr=1e-3, **options)
+    assert_same(trained(model, optimizer), trained(twin, by_hand))
 
 
 @pytest.mark.feature("timm", "layer decay")
 def test_layer_decay() -> None:
-    model, other = Net(), Net()
-    own = {"lr": 1e-3, "betas": (0.9, 0.95), "block_size": 64}
-    optimizer = timm.create_optimizer_v2(model, "memkern_adamw8bit", weight_decay=0.05, layer_decay=0.5, **own)
+    model, twin = Net(), Net()
+    options = {"lr": 1e-3, "betas": (0.9, 0.95), "block_size": 64}
+    optimizer = timm.create_optimizer_v2(model, "memkern_adamw8bit", weight_decay=0.05, layer_decay=0.5, **options)
     scales = {group["lr_scale"] for group in optimizer.param_groups}
     assert len(scales) > 2
     assert {group["block_size"] for group in optimizer.param_groups} == {64}
     assert {group["betas"] for group in optimizer.param_groups} == {(0.9, 0.95)}
-    groups = timm.param_groups_layer_decay(other, weight_decay=0.05, layer_decay=0.5)
-    same = optim.AdamW8bit(groups, **own)
-    for group in (*optimizer.param_groups, *same.param_groups):
+    groups = timm.param_groups_layer_decay(twin, weight_decay=0.05, layer_decay=0.5)
+    by_hand = optim.AdamW8bit(groups, **options)
+    for group in (*optimizer.param_groups, *by_hand.param_groups):
         group["lr"] *= group["lr_scale"]  # what timm's schedulers do
-    assert_same(trained(model, optimizer), trained(other, same))
+    assert_same(trained(model, optimizer), trained(twin, by_hand))
 
 
 def test_registering_again_says_nothing(registered: list[str]) -> None:

@@ -40,7 +40,7 @@ NAMES = ["adamw8bit", "adam8bit", "lion8bit", "lamb8bit", "lars8bit", "adamw"]
 
 @pytest.mark.feature("transformers", "Trainer, `optimizer_cls_and_kwargs`: every optimizer")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "adamw8bit" else pytest.mark.full) for n in NAMES])
-def test_the_pair_is_the_optimizer_made_by_hand(tmp_path: Path, name: str) -> None:
+def test_the_trainer_makes_the_optimizer_made_by_hand(tmp_path: Path, name: str) -> None:
     args = arguments(tmp_path)
     by_pair = trainer(args, gpt2(), optimizer_cls_and_kwargs(args, name))
     by_pair.train()
@@ -69,9 +69,9 @@ def test_muon_takes_the_groups_of_the_model(tmp_path: Path) -> None:
     groups = by_pair.optimizer.param_groups
     assert [group["algorithm"] for group in groups if group["initial_lr"] == 1e-3] == ["muon"]
     assert {group["algorithm"] for group in groups if group["initial_lr"] == 3e-4} == {"adamw"}
-    other = gpt2()
-    by_hand = memkern.optim.Muon8bit(memkern.optim.muon_groups(other, lr=1e-3, adamw_lr=3e-4))
-    expected = trainer(args, other, optimizers=(by_hand, None))
+    twin = gpt2()
+    by_hand = memkern.optim.Muon8bit(memkern.optim.muon_groups(twin, lr=1e-3, adamw_lr=3e-4))
+    expected = trainer(args, twin, optimizers=(by_hand, None))
     expected.train()
     assert_same(parameters_of(by_pair.model), parameters_of(expected.model))
 
@@ -176,7 +176,7 @@ def test_autocast_checkpointing_and_accumulation(tmp_path: Path) -> None:
 def test_gradients_that_are_gone_are_not_silently_unclipped(mode: str, callback: bool, tmp_path: Path) -> None:
     """The Trainer clips to 1.0 by default, and would find no gradients left to clip."""
 
-    def made(inner_norm: float | None = None, **options: Any) -> Any:
+    def trainer_of(inner_norm: float | None = None, **options: Any) -> Any:
         model = gpt2()
         clip = {} if inner_norm is None else {"max_grad_norm": inner_norm}
         if mode == "StepInBackward":
@@ -188,11 +188,11 @@ def test_gradients_that_are_gone_are_not_silently_unclipped(mode: str, callback:
         return trainer(args, model, optimizers=(optimizer, None), callbacks=callbacks)
 
     before = parameters_of(gpt2())
-    refused = made()
+    refused = trainer_of()
     with pytest.raises(ValueError, match=r"max_grad_norm=1\.0 given with (StepInBackward|HostOffload)"):
         refused.train()
     if callback or mode == "offload_gradients":
         assert_same(parameters_of(refused.model), before)
-    allowed = made(1.0 if mode == "offload_gradients" else None, max_grad_norm=0.0)
+    allowed = trainer_of(1.0 if mode == "offload_gradients" else None, max_grad_norm=0.0)
     allowed.train()
     assert any((a != b).any() for a, b in zip(parameters_of(allowed.model), before, strict=True))

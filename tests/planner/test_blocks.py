@@ -35,7 +35,7 @@ def source(request: pytest.FixtureRequest) -> Any:
 )
 def test_a_trace_without_a_block_is_that_of_a_model_of_one_block_less(source: Any, changes: dict[str, Any]) -> None:
     techniques = Techniques(micro_batch=2, **changes)
-    fake_step.trace(source.with_depth(2), techniques, "cpu")  # what is cached on first use
+    fake_step.trace(source.with_depth(2), techniques, "cpu")  # fills caches, so that later traces do not count them
     few, many = (fake_step.trace(source.with_depth(n), techniques, "cpu") for n in (3, 4))
     found = without_block(many, 1)
     assert found is not None
@@ -58,20 +58,21 @@ def test_a_trace_without_a_block_is_that_of_a_model_of_one_block_less(source: An
 def test_peaks_of_few_blocks_are_extrapolated_to_all(source: Any, changes: dict[str, Any]) -> None:
     """Also where a block's results are freed in the next one, by which the first block is unlike the others."""
     techniques = Techniques(micro_batch=4, **changes)
-    fake_step.trace(source.with_depth(2), techniques, "cpu")  # what is cached on first use
-    made, more = fake_step.traces(source, techniques, "cpu")
-    assert len(made) == 2
+    fake_step.trace(source.with_depth(2), techniques, "cpu")  # fills caches
+    traces, more_blocks = fake_step.traces(source, techniques, "cpu")
+    assert len(traces) == 2
     whole = fake_step.trace(source, techniques, "cpu")
     for free in (False, True):
-        found, expected = (peaks(*of, free_gradients=free, unit=64) for of in ((made, more), ([whole], 0)))
+        found = peaks(traces, more_blocks, free_gradients=free, unit=64)
+        expected = peaks([whole], 0, free_gradients=free, unit=64)
         assert [sum(found[phase].values()) for phase in expected] == [sum(x.values()) for x in expected.values()]
     assert fake_step.static_bytes(source, techniques, "cpu") == fake_step._static_bytes(source, techniques, "cpu")
 
 
 def test_blocks_that_differ_have_no_trace_with_one_less(source: Any) -> None:
     trace = fake_step.trace(source.with_depth(4), Techniques(), "cpu")
-    at = trace.blocks[2][0] + 1  # an operator of the third block
-    trace.operators[at] = (torch.ops.aten.sin.default, torch.Size([1]))
+    index = trace.blocks[2][0] + 1  # an operator of the third block
+    trace.operators[index] = (torch.ops.aten.sin.default, torch.Size([1]))
     assert without_block(trace, 1) is None
 
 
@@ -101,8 +102,8 @@ def test_cached_results_are_what_fake_tensor_mode_makes() -> None:
         for _ in range(3):  # the first call makes the results, later ones look them up
             with FakeMode():
                 x = torch.empty(6, 4)
-                made = call(x, torch.ones(4, dtype=torch.long))
-            assert described(made) == expected
+                found = call(x, torch.ones(4, dtype=torch.long))
+            assert described(found) == expected
     with FakeMode():
         x = torch.empty(6, 4)
         for _ in range(2):
@@ -113,18 +114,18 @@ def test_cached_results_are_what_fake_tensor_mode_makes() -> None:
 
 
 def test_shortened_loops_need_the_memory_of_whole_ones(monkeypatch: pytest.MonkeyPatch, source: Any) -> None:
-    def traced(is_few: bool) -> Any:
-        monkeypatch.setattr(FakeMode, "shortens_loops", is_few)
+    def traced(is_shortened: bool) -> Any:
+        monkeypatch.setattr(FakeMode, "shortens_loops", is_shortened)
         return fake_step.trace(source.with_depth(2), Techniques(micro_batch=2, loss_chunk=32), "cpu")
 
-    traced(True)  # what is cached on first use
-    few, all_ = traced(True), traced(False)
-    assert len(few.operators) < len(all_.operators)
+    traced(True)  # fills caches
+    shortened, whole = traced(True), traced(False)
+    assert len(shortened.operators) < len(whole.operators)
     options: dict[str, Any] = {"free_gradients": True, "unit": 64}
-    assert peaks([few], 0, **options) == peaks([all_], 0, **options)
+    assert peaks([shortened], 0, **options) == peaks([whole], 0, **options)
 
 
-def test_blocks_of_kinds_that_run_the_same_operators_are_as_of_one() -> None:
+def test_kinds_of_blocks_that_run_the_same_operators_count_as_one() -> None:
     import transformers
 
     sizes = {"vocab_size": 500, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -133,7 +134,7 @@ def test_blocks_of_kinds_that_run_the_same_operators_are_as_of_one() -> None:
     options: dict[str, Any] = {"free_gradients": False, "unit": 64}
     for tokens, count in ((16, 2), (64, 1)):  # longer sequences need a mask in blocks of one kind
         source: Any = resolve(config, tokens, None, None, None)
-        traces, more = fake_step.traces(source, Techniques(), "cpu")
+        traces, more_blocks = fake_step.traces(source, Techniques(), "cpu")
         assert len(traces) == count
         whole = fake_step.trace(source, Techniques(), "cpu")
-        assert peaks(traces, more, **options) == peaks([whole], 0, **options)
+        assert peaks(traces, more_blocks, **options) == peaks([whole], 0, **options)

@@ -1,4 +1,4 @@
-"""What a plan counts on: fake CUDA or fake CPU tensors, which modules, attention masks, and tensors made of numbers."""
+"""Plans count a step on fake CUDA tensors, else on fake CPU tensors; they refuse modules that cannot be counted."""
 
 import re
 from collections.abc import Callable
@@ -22,7 +22,7 @@ def fails(*_: Any, **__: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("for_gpus", "compiler", "why"),
+    ("for_gpus", "compiler", "reason"),
     [
         (False, None, "no C++ compiler is found"),
         (True, "c++", "this torch is built for GPUs and finds none"),
@@ -30,24 +30,24 @@ def fails(*_: Any, **__: Any) -> None:
     ],
 )
 def test_a_plan_on_fake_cpu_tensors_warns_and_says_so(
-    monkeypatch: pytest.MonkeyPatch, for_gpus: bool, compiler: str | None, why: str
+    monkeypatch: pytest.MonkeyPatch, for_gpus: bool, compiler: str | None, reason: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(fake_cuda, "compiler", lambda: compiler)
     monkeypatch.setattr(fake_cuda, "torch_has_gpus", lambda: for_gpus)
     monkeypatch.setattr(fake_cuda, "call", fails)
-    with pytest.warns(UserWarning, match=f"fake CPU tensors, with a wider band: {re.escape(why)}"):
-        made = memkern.plan(nn.Linear(4, 4), **COUNTED)
-    assert made.counted_on == ON_CPU_TENSORS
-    assert f"Not counted on fake CUDA tensors: {why}" in str(made)
+    with pytest.warns(UserWarning, match=f"fake CPU tensors, with a wider band: {re.escape(reason)}"):
+        plan = memkern.plan(nn.Linear(4, 4), **COUNTED)
+    assert plan.counted_on == ON_CPU_TENSORS
+    assert f"Not counted on fake CUDA tensors: {reason}" in str(plan)
 
 
-def test_what_cannot_be_sent_to_another_process() -> None:
+def test_a_model_that_cannot_be_sent_to_another_process_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="the model cannot be sent to a process with fake CUDA tensors"):
         fake_cuda.call(lambda: None)
 
 
-def test_modules_of_which_a_step_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_and_sharded_modules_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = nn.Sequential(nn.Linear(4, 4))
     compiled[0].compile()
     for module in (compiled, torch.compile(nn.Linear(4, 4))):
@@ -58,7 +58,7 @@ def test_modules_of_which_a_step_is_not_counted(monkeypatch: pytest.MonkeyPatch)
         memkern.plan(nn.Linear(4, 4), **COUNTED)
 
 
-def test_attention_masks() -> None:
+def test_attention_masks_are_counted_for_models_that_take_tokens() -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"n_layer": 1, "n_embd": 32, "n_head": 2, "vocab_size": 100, "n_positions": 64}
     config = transformers.GPT2Config(**sizes, architectures=["GPT2LMHeadModel"])
@@ -72,7 +72,7 @@ def test_attention_masks() -> None:
             memkern.plan(model, attention_mask=True, **COUNTED)
 
 
-WAYS: dict[str, Callable[[Tensor], Tensor]] = {
+WAYS: dict[str, Callable[[Tensor], Tensor]] = {  # to make a tensor of Python numbers in a forward pass
     "a list": lambda x: x[..., [-2, 1]],
     "a range": lambda x: x[:, range(2)],
     "a mask": lambda x: x[[True, False, True, True]],
@@ -110,7 +110,7 @@ def on_cuda() -> tuple[dict[str, list[int]], set[str]]:
 
 
 def test_models_on_the_fake_device() -> None:
-    """Tensors of numbers can be made, also where a checkpoint runs a block again: Falcon's blocks index by lists. The
+    """Blocks can make tensors of numbers there, in a checkpoint's second run, too: Falcon's blocks index by lists. The
     backward passes of SiLU and Mish are one operator each, though torch without CUDA decomposes them."""
     if fake_cuda.why_not():
         pytest.skip("fake CUDA needs a C++ compiler, and a torch without CUDA")

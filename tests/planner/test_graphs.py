@@ -32,7 +32,7 @@ class Block(nn.Module):
 
 def model() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 64), *(nn.Sequential(*(Block() for _ in range(3))),))
+    return nn.Sequential(nn.Linear(64, 64), nn.Sequential(*(Block() for _ in range(3))))
 
 
 COMPILED = [name for name, way in WAYS_OF_SAVING.items() if way.get("compile")]
@@ -60,9 +60,9 @@ def test_a_trace_has_the_bytes_of_a_compiled_model_and_leaves_nothing(techniques
     memkern.apply(real, Techniques(compile=True, **techniques))
     losses = []
 
-    def forward(of: nn.Module) -> None:
+    def forward(module: nn.Module) -> None:
         with memkern.techniques.applying.autocast(Techniques(compile=True, **techniques), "cpu"):
-            losses.append(of(BATCH).square().mean())
+            losses.append(module(BATCH).square().mean())
 
     saved = memory.saved_bytes(lambda: forward(real), real, BATCH)
     assert abs(found.saved - saved) <= 64  # the loss, and what else an operator of one element leaves
@@ -78,9 +78,9 @@ def test_equal_graphs_are_made_once_in_a_session() -> None:
     limit = torch._dynamo.config.recompile_limit
     with graphs.session():
         first = trace(saved_bits=8)
-        made = counters["stats"]["unique_graphs"]
+        graph_count = counters["stats"]["unique_graphs"]
         assert trace(saved_bits=8).saved == first.saved
-        assert counters["stats"]["unique_graphs"] == made == 1
+        assert counters["stats"]["unique_graphs"] == graph_count == 1
         with pytest.raises(ZeroDivisionError), graphs.session():
             raise ZeroDivisionError
         trace(saved_bits="exact")
@@ -101,16 +101,16 @@ def test_blocks_of_torch_s_own_classes_are_compiled_anew_afterwards() -> None:
 
     x = torch.randn(128, 64)
     techniques = Techniques(compile=True, saved_bits=8)
-    made = plan(
+    planned = plan(
         model(), inputs=x, loss=lambda model, batch: model(*batch).square().mean(), memory="1GiB", device="cpu",
         techniques={"compile": True, "saved_bits": 8},
     )  # fmt: skip
-    assert "saved_bits=8, compile=True)" in made.code()
+    assert "saved_bits=8, compile=True)" in planned.code()
     counters.clear()
     compiled, plain = model(), model()
     memkern.apply(compiled, techniques)
-    for of in (compiled, plain):
-        of(x).square().mean().backward()
+    for module in (compiled, plain):
+        module(x).square().mean().backward()
     assert counters["stats"]["unique_graphs"] == 2  # the input of the first block needs no gradient
     for p, expected in zip(compiled.parameters(), plain.parameters(), strict=True):
         assert (p.grad - expected.grad).norm() < 0.03 * expected.grad.norm()
@@ -124,19 +124,19 @@ def test_compiled_blocks_are_compared_by_default(device: str) -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"num_hidden_layers": 6, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 100}
     config = transformers.Qwen3Config(hidden_size=64, intermediate_size=128, head_dim=32, **sizes)
-    made = plan(config, memory="2GiB", seq_len=256, device=device)
-    assert made.counted_on == device or fake_cuda.why_not()
-    assert not made.ruled_out
-    saved = {name: made.alone[name].categories["saved activations"] for name in ("as it is", *COMPILED)}
+    planned = plan(config, memory="2GiB", seq_len=256, device=device)
+    assert planned.counted_on == device or fake_cuda.why_not()
+    assert not planned.ruled_out
+    saved = {name: planned.alone[name].categories["saved activations"] for name in ("as it is", *COMPILED)}
     assert saved["compiled, saved in 8 bits"] < saved["compiled, saved once (exact)"] < saved["as it is"]
-    seconds = {name: made.alone[name].seconds for name in saved}
+    seconds = {name: planned.alone[name].seconds for name in saved}
     assert seconds["compiled, saved once (exact)"] < seconds["compiled, saved in 8 bits"]
     assert seconds["compiled, saved once (exact)"] < seconds["as it is"]
-    assert made.recommended is not None
-    assert not made.recommended.techniques.compile
+    assert planned.recommended is not None
+    assert not planned.recommended.techniques.compile
     if device == "cpu":
         without = plan(config, memory="2GiB", seq_len=256, device=device, techniques={"compile": False})
-        assert {*made.alone} - {*without.alone} == {*COMPILED}
+        assert {*planned.alone} - {*without.alone} == {*COMPILED}
 
 
 @pytest.mark.long  # a graph for each size that is tried
@@ -145,13 +145,13 @@ def test_what_compiled_blocks_save_is_chosen() -> None:
     """With 2 GiB compiled blocks save all; with 1 MiB less than that plan's peak, the plan sets saved_bits."""
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(n_layer=6, n_head=2, n_embd=64, n_positions=256, vocab_size=100)
-    given = {"compile": True, "precision": "fp32", "loss_chunk": None, "state_bits": 32, "accumulation": 1}
+    fixed = {"compile": True, "precision": "fp32", "loss_chunk": None, "state_bits": 32, "accumulation": 1}
     chosen = []
-    for most in ("2GiB", None):
-        limit = most or math.ceil(chosen[0].peak - 2**20)
-        made = plan(config, memory=limit, seq_len=256, device="cpu", batch_size=8, techniques=given)
-        assert made.recommended is not None
-        chosen.append(made.recommended)
+    for size in ("2GiB", None):
+        limit = size or math.ceil(chosen[0].peak - 2**20)
+        planned = plan(config, memory=limit, seq_len=256, device="cpu", batch_size=8, techniques=fixed)
+        assert planned.recommended is not None
+        chosen.append(planned.recommended)
     assert all(p.techniques.compile for p in chosen)
     assert chosen[0].seconds < chosen[1].seconds
     assert (chosen[0].techniques.saved_bits, chosen[0].techniques.checkpointing) == (None, None)

@@ -78,9 +78,9 @@ TIERS: list[Any] = [(), pytest.mark.long, pytest.mark.full, pytest.mark.long]  #
 @pytest.mark.parametrize("case", [pytest.param(c, marks=TIERS[i % 4]) for i, c in enumerate(CASES)])
 def test_a_step_is_traced(case: str) -> None:
     source: Any = resolve(CASES[case](), 32, None, None, None)
-    one, two = (trace(source, Techniques(micro_batch=size), "cpu") for size in (1, 2))
-    assert 0 < one.saved < two.saved
-    assert trace(source, Techniques(precision="bf16"), "cpu").saved < one.saved
+    single, double = (trace(source, Techniques(micro_batch=size), "cpu") for size in (1, 2))
+    assert 0 < single.saved < double.saved
+    assert trace(source, Techniques(precision="bf16"), "cpu").saved < single.saved
 
 
 def planned(model: nn.Module, device: str = "cpu", **options: Any) -> memkern.planner.Plan:

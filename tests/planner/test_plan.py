@@ -26,8 +26,8 @@ def test_what_is_recommended_fits_and_is_the_fastest_found() -> None:
     model, x = Stack(), torch.zeros(2, WIDTH)
     predictor = predictor_of(model, x)
     plain = predictor.predict(Techniques()).peak
-    given = {"precision": "fp32", "state_bits": 32}
-    roomy = memkern.plan(model, memory=2 * plain, inputs=x, device="cpu", techniques=given)
+    fixed = {"precision": "fp32", "state_bits": 32}
+    roomy = memkern.plan(model, memory=2 * plain, inputs=x, device="cpu", techniques=fixed)
     assert roomy.recommended is not None
     assert roomy.recommended.techniques == Techniques()
     tight = memkern.plan(model, memory=roomy.least, inputs=x, device="cpu")
@@ -39,10 +39,10 @@ def test_what_is_recommended_fits_and_is_the_fastest_found() -> None:
     assert re.search(r"^as it is +[\d.]+!", str(close), re.MULTILINE)
     assert not close.fits_as_it_is
     assert "Fits as it is" not in str(close)
-    none = memkern.plan(model, memory=DEFAULTS["cpu"].process, inputs=x, device="cpu")
-    assert not none.fits
-    assert f"the least that could is {none.least / 2**30 + 0.005:.2f} GiB" in str(none)
-    assert "Fewer or shorter sequences need less" in str(none)
+    impossible = memkern.plan(model, memory=DEFAULTS["cpu"].process, inputs=x, device="cpu")
+    assert not impossible.fits
+    assert f"the least that could is {impossible.least / 2**30 + 0.005:.2f} GiB" in str(impossible)
+    assert "Fewer or shorter sequences need less" in str(impossible)
 
 
 @pytest.mark.full
@@ -57,15 +57,15 @@ def test_the_largest_micro_batch_is_the_largest() -> None:
 
 @pytest.mark.full
 def test_batches_are_cut_into_the_largest_micro_batches_that_divide_them() -> None:
-    given = {"precision": "fp32", "state_bits": 32, "activation_bits": None, "checkpointing": None}
+    fixed = {"precision": "fp32", "state_bits": 32, "activation_bits": None, "checkpointing": None}
     x = torch.zeros(2, WIDTH)
-    plan = memkern.plan(Stack(), memory="594MiB", inputs=x, device="cpu", techniques=given, batch_size=4000, clip=1.0)
+    plan = memkern.plan(Stack(), memory="594MiB", inputs=x, device="cpu", techniques=fixed, batch_size=4000, clip=1.0)
     assert plan.recommended is not None
-    found = plan.recommended.techniques
-    assert found.accumulation > 1
-    assert found.micro_batch * found.accumulation == 4000
-    assert found.micro_batch <= plan.largest_micro_batch
-    assert not found.step_in_backward
+    techniques = plan.recommended.techniques
+    assert techniques.accumulation > 1
+    assert techniques.micro_batch * techniques.accumulation == 4000
+    assert techniques.micro_batch <= plan.largest_micro_batch
+    assert not techniques.step_in_backward
 
 
 def test_a_model_is_left_as_it_is() -> None:
@@ -149,6 +149,6 @@ def test_the_text_of_a_small_model_of_ones_own() -> None:
     assert weights == "2.0"  # 525,568 of 4 bytes, which are 0.00 GiB
     assert "Fits as it is: plain training needs no more than the limit.\nThe fastest that fits: " in text
     assert "! may need more" not in text
-    half = plan.recommended.techniques.precision == "bf16"
-    names = {"model": model, "batches": itertools.repeat((x.bfloat16() if half else x,)), "lr": 1e-3, "steps": 2}
+    is_bf16 = plan.recommended.techniques.precision == "bf16"
+    names = {"model": model, "batches": itertools.repeat((x.bfloat16() if is_bf16 else x,)), "lr": 1e-3, "steps": 2}
     exec(plan.code(), names | {"loss_fn": lambda model, batch: model(*batch).float().square().mean()})

@@ -26,18 +26,18 @@ def run(capsys: pytest.CaptureFixture, *arguments: str) -> tuple[int, str, str]:
 
 @pytest.mark.full
 def test_the_command(folder: Path, capsys: pytest.CaptureFixture) -> None:
-    given = ("--model", str(folder), "--seq-len", "64", "--device", "cpu")
-    code, out, _ = run(capsys, *given, "--memory", "2GiB")
+    arguments = ("--model", str(folder), "--seq-len", "64", "--device", "cpu")
+    code, out, _ = run(capsys, *arguments, "--memory", "2GiB")
     assert code == 0
     assert "Fits as it is" in out
     assert "loss.backward()" in out
-    code, out, _ = run(capsys, *given, "--memory", "100MiB", "--json")
+    code, out, _ = run(capsys, *arguments, "--memory", "100MiB", "--json")
     assert code == 1
-    found = json.loads(out)
-    assert found["fits"] is False
+    plan = json.loads(out)
+    assert plan["fits"] is False
     rows = {name for name, changes in ROWS.items() if not changes.get("compile")}
-    assert {*found["alone"]} == {name for name in rows if "on the host" not in name}
-    assert found["together"]["peak"] > 100 * MIB
+    assert {*plan["alone"]} == {name for name in rows if "on the host" not in name}
+    assert plan["together"]["peak"] > 100 * MIB
 
 
 @pytest.mark.parametrize(
@@ -57,15 +57,15 @@ def test_the_command(folder: Path, capsys: pytest.CaptureFixture) -> None:
     ids=str,
 )
 def test_bad_arguments(capsys: pytest.CaptureFixture, changes: dict[str, str], message: str) -> None:
-    given = {"--model": "gpt2", "--memory": "1GiB", "--seq-len": "8"} | changes
-    code, out, err = run(capsys, *(word for pair in given.items() for word in pair))
+    arguments = {"--model": "gpt2", "--memory": "1GiB", "--seq-len": "8"} | changes
+    code, out, err = run(capsys, *(word for pair in arguments.items() for word in pair))
     assert (code, out) == (2, "")
     assert message in err
     assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("changes", "message"),
     [
         ({"techniques": Techniques(loss_chunk=128)}, "loss_chunk: 128 given; allowed: None for a model that is no"),
         ({"clip": 1.0, "techniques": {"step_in_backward": True}}, "step_in_backward: True given; allowed: False with"),
@@ -78,9 +78,9 @@ def test_bad_arguments(capsys: pytest.CaptureFixture, changes: dict[str, str], m
     ],
     ids=["chunks of the loss", "clipping and a step in backward", "no technique", "no inputs", "no blocks"],
 )
-def test_what_the_model_or_an_argument_rules_out(given: dict[str, Any], message: str) -> None:
+def test_what_the_model_or_an_argument_rules_out(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
-        memkern.plan(**{"model": Stack(), "memory": "1GiB", "inputs": torch.zeros(2, WIDTH), "device": "cpu"} | given)
+        memkern.plan(**{"model": Stack(), "memory": "1GiB", "inputs": torch.zeros(2, WIDTH), "device": "cpu"} | changes)
     with pytest.raises(TypeError, match="model must be a name"):
         memkern.plan(3, memory="1GiB")
 

@@ -42,28 +42,28 @@ def test_bytes_of_muons_momentum() -> None:
 def test_a_step_in_backward_frees_gradients_and_accumulation_holds_them() -> None:
     predictor = predictor_of(Stack(), torch.zeros(2, WIDTH))
     static_bytes = predictor.static_bytes(Techniques())
-    plain, leaving, accumulating = (
+    plain, in_backward, accumulating = (
         predictor.predict(Techniques(**changes)) for changes in ({}, {"step_in_backward": True}, {"accumulation": 4})
     )
-    scratch = 1 + MARGIN["cpu"]
-    assert plain.phases["step"] - plain.phases["begin"] == int(scratch * static_bytes.gradients)
-    assert leaving.categories["gradients"] <= 2 * static_bytes.largest
+    margin = 1 + MARGIN["cpu"]  # by which predicted temporaries exceed those that were counted
+    assert plain.phases["step"] - plain.phases["begin"] == int(margin * static_bytes.gradients)
+    assert in_backward.categories["gradients"] <= 2 * static_bytes.largest
     assert accumulating.categories["gradients"] >= static_bytes.gradients
     more = accumulating.phases["forward"] - plain.phases["forward"]
-    assert abs(more - scratch * static_bytes.gradients) <= 1
+    assert abs(more - margin * static_bytes.gradients) <= 1
 
 
 def test_offload_leaves_the_gpu_without_states() -> None:
     predictor = predictor_of(Stack(), torch.zeros(2, WIDTH), "cuda")
-    here, away = predictor.predict(Techniques()), predictor.predict(Techniques(offload="cpu"))
-    assert away.categories["optimizer"] == 0
-    assert away.host >= here.categories["optimizer"] > 0
-    assert away.seconds > here.seconds
-    half = {"precision": "bf16", "offload": "cpu"}
+    on_device, on_host = predictor.predict(Techniques()), predictor.predict(Techniques(offload="cpu"))
+    assert on_host.categories["optimizer"] == 0
+    assert on_host.host >= on_device.categories["optimizer"] > 0
+    assert on_host.seconds > on_device.seconds
+    offloaded = {"precision": "bf16", "offload": "cpu"}
     count = predictor.static_bytes(Techniques()).count
     states = predictor.predict(Techniques(offload="device"))
-    assert states.categories["optimizer"] == here.categories["optimizer"]  # which are less than a bucket
-    assert here.categories["optimizer"] <= states.host <= 1.03 * here.categories["optimizer"] + 1
-    assert here.seconds < states.seconds
-    copied, kept = (predictor.predict(Techniques(**half, master_weights=m)).host for m in (None, "bf16+8"))
-    assert copied - kept == (4 - 2 - 1) * count
+    assert states.categories["optimizer"] == on_device.categories["optimizer"]  # which are less than a bucket
+    assert on_device.categories["optimizer"] <= states.host <= 1.03 * on_device.categories["optimizer"] + 1
+    assert on_device.seconds < states.seconds
+    copied, in_codes = (predictor.predict(Techniques(**offloaded, master_weights=m)).host for m in (None, "bf16+8"))
+    assert copied - in_codes == (4 - 2 - 1) * count

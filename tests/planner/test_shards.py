@@ -25,12 +25,12 @@ def model() -> nn.Module:
 
 
 def test_a_device_holds_its_rows_and_what_is_gathered() -> None:
-    found = predictor_of(model(), INPUTS, devices=4).static_bytes(Techniques())
+    static_bytes = predictor_of(model(), INPUTS, devices=4).static_bytes(Techniques())
     block, head = 8 * WIDTH + 8, 2 * WIDTH  # of 30 and 5 rows, rounded up
-    assert found.count == DEPTH * WIDTH * (WIDTH + 1) + 5 * WIDTH
-    assert found.parameters == found.gradients == 4 * (DEPTH * block + head)
-    assert found.optimizer == 8 * (DEPTH * block + head) + 4 * (2 * DEPTH + 1)  # and a step counter per tensor
-    assert (found.block, found.root) == (4 * 4 * block, 4 * 4 * head)
+    assert static_bytes.count == DEPTH * WIDTH * (WIDTH + 1) + 5 * WIDTH
+    assert static_bytes.parameters == static_bytes.gradients == 4 * (DEPTH * block + head)
+    assert static_bytes.optimizer == 8 * (DEPTH * block + head) + 4 * (2 * DEPTH + 1)  # and a step counter per tensor
+    assert (static_bytes.block, static_bytes.root) == (4 * 4 * block, 4 * 4 * head)
 
 
 def test_what_is_gathered_in_each_part_of_a_step() -> None:
@@ -50,10 +50,10 @@ def test_gradients_of_blocks_are_reduced_when_the_block_ends() -> None:
     found = trace.levels(free_gradients=False, unit=1, devices=2)["gradients"]
     assert found == [0] * 5 + [64] * 4 + [32] * 2
     predictors = [predictor_of(model(), INPUTS, devices=n) for n in (1, 3)]
-    one, many = (each.predict(Techniques(micro_batch=50)) for each in predictors)
-    assert many.phases["step"] < one.phases["step"] / 2 + DEFAULTS["cpu"].process
-    gathered = predictors[1].static_bytes(Techniques())
-    assert many.categories["temporaries"] >= gathered.root + gathered.block
+    single, sharded = (each.predict(Techniques(micro_batch=50)) for each in predictors)
+    assert sharded.phases["step"] < single.phases["step"] / 2 + DEFAULTS["cpu"].process
+    static_bytes = predictors[1].static_bytes(Techniques())
+    assert sharded.categories["temporaries"] >= static_bytes.root + static_bytes.block
 
 
 @pytest.mark.parametrize(

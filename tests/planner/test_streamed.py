@@ -68,16 +68,16 @@ def test_tied_weights_are_the_root_s_and_the_last_block_stays() -> None:
 
 
 def test_the_device_has_no_weights_states_or_errors_and_the_host_has_all() -> None:
-    found = predictor().predict(Techniques(**FRUGAL))
+    streamed = predictor().predict(Techniques(**FRUGAL))
     on_device = predictor().predict(Techniques(**FRUGAL | {"weights_on_host": None}))
-    assert found.categories["parameters"] == 2 * WIDTH  # the buffer
-    assert not any(found.categories[name] for name in ("errors", "optimizer"))
-    assert found.peak < on_device.peak
+    assert streamed.categories["parameters"] == 2 * WIDTH  # the buffer
+    assert not any(streamed.categories[name] for name in ("errors", "optimizer"))
+    assert streamed.peak < on_device.peak
     held = sum(on_device.categories[name] for name in ("parameters", "errors", "optimizer"))
     weights = held - on_device.categories["errors"] - on_device.categories["optimizer"] - 2 * WIDTH
     # weights in slabs, and all gradients, each rounded up to a power of two
-    assert held - 2 * WIDTH + 2.03 * weights <= found.host + weights <= held + 3.03 * weights
-    assert found.brought == weights
+    assert held - 2 * WIDTH + 2.03 * weights <= streamed.host + weights <= held + 3.03 * weights
+    assert streamed.brought == weights
 
 
 def test_gradients_on_the_host_are_those_of_three_groups_or_of_all() -> None:
@@ -93,13 +93,13 @@ def test_gradients_on_the_host_are_those_of_three_groups_or_of_all() -> None:
 
 
 def test_on_the_cpu_weights_are_counted_where_they_are() -> None:
-    found, plain = (
+    streamed, plain = (
         predictor(device="cpu").predict(Techniques(weights_on_host=place, step_in_backward=True))
         for place in ("layers", None)
     )
-    assert found.categories["parameters"] == plain.categories["parameters"]
-    assert found.peak > plain.peak
-    assert (found.host, found.brought) == (0, 0)
+    assert streamed.categories["parameters"] == plain.categories["parameters"]
+    assert streamed.peak > plain.peak
+    assert (streamed.host, streamed.brought) == (0, 0)
 
 
 # ---- time
@@ -118,9 +118,9 @@ def time_of(techniques: Techniques, tokens: int, brought: int = 0) -> float:
 
 
 def test_a_pass_takes_at_least_the_time_of_its_transfers() -> None:
-    t = Techniques(**FRUGAL)  # 2e6 bytes take 2 ms, as 1000 tokens of 2e6 operations do
-    assert time_of(t, 1001, 2 * 10**6) == time_of(t, 1001)
-    assert time_of(t, 900, 2 * 10**6) > time_of(t, 900)
+    techniques = Techniques(**FRUGAL)  # 2e6 bytes take 2 ms, as 1000 tokens of 2e6 operations do
+    assert time_of(techniques, 1001, 2 * 10**6) == time_of(techniques, 1001)
+    assert time_of(techniques, 900, 2 * 10**6) > time_of(techniques, 900)
 
 
 def test_the_host_s_step_is_hidden_by_the_backward_pass_and_never_faster_than_the_device_s() -> None:
@@ -128,7 +128,7 @@ def test_the_host_s_step_is_hidden_by_the_backward_pass_and_never_faster_than_th
         Techniques(**FRUGAL | {"weights_on_host": place, "step_in_backward": steps})
         for place, steps in (("layers", False), ("layers", True), (None, True))
     )
-    # the step takes 1.2 ms on the host, as the backward pass with 300 tokens
+    # the step takes 1.2 ms on the host, as long as the backward pass with 300 tokens
     assert time_of(after, 301) - time_of(inside, 301) == pytest.approx(
         STEP / SPEEDS.host_bandwidth - STEP / SPEEDS.bandwidth
     )
@@ -142,9 +142,9 @@ def test_the_host_s_step_is_hidden_by_the_backward_pass_and_never_faster_than_th
 @pytest.mark.full
 def test_an_8b_model_fits_a_card_of_12_gb_if_the_host_has_the_memory() -> None:
     """As ``plan --model llama-3.1-8b --memory 12GiB --host-memory 64GiB``, with some techniques given."""
-    given = LONG | {"activation_bits": None, "compile": False}
-    del given["weights_on_host"]
-    plan = memkern.plan("llama-3.1-8b", memory="12GiB", host_memory="64GiB", techniques=given)
+    fixed = LONG | {"activation_bits": None, "compile": False}
+    del fixed["weights_on_host"]
+    plan = memkern.plan("llama-3.1-8b", memory="12GiB", host_memory="64GiB", techniques=fixed)
     best = plan.recommended
     assert best is not None
     assert best.techniques.weights_on_host == "layers"
@@ -158,16 +158,16 @@ def test_an_8b_model_fits_a_card_of_12_gb_if_the_host_has_the_memory() -> None:
 
 
 def test_memory_on_the_host_is_a_limit() -> None:
-    found = predictor(Stack(12))
-    given = FRUGAL | {"step_in_backward": True}
-    streamed = found.predict(Techniques(**given))
-    del given["weights_on_host"]
+    predictions = predictor(Stack(12))
+    fixed = FRUGAL | {"step_in_backward": True}
+    streamed = predictions.predict(Techniques(**fixed))
+    del fixed["weights_on_host"]
     memory = streamed.peak + 8 * BLOCK  # too little for all weights and states
-    chosen = Chooser(found, given, 1, 0.0, streamed.host).fastest(memory)
+    chosen = Chooser(predictions, fixed, 1, 0.0, streamed.host).fastest(memory)
     assert chosen is not None
     assert chosen.techniques.weights_on_host == "layers"
-    assert Chooser(found, given, 1, 0.0, streamed.host - 1).fastest(memory) is None
-    smallest = Chooser(found, given, 1, 0.0, streamed.host - 1).smallest()
+    assert Chooser(predictions, fixed, 1, 0.0, streamed.host - 1).fastest(memory) is None
+    smallest = Chooser(predictions, fixed, 1, 0.0, streamed.host - 1).smallest()
     assert smallest.host < streamed.host
 
 
@@ -198,9 +198,9 @@ def test_what_fully_shard_allocates_is_predicted(
 ) -> None:
     """Never less, and within 3 % of what a process has on the device."""
     process = DEFAULTS["cuda"].process
-    found = counted(model, tokens, depth, **techniques)
-    predicted, real = (max(sizes) for sizes in zip(*found.values(), strict=True))
+    by_phase = counted(model, tokens, depth, **techniques)
+    predicted, real = (max(sizes) for sizes in zip(*by_phase.values(), strict=True))
     assert real + process <= predicted + process <= 1.03 * (real + process)
-    assert all(predicted >= real for predicted, real in found.values())
+    assert all(predicted >= real for predicted, real in by_phase.values())
     if depth is None and model == "llama-3.1-8b":
         assert predicted + process < 12 * GIB

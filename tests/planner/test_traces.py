@@ -33,8 +33,8 @@ from tests.support.planned_models import WIDTH, Block, Stack, predictor_of
 def test_a_trace_has_the_bytes_of_the_real_step(changes: dict[str, Any]) -> None:
     techniques = Techniques(micro_batch=1000, **changes)
     model = Stack()
-    traces, more = predictor_of(model, torch.zeros(2, WIDTH)).traces(techniques)
-    found = peaks(traces, more, free_gradients=False, unit=1)
+    traces, more_blocks = predictor_of(model, torch.zeros(2, WIDTH)).traces(techniques)
+    found = peaks(traces, more_blocks, free_gradients=False, unit=1)
     model.to(applying.weight_dtype(techniques))
     memkern.apply(model, techniques)
     x = torch.randn(1000, WIDTH, dtype=next(model.parameters()).dtype)
@@ -56,7 +56,7 @@ class Tied(nn.Module):
         return nn.functional.cross_entropy(nn.functional.linear(x[:-1], weight).float(), tokens[1:])
 
 
-@pytest.mark.parametrize(
+@pytest.mark.parametrize(  # gradients: tensors of the weight's size that are alive at the peak
     ("precision", "chunked", "gradients"), [("fp32", False, 3), ("bf16-mixed", False, 2), ("fp32", True, 2)]
 )
 def test_the_sum_of_a_tied_weights_gradients_is_made_as_autograd_makes_it(
@@ -105,8 +105,8 @@ def test_traces_are_aligned_where_the_blocks_are_not_in_the_middle(changes: dict
 
 def test_traces_of_blocks_that_differ_are_not_aligned() -> None:
     x = torch.zeros(2, WIDTH)
-    other = nn.Sequential(Block(), nn.Linear(WIDTH, WIDTH), Block())
-    few, many = (fake_step.trace(resolve(m, None, x, None, None), Techniques(), "cpu") for m in (Stack(), other))
+    unlike = nn.Sequential(Block(), nn.Linear(WIDTH, WIDTH), Block())
+    few, many = (fake_step.trace(resolve(m, None, x, None, None), Techniques(), "cpu") for m in (Stack(), unlike))
     assert aligned(few, many) is None
 
 

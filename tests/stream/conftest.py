@@ -1,4 +1,4 @@
-"""A fixture that ends the process group which weights on the host make, after each file of tests."""
+"""A fixture that ends the process group that weights on the host make, after each file of tests."""
 
 from collections.abc import Iterator
 

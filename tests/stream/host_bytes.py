@@ -41,22 +41,22 @@ def run(name: str, blocks: int, steps: int) -> tuple[int, int, int]:
     memkern.apply(model, techniques, device="cpu")
     groups = optimizer_groups(model, techniques, lr=1e-3, weight_decay=0.1)
     optimizer: Any = memkern.make_optimizer(groups, techniques, lr=1e-3)
-    x, most = torch.randn(4, WIDTH, dtype=torch.bfloat16), 0
+    x, peak = torch.randn(4, WIDTH, dtype=torch.bfloat16), 0
     step_some = optimizer._step_some
 
-    def seen(params: Any) -> None:
-        nonlocal most
+    def measured_step(params: Any) -> None:
+        nonlocal peak
         step_some(params)
-        most = max(most, resident())
+        peak = max(peak, resident())
 
-    optimizer._step_some = seen
+    optimizer._step_some = measured_step
     for step in range(steps):
-        most = 0 if step < 1 else most
+        peak = 0 if step < 1 else peak
         model(x).float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     return_freed_memory()
-    return sum(p.numel() for p in model.parameters()), resident(), most
+    return sum(p.numel() for p in model.parameters()), resident(), peak
 
 
 def main(name: str) -> None:
@@ -65,9 +65,9 @@ def main(name: str) -> None:
     run(name, 2, 3)  # warm-up: libraries, threads and buffers
     return_freed_memory()
     before = resident()
-    params, after, most = run(name, BLOCKS, 3)
-    of_block = 2 * 6 * WIDTH**2  # bytes of a block's weights in bf16
-    print(json.dumps({"params": params, "rest": after - before, "peak": most - before, "block": of_block}))
+    params, after, peak = run(name, BLOCKS, 3)
+    block_bytes = 2 * 6 * WIDTH**2  # bytes of a block's weights in bf16
+    print(json.dumps({"params": params, "rest": after - before, "peak": peak - before, "block": block_bytes}))
 
 
 if __name__ == "__main__":

@@ -27,12 +27,12 @@ def both(
     use: Callable[[Model, torch.optim.Optimizer, Techniques], None], techniques: Techniques = PLAIN
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The weights after ``use`` of a model with weights on the device, and of one with weights on the host."""
-    found = []
+    results = []
     for t in (techniques, techniques.replace(weights_on_host="layers")):
         model = model_for(t)
         use(model, optimizer_for(model, t), t)
-        found.append(weights(model))
-    return found[0], found[1]
+        results.append(weights(model))
+    return results[0], results[1]
 
 
 # ---- between the calls
@@ -44,62 +44,62 @@ def test_a_forward_pass_between_backward_and_step_reads_and_leaves_nothing_stale
             (tokens,) = batches(step, t)
             model(tokens).backward()
             with torch.no_grad():
-                seen.append(model.eval()(tokens).item())
+                losses.append(model.eval()(tokens).item())
             model.train()(tokens)  # with a graph, which is dropped
             optimizer.step()
             optimizer.zero_grad()
             with torch.inference_mode(False), torch.no_grad():
-                seen.append(model(tokens).item())
+                losses.append(model(tokens).item())
 
-    seen: list[float] = []
+    losses: list[float] = []
     assert_equal(*both(use))
-    assert seen[: len(seen) // 2] == seen[len(seen) // 2 :]
+    assert losses[: len(losses) // 2] == losses[len(losses) // 2 :]
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("way", [{}, {"step_in_backward": True}, {"accumulation": 2}], ids=str)
-def test_a_pass_that_was_interrupted_is_forgotten(where: str, way: dict[str, Any]) -> None:
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("changes", [{}, {"step_in_backward": True}, {"accumulation": 2}], ids=str)
+def test_a_pass_that_was_interrupted_is_forgotten(phase: str, changes: dict[str, Any]) -> None:
     """An exception in the last block, or in the first block's backward pass; then the run goes on."""
-    techniques = PLAIN.replace(**way)
+    techniques = PLAIN.replace(**changes)
 
     def use(model: Model, optimizer: torch.optim.Optimizer, t: Techniques) -> None:
         train(model, optimizer, t, range(2))
-        place = model.blocks[3].down if where == "forward" else model.blocks[3].up
+        layer = model.blocks[3].down if phase == "forward" else model.blocks[3].up
         if t.weights_on_host:
 
             def interrupt(*_: Any) -> None:
                 raise Interrupted
 
-            register = place.register_forward_hook if where == "forward" else place.register_full_backward_hook
+            register = layer.register_forward_hook if phase == "forward" else layer.register_full_backward_hook
             handle = register(interrupt)
             for tokens in batches(9, t)[-1:]:
                 with pytest.raises(Interrupted):
                     model(tokens).backward()
             handle.remove()
-            if where == "backward" and not hasattr(model, "reset_iter_state"):
+            if phase == "backward" and not hasattr(model, "reset_iter_state"):
                 with pytest.raises(RuntimeError, match=r"was interrupted, .* torch 2\.13 or newer"):
                     model(batches(0, t)[0])
                 pytest.skip("this torch's fully_shard cannot forget a backward pass")
-            if "step_in_backward" not in way:
+            if "step_in_backward" not in changes:
                 optimizer.zero_grad()
             else:
-                left = [*optimizer._stepped]  # type: ignore[attr-defined]
-                assert len(left) <= 1  # of the head, which came before
+                stepped = [*optimizer._stepped]  # type: ignore[attr-defined]
+                assert len(stepped) <= 1  # of the head, which came before
                 return
-        elif "step_in_backward" in way:
+        elif "step_in_backward" in changes:
             return
         train(model, optimizer, t, range(2, 4))
 
     plain, streamed = both(use, techniques)
-    if "step_in_backward" in way:
+    if "step_in_backward" in changes:
         different = [name for name, x in plain.items() if not torch.equal(x, streamed[name])]
         assert different in ([], ["head.weight"])
     else:
         assert_equal(plain, streamed)
 
 
-@pytest.mark.parametrize("where", ["blocks.1.up", "head", "norm"])
-def test_a_step_after_a_forward_pass_that_was_interrupted(where: str) -> None:
+@pytest.mark.parametrize("layer", ["blocks.1.up", "head", "norm"])
+def test_a_step_after_a_forward_pass_that_was_interrupted(layer: str) -> None:
     """Weights that the interrupted pass has left on the device are not used after the step."""
 
     def use(model: Model, optimizer: torch.optim.Optimizer, t: Techniques) -> None:
@@ -109,18 +109,18 @@ def test_a_step_after_a_forward_pass_that_was_interrupted(where: str) -> None:
         for step in range(3):
             (tokens,) = batches(step, t)
             model(tokens).backward()
-            handle = model.get_submodule(where).register_forward_hook(interrupt)
+            handle = model.get_submodule(layer).register_forward_hook(interrupt)
             with pytest.raises(Interrupted):
                 model(tokens)
             handle.remove()
             optimizer.step()
             optimizer.zero_grad()
-            seen.append(model(tokens).item())
+            losses.append(model(tokens).item())
         model.state_dict()
 
-    seen: list[float] = []
+    losses: list[float] = []
     assert_equal(*both(use))
-    assert seen[:3] == seen[3:]
+    assert losses[:3] == losses[3:]
 
 
 def test_edits_of_weights_between_steps_count() -> None:
@@ -187,9 +187,9 @@ def test_two_optimizers_that_step_in_backward_and_one_that_was_dropped() -> None
         optimizers = [memkern.make_optimizer(params, t, lr=1e-2) for params in (inside, outside)]
         for step in range(3):
             model(batches(step, t)[0]).backward()
-            for each in optimizers:
-                each.step()
-                each.zero_grad()
+            for part in optimizers:
+                part.step()
+                part.zero_grad()
 
     assert_equal(*both(use, PLAIN.replace(step_in_backward=True)))
 
@@ -207,10 +207,10 @@ class Checkpointed(Model):
         return nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
 
 
-@pytest.mark.parametrize("way", [{}, {"step_in_backward": True}, {"accumulation": 2}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"step_in_backward": True}, {"accumulation": 2}], ids=str)
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoints_around_calls_of_blocks(
-    monkeypatch: pytest.MonkeyPatch, reentrant: bool, way: dict[str, Any]
+    monkeypatch: pytest.MonkeyPatch, reentrant: bool, changes: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(runs, "Model", Checkpointed)
     monkeypatch.setattr(Checkpointed, "reentrant", reentrant)
@@ -219,7 +219,7 @@ def test_checkpoints_around_calls_of_blocks(
     def use(model: Model, optimizer: torch.optim.Optimizer, t: Techniques) -> None:
         losses.append(train(model, optimizer, t, range(3)))
 
-    assert_equal(*both(use, PLAIN.replace(**way)))
+    assert_equal(*both(use, PLAIN.replace(**changes)))
     assert losses[0] == losses[1]
 
 
@@ -232,13 +232,14 @@ def test_a_layer_called_outside_of_the_forward_pass_raises() -> None:
         model(tokens).backward()
 
 
-@pytest.mark.parametrize("way", [{"offload_gradients": True}, {"step_on": "device"}], ids=str)
-def test_host_offload_over_streamed_weights(way: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{"offload_gradients": True}, {"step_on": "device"}], ids=str)
+def test_host_offload_over_streamed_weights(options: dict[str, Any]) -> None:
     """HostOffload is not needed there, and changes no bit."""
 
     def use(model: Model, optimizer: torch.optim.Optimizer, t: Techniques) -> None:
-        own = memkern.optim.HostOffload(memkern.optim.AdamW8bit, model.parameters(), lr=1e-2, host_dtype=None, **way)
-        train(model, own, t, range(3))
+        inner = memkern.optim.AdamW8bit
+        offload = memkern.optim.HostOffload(inner, model.parameters(), lr=1e-2, host_dtype=None, **options)
+        train(model, offload, t, range(3))
 
     assert_equal(*both(use, Techniques(state_bits=8)))
 
@@ -279,23 +280,23 @@ def test_an_error_of_the_step_comes_out_of_backward(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    "way", [{"step_in_backward": True}, pytest.param({"accumulation": 2}, marks=pytest.mark.full)], ids=str
+    "changes", [{"step_in_backward": True}, pytest.param({"accumulation": 2}, marks=pytest.mark.full)], ids=str
 )
-def test_a_slow_host_does_not_let_gradients_pile_up(monkeypatch: pytest.MonkeyPatch, way: dict[str, Any]) -> None:
-    """Of ten blocks' gradients those of at most four wait: for the thread that steps, or for the sum."""
-    techniques = STREAMED.replace(**way)
+def test_a_slow_host_does_not_let_gradients_pile_up(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]) -> None:
+    """Gradients of at most four of ten blocks wait for the thread that steps, or for the sum of micro-batches."""
+    techniques = STREAMED.replace(**changes)
     model = model_for(techniques, blocks=10)
     optimizer: Any = optimizer_for(model, techniques)
     names = {p: name.rsplit(".", 2)[0] for name, p in model.named_parameters()}
-    taken: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
-    seen: list[int] = []
+    alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+    waiting: list[int] = []
     take, step = Arrivals._taken, Worker.step
 
     def noted(p: torch.Tensor) -> torch.Tensor:
-        found = take(p)
+        gradient = take(p)
         if names[p].startswith("blocks"):
-            taken.add(found)
-        return found
+            alive.add(gradient)
+        return gradient
 
     def slow(worker: Worker, function: Any, bucket: Any) -> None:
         def run(bucket: Any) -> None:
@@ -303,13 +304,13 @@ def test_a_slow_host_does_not_let_gradients_pile_up(monkeypatch: pytest.MonkeyPa
             function(bucket)
 
         step(worker, run, bucket)
-        seen.append(len(taken))
+        waiting.append(len(alive))
 
     monkeypatch.setattr(Arrivals, "_taken", staticmethod(noted))
     monkeypatch.setattr(Worker, "step", slow)
     train(model, optimizer, techniques, range(2))
-    block = len([*model.blocks[0].parameters()])
-    assert len(seen) > 10
-    assert block <= max(seen) <= 4 * block
-    if "step_in_backward" in way:
+    block_size = len([*model.blocks[0].parameters()])
+    assert len(waiting) > 10
+    assert block_size <= max(waiting) <= 4 * block_size
+    if "step_in_backward" in changes:
         assert all(p.grad is None for p in model.parameters())

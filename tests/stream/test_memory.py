@@ -28,14 +28,14 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.full
 @pytest.mark.parametrize(("name", "bytes_per_parameter"), first_full([("adamw", 5.0625), ("muon", 4.03125)]))
 def test_bytes_of_the_host(name: str, bytes_per_parameter: float) -> None:
-    """The resident set: weight 2, error 1, moments with their scales; at the peak a few blocks' weights and gradients,
-    which are the device's and under way. 5 % for what malloc and Python have beside them, 1 % in most runs and 3.3 % in
-    one on a busy machine. One byte a parameter too many would be 20 %."""
+    """The resident set holds weights (2 bytes), errors (1), moments and their scales. At its peak it also holds a few
+    blocks' weights and gradients, as the device is the CPU. 5 % is for malloc and Python: 1 % in most runs, 3.3 % in
+    one on a busy machine. A byte too many for each parameter would be 20 %."""
     command = [sys.executable, "-m", "tests.stream.host_bytes", name]
-    found = json.loads(subprocess.run(command, check=True, capture_output=True, cwd=ROOT, timeout=300).stdout)
-    expected = bytes_per_parameter * found["params"]
-    assert found["rest"] == pytest.approx(expected, rel=0.05)
-    assert found["peak"] < 1.05 * expected + 8 * found["block"]
+    measured = json.loads(subprocess.run(command, check=True, capture_output=True, cwd=ROOT, timeout=300).stdout)
+    expected = bytes_per_parameter * measured["params"]
+    assert measured["rest"] == pytest.approx(expected, rel=0.05)
+    assert measured["peak"] < 1.05 * expected + 8 * measured["block"]
 
 
 class Counted:
@@ -45,7 +45,7 @@ class Counted:
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
-        self.live, self.most, self.limit = dict[int, int](), 0, limit
+        self.live, self.peak, self.limit = dict[int, int](), 0, limit
         groups: list[FSDPParamGroup] = []
         allocate, free = _fsdp_param.alloc_storage, _fsdp_param.free_storage
         post_backward, init = FSDPParamGroup.post_backward, FSDPParamGroup.__init__
@@ -81,9 +81,9 @@ class Counted:
         monkeypatch.setattr(FSDPParamGroup, "__init__", noted)
 
     def count(self, gradients: int) -> None:
-        self.most = max(self.most, sum(self.live.values()) + gradients)
-        if self.most > self.limit:
-            raise torch.OutOfMemoryError(f"{self.most} bytes of {self.limit}")
+        self.peak = max(self.peak, sum(self.live.values()) + gradients)
+        if self.peak > self.limit:
+            raise torch.OutOfMemoryError(f"{self.peak} bytes of {self.limit}")
 
 
 @pytest.fixture
@@ -91,18 +91,18 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Any:
     return lambda limit: Counted(monkeypatch, limit)
 
 
-@pytest.mark.parametrize("way", [{}, {"accumulation": 2}, {"step_in_backward": True}], ids=str)
-def test_the_device_has_few_blocks(counted: Any, way: dict[str, Any]) -> None:
+@pytest.mark.parametrize("changes", [{}, {"accumulation": 2}, {"step_in_backward": True}], ids=str)
+def test_the_device_has_few_blocks(counted: Any, changes: dict[str, Any]) -> None:
     """Two blocks' weights, one's gradients and their two buffers, whatever the number of blocks; and the last group."""
     small = Model(blocks=1).to(torch.bfloat16)
-    block, rest = (sum(p.nbytes for p in x.parameters()) for x in (small.blocks[0], small))
+    block, whole = (sum(p.nbytes for p in x.parameters()) for x in (small.blocks[0], small))
     device = counted(10**9)
-    techniques = TECHNIQUES.replace(**way)
+    techniques = TECHNIQUES.replace(**changes)
     model = model_for(techniques, blocks=12)
     train(model, optimizer_for(model, techniques), techniques, range(2))
     assert not device.live
-    assert device.most <= 5 * block + 4 * (rest - block)
-    assert device.most < sum(p.nbytes for p in model.parameters()) / 2
+    assert device.peak <= 5 * block + 4 * (whole - block)
+    assert device.peak < sum(p.nbytes for p in model.parameters()) / 2
 
 
 @pytest.mark.usefixtures("fresh_compiler")
@@ -110,16 +110,16 @@ def test_the_device_has_few_blocks(counted: Any, way: dict[str, Any]) -> None:
 def test_compiled_blocks_come_and_go(counted: Any, saved_bits: Any) -> None:
     """The losses are those of compiled blocks on the device, and no more weights are there than without compile."""
     device = counted(10**9)
-    found, most = [], []
+    losses, peaks = [], []
     for compiled, on_host in ((True, None), (False, "layers"), (True, "layers")):
-        device.most = 0
-        own = {"compile": True, "saved_bits": saved_bits} if compiled else {}
-        techniques = TECHNIQUES.replace(step_in_backward=True, weights_on_host=on_host, **own)
+        device.peak = 0
+        compile_options = {"compile": True, "saved_bits": saved_bits} if compiled else {}
+        techniques = TECHNIQUES.replace(step_in_backward=True, weights_on_host=on_host, **compile_options)
         model = model_for(techniques, blocks=6)
-        found.append(train(model, optimizer_for(model, techniques), techniques, range(2)))
-        most.append(device.most)
-    assert found[2] == found[0]
-    assert most[2] == most[1] > 0
+        losses.append(train(model, optimizer_for(model, techniques), techniques, range(2)))
+        peaks.append(device.peak)
+    assert losses[2] == losses[0]
+    assert peaks[2] == peaks[1] > 0
 
 
 TECHNIQUES_GIVEN = "--precision bf16 --master-weights bf16+8 --clip 0 --checkpointing blocks --loss-chunk 64"
@@ -128,11 +128,11 @@ COMMAND = ["train", *small_run(layers=12, batch_size=4, steps=3), *shlex.split(T
 
 @pytest.mark.full
 def test_a_model_of_twice_the_memory_trains(counted: Any, text: Path, tmp_path: Path) -> None:
-    """On half the bytes of weights, states and gradients (2 + 3.06 + 2 a parameter); an eighth of it is too little."""
+    """On half the bytes of weights, states and gradients (2 + 3.06 + 2 a parameter); an eighth of it is not enough."""
 
-    def history(name: str, *more: str) -> Any:
+    def history(name: str, *arguments: str) -> Any:
         path = tmp_path / name
-        main([*COMMAND, str(path), "--data", str(text), *more])
+        main([*COMMAND, str(path), "--data", str(text), *arguments])
         return checkpoints.load(path)
 
     plain = history("plain.pt")
@@ -142,11 +142,11 @@ def test_a_model_of_twice_the_memory_trains(counted: Any, text: Path, tmp_path: 
     saved = plain["history"]["saved_bytes"]
     assert saved < needed / 8
     device = counted(needed // 2 - saved)
-    for name, more in (("streamed.pt", ()), ("backward.pt", ("--step-in-backward",))):
-        streamed = history(name, "--weights-on-host", "layers", *more)
+    for name, arguments in (("streamed.pt", ()), ("backward.pt", ("--step-in-backward",))):
+        streamed = history(name, "--weights-on-host", "layers", *arguments)
         assert streamed["history"]["train_loss"] == plain["history"]["train_loss"]
         assert streamed["history"]["validation"] == plain["history"]["validation"]
-    assert 0 < device.most <= device.limit
+    assert 0 < device.peak <= device.limit
     device.limit //= 8
     with pytest.raises(torch.OutOfMemoryError):
         history("less.pt", "--weights-on-host", "layers")

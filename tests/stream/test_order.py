@@ -1,8 +1,8 @@
 """Weights on the host: copies, uses and frees of weights and gradients have no races, on simulated CUDA streams.
 
-Copies of weights are noted in the stream that they are given to, uses in the computing one, frees give memory back to
-the stream that it was allocated in, whose next copy takes it. A gradient is written by the stream ``down`` and read by
-the host's step.
+Copies of weights are noted in the stream that runs them, uses in the computing stream. A free gives memory back to the
+stream that allocated it, and that stream's next copy takes it. A gradient is written by the stream ``down`` and read
+by the host's step.
 """
 
 from __future__ import annotations
@@ -44,31 +44,31 @@ class Device(Streams):
         super().__init__()
         self.host = Stream(self, "host")
         self.free: dict[str, list[int]] = {}  # memory by the stream that it was allocated in
-        self.made = 0
-        self.there: dict[Any, tuple[str, int]] = {}  # groups' memory
-        self.most = 0
-        self.seen: list[tuple[str, str, str]] = []  # what, group, stream
+        self.allocations = 0
+        self.resident: dict[Any, tuple[str, int]] = {}  # for each group on the device: the stream, and the memory
+        self.peak = 0  # groups on the device
+        self.events: list[tuple[str, str, str]] = []  # action (copy, free, forward, backward), group, stream
 
     def allocate(self, group: Any) -> None:
         name = self.now.name
         pool = self.free.setdefault(name, [])
         if not pool:
-            self.made += 1
-            pool.append(self.made)
-        self.there[group] = name, pool.pop()
-        self.most = max(self.most, len(self.there))
-        self.seen.append(("copy", group._module_fqn, name))
-        self.access([self.there[group]], True, f"a copy of {group._module_fqn}")
+            self.allocations += 1
+            pool.append(self.allocations)
+        self.resident[group] = name, pool.pop()
+        self.peak = max(self.peak, len(self.resident))
+        self.events.append(("copy", group._module_fqn, name))
+        self.access([self.resident[group]], True, f"a copy of {group._module_fqn}")
 
     def release(self, group: Any) -> None:
-        if group in self.there:
-            name, memory = self.there.pop(group)
-            self.seen.append(("free", group._module_fqn, name))
+        if group in self.resident:
+            name, memory = self.resident.pop(group)
+            self.events.append(("free", group._module_fqn, name))
             self.free[name].append(memory)
 
-    def use(self, group: Any, what: str) -> None:
-        self.seen.append((what, group._module_fqn, self.now.name))
-        self.access([self.there[group]], False, f"{what} of {group._module_fqn}")
+    def use(self, group: Any, action: str) -> None:
+        self.events.append((action, group._module_fqn, self.now.name))
+        self.access([self.resident[group]], False, f"{action} of {group._module_fqn}")
 
 
 class _NotesBackward(torch.autograd.Function):
@@ -86,44 +86,44 @@ class _NotesBackward(torch.autograd.Function):
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def streamed_models(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Collects the Streamed of each model that a test makes."""
-    found: list[Any] = []
+    collected: list[Any] = []
     init = Streamed.__init__
-    monkeypatch.setattr(Streamed, "__init__", lambda self, *args: (found.append(self), init(self, *args))[1])
-    return found
+    monkeypatch.setattr(Streamed, "__init__", lambda self, *args: (collected.append(self), init(self, *args))[1])
+    return collected
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch, made: list[Any]) -> Device:
+def device(monkeypatch: pytest.MonkeyPatch, streamed_models: list[Any]) -> Device:
     """A Device that notes when fully_shard copies, frees and reduces."""
-    found = Device()
+    stand_in = Device()
     monkeypatch.setattr(streams, "Event", Event)
-    monkeypatch.setattr(torch, "get_device_module", lambda _: found)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: stand_in)
     wait, to_sharded, post_backward = (
         FSDPParamGroup.wait_for_unshard, FSDPParamGroup._to_sharded, FSDPParamGroup.post_backward,
     )  # fmt: skip
 
     def wait_for_unshard(group: FSDPParamGroup) -> None:
         if group._all_gather_result and not group.is_unsharded:
-            found.allocate(group)
+            stand_in.allocate(group)
         wait(group)
 
     def sharded(group: FSDPParamGroup) -> None:
-        found.release(group)
+        stand_in.release(group)
         to_sharded(group)
 
     def reduced(group: FSDPParamGroup, *unused: Any) -> None:
         post_backward(group, *unused)
-        with found.stream(made[-1].down):
+        with stand_in.stream(streamed_models[-1].down):
             for p in (p.sharded_param for p in group.fsdp_params):
                 if p.grad is not None:
-                    found.access([("gradient", id(p))], True, "a copy of a gradient")
+                    stand_in.access([("gradient", id(p))], True, "a copy of a gradient")
 
     monkeypatch.setattr(FSDPParamGroup, "wait_for_unshard", wait_for_unshard)
     monkeypatch.setattr(FSDPParamGroup, "_to_sharded", sharded)
     monkeypatch.setattr(FSDPParamGroup, "post_backward", reduced)
-    return found
+    return stand_in
 
 
 def trained(device: Device, techniques: Techniques = TECHNIQUES, steps: int = 3) -> Model:
@@ -152,10 +152,10 @@ NAMES = ["embedding", *(f"blocks.{i}" for i in range(4)), "head"]
 
 def test_a_group_is_copied_while_the_one_before_computes(device: Device) -> None:
     trained(device)
-    seen = device.seen
-    last = seen[max(i for i, x in enumerate(seen) if x == ("copy", "embedding", "up")) :]
-    middle = last.index(("backward", "head", "compute"))
-    forward, backward = last[:middle], last[middle - 1 :]  # the copy of the last block is before the head's pass
+    events = device.events
+    step = events[max(i for i, event in enumerate(events) if event == ("copy", "embedding", "up")) :]  # the last
+    middle = step.index(("backward", "head", "compute"))
+    forward, backward = step[:middle], step[middle - 1 :]  # the copy of the last block is before the head's pass
     for before, name in itertools.pairwise(NAMES):
         uses = [forward.index(("forward", x, "compute")) for x in (before, name)]
         assert forward.index(("copy", name, "up")) < uses[0] < uses[1]
@@ -163,13 +163,13 @@ def test_a_group_is_copied_while_the_one_before_computes(device: Device) -> None
         uses = [backward.index(("backward", x, "compute")) for x in (after, name)]
         assert backward.index(("copy", name, "up")) < uses[0] < uses[1] < backward.index(("free", name, "up"))
     assert ("copy", "embedding", "up") not in backward
-    assert device.most <= 4  # the root, the head, and two blocks
-    assert not device.there  # all are on the host after a step
+    assert device.peak <= 4  # the root, the head, and two blocks
+    assert not device.resident  # all are on the host after a step
 
 
 def test_nothing_is_used_before_its_copy_or_written_while_it_is_used(device: Device) -> None:
-    for more in ({}, {"checkpointing": "blocks"}, {"accumulation": 2}):
-        trained(device, TECHNIQUES.replace(**more))
+    for changes in ({}, {"checkpointing": "blocks"}, {"accumulation": 2}):
+        trained(device, TECHNIQUES.replace(**changes))
 
 
 # ---- gradients
@@ -212,14 +212,14 @@ def test_a_wait_that_is_left_out_is_found(
         trained(device, TECHNIQUES.replace(step_in_backward=True))
 
 
-def test_gradients_are_copied_in_a_stream_whose_end_is_known(monkeypatch: pytest.MonkeyPatch, made: list[Any]) -> None:
+def test_gradients_are_copied_in_the_stream_down(monkeypatch: pytest.MonkeyPatch, streamed_models: list[Any]) -> None:
     """As on a GPU: fully_shard gives the copies to ``down``, and the memory that they read is marked for it."""
     marked: list[torch.Tensor] = []
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, stream: marked.append(x), raising=False)
 
     def trained_by(copies_down: bool) -> list[float]:
         model = model_for(TECHNIQUES)
-        streamed = made[-1]
+        streamed = streamed_models[-1]
         if copies_down:
             for group in (*streamed.groups, streamed.root):
                 streamed._copy_down(group)

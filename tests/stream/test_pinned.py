@@ -59,11 +59,11 @@ def test_a_model_in_slabs_trains_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     techniques = Techniques(precision="bf16", state_bits=8, master_weights="bf16+8", step_in_backward=True)
     plain = model_for(techniques)
     losses = train(plain, optimizer_for(plain, techniques), techniques, range(3))
-    made: list[Slabs] = []
+    made_slabs: list[Slabs] = []
 
     def slabs(sizes: list[int]) -> Slabs:
-        made.append(Slabs(sizes, lambda size: torch.empty(size, dtype=torch.uint8)))
-        return made[0]
+        made_slabs.append(Slabs(sizes, lambda size: torch.empty(size, dtype=torch.uint8)))
+        return made_slabs[0]
 
     monkeypatch.setattr(pinned, "Slabs", slabs)
     monkeypatch.setattr(streaming, "pins", lambda device, pin_memory: True)
@@ -72,7 +72,7 @@ def test_a_model_in_slabs_trains_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streaming, "CPUOffloadPolicy", lambda pin_memory: policy(pin_memory=False))
     streamed = techniques.replace(weights_on_host="layers")
     model: Any = model_for(streamed)
-    (used,) = made
+    (used,) = made_slabs
     places = {x.untyped_storage().data_ptr() for x in used._made.values()}
     states = [m._get_fsdp_state() for m in model.modules() if hasattr(m, "_get_fsdp_state")]
     groups = [g for s in states for g in getattr(s, "_fsdp_param_groups", None) or [s._fsdp_param_group]]  # torch 2.11

@@ -25,11 +25,11 @@ PLAIN = SMALL.replace(device="cpu", precision="bf16", master_weights="bf16+8", c
 @pytest.mark.full
 @pytest.mark.parametrize("optimizer", ["adamw", "muon", "torch-adamw"])
 @pytest.mark.parametrize(("before", "after"), [("layers", "layers"), ("layers", None), (None, "layers")])
-def test_it_resumes_with_and_without(
+def test_a_run_resumes_with_weights_on_either_side(
     corpus: Corpus, tmp_path: Path, optimizer: str, before: str | None, after: str | None
 ) -> None:
-    own = {"state_bits": 32, "master_weights": None} if optimizer.startswith("torch") else {}
-    config = PLAIN.replace(optimizer=optimizer, checkpointing="blocks", weights_on_host=before, **own)
+    changes = {"state_bits": 32, "master_weights": None} if optimizer.startswith("torch") else {}
+    config = PLAIN.replace(optimizer=optimizer, checkpointing="blocks", weights_on_host=before, **changes)
     assert_same_run(*straight_and_resumed(config, corpus, tmp_path / "run.pt", weights_on_host=after))
 
 

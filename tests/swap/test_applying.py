@@ -1,4 +1,4 @@
-"""memkern.apply and make_optimizer do what Techniques say; checkpoints and transformers' key-value caches."""
+"""memkern.apply and make_optimizer do what Techniques say, also with transformers' key-value caches."""
 
 from typing import Any
 
@@ -17,8 +17,8 @@ def model() -> nn.Sequential:
     return nn.Sequential(nn.Sequential(*blocks), nn.Linear(8, 8))
 
 
-def kinds(of: nn.Module) -> list[str]:
-    return [type(module).__name__ for module in of.modules()]
+def kinds(net: nn.Module) -> list[str]:
+    return [type(module).__name__ for module in net.modules()]
 
 
 def test_a_model_has_what_compress_and_checkpoint_blocks_make() -> None:
@@ -64,7 +64,7 @@ def test_a_filled_cache_is_used(name: str, every: int) -> None:
     """The cache of a learned prefix (prefix tuning) is read, and its gradient is as without checkpoints."""
     transformers = pytest.importorskip("transformers")
     ids = torch.randint(zoo.VOCABULARY, (2, 8))
-    found = []
+    results = []
     for checkpointed in (False, True):
         gpt = zoo.build(name, 32, **SMALL[name])
         if checkpointed:
@@ -77,8 +77,8 @@ def test_a_filled_cache_is_used(name: str, every: int) -> None:
             cache.update(prefix[-1], prefix[-1], layer)
         out = gpt(ids, past_key_values=cache).logits
         out.square().mean().backward()
-        found.append([out, *(x.grad for x in prefix), *(p.grad for p in gpt.parameters())])
-    assert all(map(torch.equal, *found))
+        results.append([out, *(x.grad for x in prefix), *(p.grad for p in gpt.parameters())])
+    assert all(map(torch.equal, *results))
 
 
 def test_plain_techniques_change_nothing() -> None:
@@ -107,10 +107,10 @@ def test_the_optimizer_is_what_the_techniques_say(
 ) -> None:
     techniques = Techniques(**changes)
     parameters = [nn.Parameter(torch.zeros(4, 4, dtype=memkern.techniques.applying.weight_dtype(techniques)))]
-    made = memkern.make_optimizer(parameters, techniques, lr=0.5)
-    assert isinstance(made, wrapper or cls)
-    assert isinstance(made, cls) or made._class is cls
-    assert {name: made.param_groups[0][name] for name in options} == options
+    optimizer = memkern.make_optimizer(parameters, techniques, lr=0.5)
+    assert isinstance(optimizer, wrapper or cls)
+    assert isinstance(optimizer, cls) or optimizer._class is cls
+    assert {name: optimizer.param_groups[0][name] for name in options} == options
 
 
 def test_what_cannot_be_applied_changes_nothing() -> None:

@@ -1,4 +1,4 @@
-"""Which lists of modules count as lists of blocks, and that checkpoints, compress, apply and plans run with them."""
+"""block_lists finds a model's lists of blocks in each form; checkpoints, compress, apply and plans run with them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -61,11 +61,11 @@ over_models = pytest.mark.parametrize("name", MODELS)
 X = torch.randn(4, 64, generator=torch.Generator().manual_seed(1))
 
 
-def output_and_gradients(made: Callable[[], Net], take: Callable[[nn.Module], Any] | None = None) -> list[Tensor]:
+def output_and_gradients(make: Callable[[], Net], apply: Callable[[nn.Module], Any] | None = None) -> list[Tensor]:
     torch.manual_seed(0)
-    model, x = made(), X.clone().requires_grad_()
-    if take is not None:
-        take(model)
+    model, x = make(), X.clone().requires_grad_()
+    if apply is not None:
+        apply(model)
     out = model(x)
     out.square().mean().backward()
     return [out.detach(), *(p.grad for p in (x, *model.parameters()) if p.grad is not None)]
@@ -73,20 +73,20 @@ def output_and_gradients(made: Callable[[], Net], take: Callable[[nn.Module], An
 
 @over_models
 def test_blocks_are_modules_that_are_called_and_each_is_there_once(name: str) -> None:
-    made, counts = MODELS[name]
-    model = made()
-    found = list(block_lists(model))
-    assert [len(blocks) for blocks in found] == counts
-    assert {block for blocks in found for block in blocks} == {m for m in model.modules() if isinstance(m, Block)}
+    make, counts = MODELS[name]
+    model = make()
+    lists = list(block_lists(model))
+    assert [len(blocks) for blocks in lists] == counts
+    assert {block for blocks in lists for block in blocks} == {m for m in model.modules() if isinstance(m, Block)}
 
 
-def test_of_nested_lists_the_outermost_counts() -> None:
+def test_the_outermost_of_nested_lists_counts() -> None:
     model = Net(*(nn.Sequential(Block(), Block()) for _ in range(3)))
     assert list(block_lists(model)) == [[*model.layers]]
 
 
 @pytest.mark.parametrize(
-    "take",
+    "apply",
     [
         memkern.checkpoint_blocks,
         lambda m: memkern.checkpoint_blocks(m, every=2),
@@ -95,9 +95,9 @@ def test_of_nested_lists_the_outermost_counts() -> None:
     ],
 )
 @over_models
-def test_techniques_keep_output_and_gradients(name: str, take: Callable[[nn.Module], Any]) -> None:
-    made, _ = MODELS[name]
-    for found, expected in zip(output_and_gradients(made, take), output_and_gradients(made), strict=True):
+def test_techniques_keep_output_and_gradients(name: str, apply: Callable[[nn.Module], Any]) -> None:
+    make, _ = MODELS[name]
+    for found, expected in zip(output_and_gradients(make, apply), output_and_gradients(make), strict=True):
         torch.testing.assert_close(found, expected)
 
 
@@ -105,17 +105,16 @@ def test_techniques_keep_output_and_gradients(name: str, take: Callable[[nn.Modu
 def test_checkpoints_of_all_forms_save_the_inputs_alone(name: str) -> None:
     model = MODELS[name][0]()
     memkern.checkpoint_blocks(model)
-    calls = sum(
-        isinstance(b, Block) for each in model.layers for b in (each if isinstance(each, nn.ModuleList) else [each])
-    )
+    layers = [block for item in model.layers for block in (item if isinstance(item, nn.ModuleList) else [item])]
+    calls = sum(isinstance(block, Block) for block in layers)
     assert saved_bytes(lambda: model(X.clone().requires_grad_())) < (calls + 2) * X.nbytes
 
 
 @pytest.mark.parametrize("options", [{}, {"devices": 2}], ids=str)
 @over_models
 def test_plans_of_all_forms(name: str, options: Any) -> None:
-    given = {"memory": "4GiB", "inputs": X, "device": "cpu", "techniques": {"compile": False}}
-    plan = memkern.plan(MODELS[name][0](), **given, **options)
+    arguments = {"memory": "4GiB", "inputs": X, "device": "cpu", "techniques": {"compile": False}}
+    plan = memkern.plan(MODELS[name][0](), **arguments, **options)
     assert "checkpoint every block" in plan.alone
     assert plan.recommended is not None
 

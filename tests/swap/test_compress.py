@@ -74,10 +74,10 @@ def test_torch_s_activations_and_back(case: str) -> None:
     report = memkern.compress(module, predicate=EVERY)
     assert type(module) is ours
     assert [(swap.names, swap.was) for swap in report.swapped] == [(("",), before[0].__name__)]
-    few = module(x * 1)
-    assert_same(few, plain)
-    a, b = (torch.autograd.grad(y.sum(), x)[0] for y in (few, plain))
-    assert 0 <= (a - b).norm() / b.norm() < 0.15
+    compressed = module(x * 1)
+    assert_same(compressed, plain)
+    gradient, expected = (torch.autograd.grad(y.sum(), x)[0] for y in (compressed, plain))
+    assert 0 <= (gradient - expected).norm() / expected.norm() < 0.15
     assert memory.saved_bytes(lambda: module(x * 1)) < 400
     assert memkern.restore(module) == 1
     assert (type(module), contents(module)) == before
@@ -155,10 +155,10 @@ def test_options_reach_the_modules() -> None:
 
 def test_all_but_the_class_stays() -> None:
     model = nn.Sequential(MLP(NewGELUActivation()), nn.Sequential(nn.Linear(16, 16), nn.SiLU()))
-    seen: list[str] = []
-    model[0].act.register_forward_hook(lambda *_: seen.append("after"))
-    model[0].act.register_forward_pre_hook(lambda *_: seen.append("before"))
-    model[0].c_fc.register_full_backward_hook(lambda *_: seen.append("backward"))
+    calls: list[str] = []
+    model[0].act.register_forward_hook(lambda *_: calls.append("after"))
+    model[0].act.register_forward_pre_hook(lambda *_: calls.append("before"))
+    model[0].c_fc.register_full_backward_hook(lambda *_: calls.append("backward"))
     model[1][0].register_buffer("extra", torch.ones(2))
     model[1].eval()
     modules = [*model.modules()]
@@ -171,7 +171,7 @@ def test_all_but_the_class_stays() -> None:
     assert_same(model.state_dict(), state)
     assert [m.training for m in modules] == flags
     model(torch.randn(200, 16, requires_grad=True)).sum().backward()
-    assert seen == ["before", "after", "backward"]
+    assert calls == ["before", "after", "backward"]
     model.load_state_dict(state)
     memkern.restore(model)
     assert {type(m) for m in modules} & {mnn.GELU, mnn.SiLU, mnn.RandomizedLinear} == set()
@@ -277,8 +277,8 @@ def test_linear_layers_share_their_parameters_with_before() -> None:
     assert model.c_fc.weight is weight
     assert_same(model(x), plain)
     assert report.bytes_per_token == pytest.approx((16 + 64) * 4 * 0.8)
-    kept = memory.saved_bytes(lambda: model(x), x)
-    assert kept == 300 * 64 * 4 + 60 * (16 + 64) * 4 + 2 * 16
+    saved = memory.saved_bytes(lambda: model(x), x)
+    assert saved == 300 * 64 * 4 + 60 * (16 + 64) * 4 + 2 * 16
 
 
 def test_frozen_layers_save_nothing() -> None:

@@ -89,7 +89,7 @@ class HasAChild(nn.Module):
         return self.gelu(x)
 
 
-# a module, and the function that it calls and that is reported
+# a module, and the function whose direct call is reported
 CALLS: dict[str, tuple[nn.Module, str | None]] = {
     "calls": (Calls(), "gelu"),
     "decorated": (Decorated(), "gelu"),
@@ -168,11 +168,11 @@ def test_an_activation_that_nothing_calls_is_not_listed_as_swapped() -> None:
     assert len(memkern.compress(_Mixer(False), predicate=EVERY).swapped) == 1
 
 
-@pytest.mark.parametrize("extra", ["parameter", "buffer"])
-def test_one_float64_tensor_does_not_refuse_a_float32_model(extra: str) -> None:
+@pytest.mark.parametrize("kind", ["parameter", "buffer"])
+def test_one_float64_tensor_does_not_refuse_a_float32_model(kind: str) -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
     clock = torch.zeros(3, dtype=torch.float64)
-    if extra == "buffer":
+    if kind == "buffer":
         model[0].register_buffer("clock", clock)
     else:
         holder = nn.Module()
@@ -181,9 +181,9 @@ def test_one_float64_tensor_does_not_refuse_a_float32_model(extra: str) -> None:
         model.forward = lambda x: model[3](model[2](model[1](x)))
     x = torch.randn(64, 64)
     assert len(memkern.compress(model, 3).swapped) == 1
-    few = memory.saved_bytes(lambda: model(x), model)
+    saved = memory.saved_bytes(lambda: model(x), model)
     memkern.restore(model)
-    assert few < memory.saved_bytes(lambda: model(x), model)
+    assert saved < memory.saved_bytes(lambda: model(x), model)
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
@@ -208,11 +208,11 @@ def test_float64_models_are_refused_before_anything_changes(activations: Any) ->
 
 def test_what_float64_models_can_have() -> None:
     net, x = of_float64(), torch.randn(200, 8, dtype=torch.float64)
-    y = net(x)
+    expected = net(x)
     memkern.compress(net, None, linear={"share": 0.5, "min_tokens": 0})
     assert isinstance(net[0], memkern.nn.RandomizedLinear)
     found = net(x)
-    torch.testing.assert_close(found, y, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     found.sum().backward()
     assert all(p.grad.isfinite().all() for p in net.parameters())
 

@@ -1,4 +1,4 @@
-"""Checkpoints of memkern.train: a resumed run repeats every bit; what is not resumed; writers of one path."""
+"""Checkpoints of memkern.train: a resumed run repeats every bit, unfit ones are refused, and writers do not mix."""
 
 from pathlib import Path
 from typing import Any
@@ -53,11 +53,11 @@ def test_checkpoints_that_are_refused(corpus: Corpus, tmp_path: Path) -> None:
         ({}, corpus, {"model": model}, "resume: given a checkpoint of another model; allowed: one of byte-tiny"),
     )
     for changes, text, edits, message in refused:
-        other = Trainer(SMALL.replace(**changes), text)
-        before = [weight.add_(1).clone() for weight in weights(other)]
+        trainer = Trainer(SMALL.replace(**changes), text)
+        before = [weight.add_(1).clone() for weight in weights(trainer)]
         with pytest.raises(OptionError, match=message):
-            other.load_state_dict(state | edits)
-        assert all(torch.equal(a, b) for a, b in zip(before, weights(other), strict=True))
+            trainer.load_state_dict(state | edits)
+        assert all(torch.equal(a, b) for a, b in zip(before, weights(trainer), strict=True))
 
 
 def test_two_writers_of_one_path_do_not_mix(tmp_path: Path) -> None:
@@ -65,9 +65,9 @@ def test_two_writers_of_one_path_do_not_mix(tmp_path: Path) -> None:
     link.symlink_to(path)
     path.write_text("old")
     opened = path.open()
-    with checkpoint.replacing(link) as one, checkpoint.replacing(path) as two:
-        one.write_text("one")
-        two.write_text("two")
+    with checkpoint.replacing(link) as first, checkpoint.replacing(path) as second:
+        first.write_text("one")
+        second.write_text("two")
     assert path.read_text() == "one"  # the last to be done
     assert opened.read() == "old"  # which was replaced, not written over
     assert link.is_symlink()

@@ -82,25 +82,25 @@ def test_failures_end_with_a_line(text: Path, tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize(("device", "limit"), [("cuda", 8 << 30), ("cpu", None)])
 def test_what_the_planner_is_asked(monkeypatch: pytest.MonkeyPatch, device: str, limit: int | None) -> None:
-    found: dict[str, Any] = {}
+    asked: dict[str, Any] = {}
 
     def plan(**options: Any) -> Any:
-        found.update(options)
+        asked.update(options)
         raise InterruptedError
 
     monkeypatch.setattr(importlib.import_module("memkern.train.fit"), "plan", plan)
     monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2 << 20}.__getitem__)
     config = SMALL.replace(precision="fp16-mixed", compile=True, saved_bits="exact", accumulation=2)
-    asked: tuple[tuple[TrainConfig, tuple[str, ...], dict[str, Any]], ...] = (
+    cases: tuple[tuple[TrainConfig, tuple[str, ...], dict[str, Any]], ...] = (
         (config.replace(batch_factor=3, clip=0.5), (), {"micro_batch": 4, "accumulation": 6}),  # all of a step
         (config, ("micro_batch",), {"micro_batch": 4, "accumulation": 2}),
         (config, ("precision", "saved_bits", "steps"), {"precision": "fp16-mixed", "saved_bits": "exact"}),
     )
-    for each, given, techniques in asked:
+    for case, flags, techniques in cases:
         with pytest.raises(InterruptedError):
-            fit(each, "2GiB", given, device)
-        assert found["techniques"] == {"optimizer": "adamw", "compile": True} | techniques
-    assert (found["memory"], found["host_memory"], found["batch_size"], found["clip"]) == (2 << 30, limit, 8, 0.0)
+            fit(case, "2GiB", flags, device)
+        assert asked["techniques"] == {"optimizer": "adamw", "compile": True} | techniques
+    assert (asked["memory"], asked["host_memory"], asked["batch_size"], asked["clip"]) == (2 << 30, limit, 8, 0.0)
 
 
 @pytest.mark.full

@@ -33,8 +33,8 @@ def test_which_files_a_folder_gives(tmp_path: Path) -> None:
     (tmp_path / "table.csv").write_text("a,b")
     (tmp_path / "broken").symlink_to(tmp_path / "absent")
     (tmp_path / "loop").symlink_to(tmp_path, target_is_directory=True)
-    given = [str(tmp_path), str(tmp_path / "a" / "one.py")]  # the second a duplicate
-    corpus = load_corpus(given, seq_len=8)
+    paths = [str(tmp_path), str(tmp_path / "a" / "one.py")]  # the second a duplicate
+    corpus = load_corpus(paths, seq_len=8)
     texts = [(name * 100).encode() for name in ("two.txt", "a/one.py", "z/last.txt")]
     cuts = [90 * len(text) // 100 for text in texts]
     assert bytes(corpus.train.tolist()) == b"\n".join(text[:cut] for text, cut in zip(texts, cuts, strict=True))
@@ -43,9 +43,9 @@ def test_which_files_a_folder_gives(tmp_path: Path) -> None:
     assert [Path(path).name for path in corpus.left_out] == ["image", "latin", "table.csv"]
     assert "(3 files)" in corpus.description()
     assert "left out as no text: " in corpus.description()
-    assert load_corpus(given, seq_len=8).digest == corpus.digest
+    assert load_corpus(paths, seq_len=8).digest == corpus.digest
     (tmp_path / "two.txt").write_text("three.tx" * 100)
-    assert load_corpus(given, seq_len=8).digest != corpus.digest
+    assert load_corpus(paths, seq_len=8).digest != corpus.digest
 
 
 def test_the_default_text_is_the_standard_library() -> None:

@@ -58,11 +58,11 @@ def test_one_and_two_processes_agree_at_equal_global_batch(
 def resume_in_two(text: str, parallel: str, path: str) -> None:
     """Each process resumes bit for bit, with linear layers that draw the tokens they save by its own generator."""
     config = SMALL.replace(batch_factor=2, parallel=parallel, linear_share=0.25, activation_bits=3)
-    own = Path(f"{path}.{distributed.rank()}")
-    straight, resumed = straight_and_resumed(config, load_corpus([text], seq_len=32), own)
+    path_of_rank = Path(f"{path}.{distributed.rank()}")
+    straight, resumed = straight_and_resumed(config, load_corpus([text], seq_len=32), path_of_rank)
     assert_same_run(straight, resumed)
-    ours, others = distributed.gathered([x.double().sum().item() for x in straight.weights().values()])
-    assert ours == others
+    sums, sums_of_other = distributed.gathered([x.double().sum().item() for x in straight.weights().values()])
+    assert sums == sums_of_other
 
 
 @pytest.mark.full

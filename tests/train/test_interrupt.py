@@ -59,8 +59,8 @@ def test_ctrl_c_saves_and_resume_goes_on_saving_there(
     run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "run.pt"
-    left, of_others = tmp_path / ".run.pt.0123abcd.tmp", tmp_path / ".run.pt.x.0123abcd.tmp"
-    for half_written in (left, of_others):
+    own, of_others = tmp_path / ".run.pt.0123abcd.tmp", tmp_path / ".run.pt.x.0123abcd.tmp"
+    for half_written in (own, of_others):
         half_written.touch()
     for arguments, step in ((run, 2), (["train", "--resume", str(path)], 3)):
         with monkeypatch.context() as patch:
@@ -73,7 +73,8 @@ def test_ctrl_c_saves_and_resume_goes_on_saving_there(
     assert [*tmp_path.glob(".*.tmp")] == [of_others]
 
 
-# Which signal, how often, its handler before, a launcher's variable, at which step: the status, and the step saved.
+# name: signal, how often it is sent, its handler before, whether a launcher (torchrun) began the run, at which step;
+# then the exit status and the step saved
 BY_DEFAULT = signal.default_int_handler
 SIGNALS: dict[str, tuple[int, int, Any, bool, int, int, int]] = {
     "a second Ctrl-C ends at once": (signal.SIGINT, 2, BY_DEFAULT, False, 2, 130, 0),
@@ -144,10 +145,10 @@ def test_a_signal_to_the_process_group_saves(run: list[str], tmp_path: Path, num
 
 
 @contextlib.contextmanager
-def no_room(most: int = 20_000) -> Iterator[None]:
+def no_room(limit: int = 20_000) -> Iterator[None]:
     """Files of more bytes cannot be written, as on a full disk."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
     try:
         yield
     finally:
@@ -192,5 +193,5 @@ def test_that_files_can_be_written_is_tried_before_training(
     run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str
 ) -> None:
     with no_room(0):
-        said = refused(capsys, *run[1:-2], option, str(tmp_path / "new"))
-    assert f"{option}: nothing can be written in '{tmp_path}" in said
+        error = refused(capsys, *run[1:-2], option, str(tmp_path / "new"))
+    assert f"{option}: nothing can be written in '{tmp_path}" in error

@@ -117,15 +117,15 @@ def tree(folder: Path) -> dict[Path, Any]:
 def test_a_line_says_what_and_what_to_do(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, row: str
 ) -> None:
-    arguments, name, *pieces = row.split(" | ")
+    arguments, name, *parts = row.split(" | ")
     if not arguments.startswith("--"):
         monkeypatch.setenv(*arguments.split("="))
         arguments = ""
     before = tree(here)
-    own = WITHOUT_SIZES if "--model" in arguments and arguments != "--model gpt2" else OPTIONS
+    options = WITHOUT_SIZES if "--model" in arguments and arguments != "--model gpt2" else OPTIONS
     data = [] if "--data" in arguments else ["--data", "text.txt"]
     output = [] if {"--out", "--export", "--save"} & {*arguments.split()} else ["--out", "new"]
-    line = refused(capsys, *data, *own, *output, *arguments.split())
+    line = refused(capsys, *data, *options, *output, *arguments.split())
     assert line.startswith(f"{name}: ")
-    assert all(piece in line for piece in pieces), line
+    assert all(part in line for part in parts), line
     assert tree(here) == before

@@ -55,19 +55,21 @@ MEASURES = {
     "weights": lambda trainer: memory.tensor_bytes(weights(trainer)),
 }
 FULL = ("some tokens", *(name for name in ROWS if name.startswith("compiled")))
-TIERS = dict.fromkeys(FULL, pytest.mark.full) | {"compiled on the host": pytest.mark.long}  # which test_memory.py has
+# "compiled on the host": tests/stream/test_memory.py runs it more often
+TIERS = dict.fromkeys(FULL, pytest.mark.full) | {"compiled on the host": pytest.mark.long}
 
 
 @pytest.mark.usefixtures("fresh_compiler", "no_process_group")
 @pytest.mark.parametrize("row", [pytest.param(name, marks=TIERS.get(name, ())) for name in ROWS])
 def test_a_technique_follows_a_run_without_it(corpus: Corpus, row: str) -> None:
-    techniques, beside, tolerance, measure = ROWS[row]
-    plain, ours = trained(corpus, **beside), trained(corpus, **beside, **techniques)
-    losses = [[*each.history.train_loss[tolerance > 0 and -3 :], each.evaluate()] for each in (plain, ours)]
-    assert losses[1] == pytest.approx(losses[0], rel=tolerance)
+    techniques, common, tolerance, measure = ROWS[row]
+    plain, ours = trained(corpus, **common), trained(corpus, **common, **techniques)
+    compared = slice(-3, None) if tolerance else slice(None)  # the last losses, or all
+    expected, losses = ([*each.history.train_loss[compared], each.evaluate()] for each in (plain, ours))
+    assert losses == pytest.approx(expected, rel=tolerance)
     if tolerance == 0:
         assert_same_run(plain, ours)
-    if not {"compile", "offload"} & {*techniques}:  # whose fused kernels and fp64 norm may round to the same
+    if not {"compile", "offload"} & {*techniques}:  # these may round to the same losses
         assert (ours.history.train_loss == plain.history.train_loss) == (tolerance == 0)
     if measure:
         assert MEASURES[measure](ours) < 0.9 * MEASURES[measure](plain)
@@ -100,9 +102,10 @@ def test_what_a_run_is_made_of(corpus: Corpus) -> None:
 )
 def test_every_optimizer_learns(corpus: Corpus, optimizer: str, bits: int) -> None:
     layerwise = optimizer in ("lamb", "lars")
-    # A share of each matrix's norm; SGD has no second moment to divide by; Muon is slow on matrices of 32 columns.
-    lr = 5e-2 if layerwise else 0.3 if "sgd" in optimizer else 1e-2 if optimizer == "muon" else 2e-3
-    options = {"optimizer": optimizer, "state_bits": bits, "lr": lr, "micro_batch": 8}
+    # LAMB's and LARS' are shares of each matrix's norm; SGD has no second moment to divide by; Muon is slow on matrices
+    # of 32 columns.
+    rates = {"lamb": 5e-2, "lars": 5e-2, "sgd": 0.3, "torch-sgd": 0.3, "muon": 1e-2}
+    options = {"optimizer": optimizer, "state_bits": bits, "lr": rates.get(optimizer, 2e-3), "micro_batch": 8}
     trainer = trained(corpus, **options, steps=40, warmup=4, eval_every=40)
     assert trainer.history.train_loss[0] == pytest.approx(math.log(256), abs=0.1)
     assert trainer.history.validation[-1][1] < (3.0 if layerwise else 2.8)
@@ -140,7 +143,7 @@ def test_torchs_optimizers_step_as_torchs_loops_over_tensors(corpus: Corpus, opt
             group |= options
         for _ in range(4):
             trainer.step()
-        state = [x for own in trainer.optimizer.state.values() for x in own.values() if x is not None]
+        state = [x for entries in trainer.optimizer.state.values() for x in entries.values() if x is not None]
         return torch.cat([x.double().flatten() for x in (*state, *weights(trainer))])
 
     found, expected = after_steps(), after_steps(fused=False, foreach=False)

@@ -61,19 +61,19 @@ def test_what_is_exported_is_loaded_and_has_the_same_loss(small: TrainConfig, te
     )
     paths = {"--model": folder, "--data": text, "--export": exported, "--save": tmp_path / "run.pt"}
     main(["train", *flags.split(), *(str(word) for pair in paths.items() for word in pair)])
-    again = small.replace(bytes=False, from_config=False, model=str(exported), lr=None)
-    corpus = load(again)  # with the folder's tokenizer
+    config = small.replace(bytes=False, from_config=False, model=str(exported), lr=None)
+    corpus = load(config)  # with the folder's tokenizer
     assert corpus.train.dtype == torch.int32
-    fine_tuned = Trainer(again, corpus)
+    fine_tuned = Trainer(config, corpus)
     saved = torch.load(tmp_path / "run.pt", weights_only=True)
     assert fine_tuned.evaluate() == pytest.approx(saved["history"]["validation"][-1][1], rel=1e-5)
-    assert again.peak_lr == pytest.approx(5e-5)
-    assert again.replace(from_config=True).peak_lr == pytest.approx(3e-4)
+    assert config.peak_lr == pytest.approx(5e-5)
+    assert config.replace(from_config=True).peak_lr == pytest.approx(3e-4)
 
 
 def test_a_folder_that_lacks_weights_is_refused(small: TrainConfig, tmp_path: Path) -> None:
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**SIZES))
-    without = {name: x for name, x in model.state_dict().items() if name != "transformer.ln_f.weight"}
-    model.save_pretrained(tmp_path, state_dict=without)
+    incomplete = {name: x for name, x in model.state_dict().items() if name != "transformer.ln_f.weight"}
+    model.save_pretrained(tmp_path, state_dict=incomplete)
     with pytest.raises(OptionError, match=r"model: .* cannot be built: .* lacks the weights transformer.ln_f.weight"):
         huggingface.build(small.replace(model=str(tmp_path), from_config=False))
