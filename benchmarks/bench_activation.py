@@ -1,8 +1,7 @@
-"""Forward and backward of activations (the few_bit_encode, few_bit_forward, few_bit_backward and
-few_bit_backward_from_output ops behind memkern.functional) beside torch's own.
+"""Times forward and backward passes of activations beside torch's own, and counts the bytes that they save.
 
-"saved" are the bytes that autograd saves for the backward pass.
-"""
+The ops behind memkern.functional are few_bit_encode, few_bit_forward, few_bit_backward and
+few_bit_backward_from_output."""
 
 from __future__ import annotations
 

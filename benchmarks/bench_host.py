@@ -1,7 +1,7 @@
-"""Optimizer steps on the CPU, as they are taken where weights and states are offloaded to the host.
+"""Times optimizer steps on the CPU, as they are taken where weights and states are offloaded to the host.
 
-memkern's AdamW8bit of bf16 weights whose rounding errors are kept in 8 bits stands beside torch's fused AdamW and
-DeepSpeed's CPUAdam, ZeRO-Offload's optimizer: of fp32 weights, of bf16 weights with fp32 states, and all in bf16.
+memkern's AdamW8bit steps bf16 weights whose rounding errors are kept in 8 bits. Beside it are torch's fused AdamW and
+DeepSpeed's CPUAdam, ZeRO-Offload's optimizer: with fp32 weights, bf16 weights and fp32 states, and all in bf16.
 ZeRO-Offload's conversions of gradients to fp32 and of weights to bf16 are not counted. Clipping is to a norm of 1:
 memkern's by ``max_grad_norm``, the others' by torch's ``clip_grad_norm_``, which reads the gradients, then reads and
 writes them.

@@ -1,4 +1,4 @@
-"""Steps of memkern's LAMB and LARS beside timm's, AdamW8bit and torch. timm's Lamb is set to not clip gradients."""
+"""Times memkern's LAMB and LARS beside timm's, AdamW8bit and torch. timm's Lamb is set to not clip gradients."""
 
 from __future__ import annotations
 

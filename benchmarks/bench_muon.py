@@ -1,4 +1,4 @@
-"""Steps of Muon on GPT-2's matrices beside torch's, and its two element-wise ops without the matrix products."""
+"""Times Muon's steps on GPT-2's matrices beside torch's, and its two element-wise ops without the matrix products."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizer steps: memkern's AdamW, Adam, Lion and SGD beside those of torch, bitsandbytes, torchao, flashoptim and
+"""Times steps of memkern's AdamW, Adam, Lion and SGD beside those of torch, bitsandbytes, torchao, flashoptim and
 DeepSpeed."""
 
 from __future__ import annotations

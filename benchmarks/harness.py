@@ -272,7 +272,7 @@ def measure(
     *,
     rounds: int = 30,
     seconds: float = 2.0,
-    progress: Callable[[str], object] = lambda what: None,
+    progress: Callable[[str], object] = lambda activity: None,
 ) -> list[Result]:
     """One Result per contender, in order. A slow one takes about `seconds`, but at least MIN_ROUNDS rounds.
 

@@ -1,4 +1,4 @@
-"""The provenance of a measured figure: date, commit, hardware, and the versions of Python, torch and memkern."""
+"""Collects the provenance of measured figures: date, commit, hardware, versions of Python, torch and memkern."""
 
 from __future__ import annotations
 

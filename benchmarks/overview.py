@@ -89,7 +89,7 @@ def savings() -> Iterator[tuple[str, str, tuple[str, float], list[tuple[str, flo
         yield (
             f"saved for the backward pass, {model}-like model (4 layers, {precision})",
             "kB per token",
-            ("as it is", kilobytes["compiled"] / float(by_mode["compiled"]["share"])),
+            ("as it is", kilobytes["compiled"] / float(by_mode["compiled"]["share"])),  # the share is of torch's bytes
             [
                 ("torch.compile", kilobytes["compiled"]),
                 ("`memkern.compile(model)`", kilobytes["exact"]),
@@ -341,7 +341,7 @@ CPU_MODES = {  # (mode, budget) of lab.studies.compiled_steps --ways: the key in
 
 
 def gpu_points() -> Points:
-    """The points of models on a GPU."""
+    """The points of models on a GPU: of those in gpu-compiled.csv, with their rows of gpu-models.csv added."""
     points: Points = {}
     for name in ("gpu-compiled.csv", "gpu-models.csv"):
         rows = _last(name, "model", "precision", "mode")
@@ -354,7 +354,7 @@ def gpu_points() -> Points:
 
 
 def cpu_points() -> Points:
-    """The points of models on a CPU."""
+    """The points of models on a CPU that have a row with checkpoints."""
     rows = _last("compiled-steps.csv", "model", "precision", "mode", "budget")
     points: Points = {}
     for model, precision in dict.fromkeys((key[0], key[1]) for key in rows if key[2] == "checkpointing"):

@@ -40,6 +40,6 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     path = session.config.getoption("--features")
     if path is None or hasattr(session.config, "workerinput"):
         return
-    where = machine.provenance("cpu")
-    rows = [where | frameworks.row(*key, list(tests.values())) for key, tests in sorted(_outcomes.items())]
+    provenance = machine.provenance("cpu")
+    rows = [provenance | frameworks.row(*key, list(tests.values())) for key, tests in sorted(_outcomes.items())]
     report.append(path, rows, frameworks.COLUMNS)

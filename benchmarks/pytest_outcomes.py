@@ -26,9 +26,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     path = session.config.getoption("--outcomes")
     if path is None or hasattr(session.config, "workerinput"):
         return
-    where = machine.provenance("cpu")
+    provenance = machine.provenance("cpu")
     rows = [
-        where | {"test": test, "outcome": outcome, "seconds": f"{_seconds[test]:.1f}"}
+        provenance | {"test": test, "outcome": outcome, "seconds": f"{_seconds[test]:.1f}"}
         for test, outcome in sorted(_outcomes.items())
     ]
-    report.append(path, rows, [*where, "test", "outcome", "seconds"])
+    report.append(path, rows, [*provenance, "test", "outcome", "seconds"])

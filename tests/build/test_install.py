@@ -114,14 +114,14 @@ GENERATED = ("tables.h", "hyperparameters.h", "schemas.h")  # by csrc/generate.p
 def test_the_sdist_has_all_sources_and_no_binaries(tree: Path, sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    wanted = [
+    sources = [
         p.relative_to(tree).as_posix()
         for folder in ("csrc", "memkern", "tests", "benchmarks", "lab", "docs", "examples")
         for p in (tree / folder).rglob("*")
         if p.is_file() and p.suffix in (".py", ".cpp", ".h", ".cu", ".cuh", ".typed") and p.name not in GENERATED
     ]
-    assert len(wanted) > 50
-    assert not {*wanted, "setup.py", "pyproject.toml", "Makefile", "LICENSE"} - names
+    assert len(sources) > 50
+    assert not {*sources, "setup.py", "pyproject.toml", "Makefile", "LICENSE"} - names
     assert not [n for n in names if n.endswith((".so", ".o", ".pyc", *GENERATED))]
 
 

@@ -46,10 +46,10 @@ def test_the_driver_compiles_with_these_kernels() -> None:
 )
 def test_every_kernel_gives_the_bits_of_x86(tmp_path: Path) -> None:
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        here = compile_driver("g++", ("generic", "avx2"), tmp_path, pool)
-        there = compile_driver(CROSS, ("generic", "neon"), tmp_path, pool)
-        emulated = pool.submit(hashes, EMULATOR, str(there))
-        x86, arm = hashes(str(here)), emulated.result()
+        x86_driver = compile_driver("g++", ("generic", "avx2"), tmp_path, pool)
+        arm_driver = compile_driver(CROSS, ("generic", "neon"), tmp_path, pool)
+        emulated = pool.submit(hashes, EMULATOR, str(arm_driver))
+        x86, arm = hashes(str(x86_driver)), emulated.result()
     cases = x86["generic"]
     assert len(cases) > 9000  # fewer: the driver left kernels out
     assert arm["neon"].keys() == arm["generic"].keys() == cases.keys()

@@ -29,8 +29,8 @@ def test_a_setuptools_that_is_too_old_is_named_with_the_cure(version: str, works
     run = decided(f"import setuptools; setuptools.__version__ = {version!r}", MEMKERN_BUILD="none")
     assert (run.returncode == 0) == works
     assert (run.stdout == "none\n") == works
-    wanted = f"needs setuptools 77 or newer to build, found {version}: pip install 'setuptools>=77'"
-    assert (wanted in run.stderr) != works
+    message = f"needs setuptools 77 or newer to build, found {version}: pip install 'setuptools>=77'"
+    assert (message in run.stderr) != works
     assert "Traceback" not in run.stderr
 
 

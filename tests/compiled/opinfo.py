@@ -60,8 +60,8 @@ def infos() -> dict[str, Any]:
 
 def _product(x: Tensor) -> Tensor:
     """x / 2 + x / 2 by a matrix product: of two columns, as torch computes one column elementwise."""
-    both = torch.stack((x.reshape(-1), x.reshape(-1)), 1) @ torch.full((2, 2), 0.5, dtype=x.dtype)
-    return both[:, 0].reshape(x.shape)
+    columns = torch.stack((x.reshape(-1), x.reshape(-1)), 1) @ torch.full((2, 2), 0.5, dtype=x.dtype)
+    return columns[:, 0].reshape(x.shape)
 
 
 def _loss_of(call: Callable[..., Any], spec: Any, values: list[Any], positions: list[int]) -> Callable[..., Tensor]:

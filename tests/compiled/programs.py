@@ -38,9 +38,9 @@ class CompiledProgram(Program):
     def traced(self) -> Traced:
         """The graph of the loss as a function of the program's tensors. Needs a gradients(program, None) before it."""
 
-        def loss(*given: Tensor) -> Tensor:
+        def loss(*tensors: Tensor) -> Tensor:
             attributes = self.__dict__.copy()
-            remaining = iter(given)
+            remaining = iter(tensors)
             try:
                 self.__dict__.update({name: next(remaining) for name in (*LEAVES, *CONSTANTS)}, compiled=True)
                 self.weights, self.last = [next(remaining) for _ in self.weights], [next(remaining) for _ in self.last]
@@ -70,7 +70,7 @@ def traced_gradients(program: CompiledProgram) -> list[Tensor]:
 
 
 def compiled_gradients(program: CompiledProgram) -> list[Tensor]:
-    """The gradients of :func:`of_traced` by torch.compile, which traces a graph for each of the three."""
+    """The gradients of :func:`traced_gradients` by torch.compile, which traces a graph for each of the three."""
     return [gradients(program, bits) for bits in ("torch", "exact", 8)]
 
 

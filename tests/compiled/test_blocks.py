@@ -79,10 +79,10 @@ COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 
 @pytest.mark.parametrize("checkpointing", [None, "blocks"])
-@pytest.mark.parametrize("way", COPIES)
-def test_copies_are_compiled_models(way: str, checkpointing: str | None) -> None:
+@pytest.mark.parametrize("method", COPIES)
+def test_copies_are_compiled_models(method: str, checkpointing: str | None) -> None:
     model = applied(checkpointing=checkpointing)
-    copied = COPIES[way](model)
+    copied = COPIES[method](model)
     assert copied.state_dict().keys() == Net().state_dict().keys()
     assert all(map(is_compiled, copied.layers))  # type: ignore[arg-type, union-attr]
     with pytest.raises(memkern.OptionError, match=r"layers\.0 is compiled already"):
@@ -97,11 +97,11 @@ def test_copies_are_compiled_models(way: str, checkpointing: str | None) -> None
 
 @pytest.mark.full
 @pytest.mark.parametrize("checkpointing", [None, "blocks"])
-@pytest.mark.parametrize("way", COPIES)
-def test_copies_compute_with_their_own_weights(way: str, checkpointing: str | None) -> None:
+@pytest.mark.parametrize("method", COPIES)
+def test_copies_compute_with_their_own_weights(method: str, checkpointing: str | None) -> None:
     model, x = applied(checkpointing=checkpointing), torch.randn(2, 64, WIDTH)
     expected = step(model, x)
-    copied = COPIES[way](model)
+    copied = COPIES[method](model)
     saved, gradients = step(copied, x)
     assert saved == expected[0]
     assert torch.equal(gradients, expected[1])

@@ -58,11 +58,11 @@ def graphs(model: nn.Module, first: tuple[int, int], **options: Any) -> list[str
 @pytest.mark.parametrize("name", first_quick(CASES))
 @pytest.mark.filterwarnings("ignore:a compiled graph saves")
 def test_the_first_sizes_do_not_decide(name: str) -> None:
-    make, options, codes = CASES[name]
+    make, options, expected = CASES[name]
     model = make()
     small, large = (graphs(model, sizes, **options) for sizes in ((2, 3), SECOND_CALL))
     assert small == large
-    assert {each for each in ("quantize_blockwise", "few_bit_encode") if f"memkern.{each}" in large[0]} == {*codes}
+    assert {op for op in ("quantize_blockwise", "few_bit_encode") if f"memkern.{op}" in large[0]} == {*expected}
 
 
 @pytest.mark.usefixtures("fresh_compiler")
@@ -120,7 +120,7 @@ def test_another_process_takes_the_graph_of_its_sizes(tmp_path: Path) -> None:
         return [line.split() for line in run.stdout.splitlines()]
 
     [[small, _, *first_counts]] = printed("3")
-    [[_, saved, *large_counts], [again, _, *small_counts]] = printed("2048", "3")
+    [[_, saved, *large_counts], [small_again, _, *small_counts]] = printed("2048", "3")
     assert (first_counts, large_counts, small_counts) == (["0", "1"], ["0", "1"], ["1", "1"])  # hits and misses
-    assert again == small
+    assert small_again == small
     assert int(saved) < 1.2 * 2048 * 64 * 2

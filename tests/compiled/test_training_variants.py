@@ -140,16 +140,16 @@ def gradients(make: Callable[[], nn.Module], step: Backward, bits: Any) -> Tenso
     return gradients_of(model)
 
 
-CASES = [("dropout", way) for way in STEPS] + [(name, "once") for name in MODELS if name != "dropout"]
+CASES = [("dropout", steps) for steps in STEPS] + [(name, "once") for name in MODELS if name != "dropout"]
 QUICK = {("dropout", "once"), ("a graph for each block", "once"), ("selective checkpoints", "once")}
 
 
 @pytest.mark.parametrize(
-    ("name", "way"), [pytest.param(*case, marks=() if case in QUICK else pytest.mark.full) for case in CASES]
+    ("name", "steps"), [pytest.param(*case, marks=() if case in QUICK else pytest.mark.full) for case in CASES]
 )
 @pytest.mark.filterwarnings("ignore")
-def test_gradients(name: str, way: str) -> None:
-    expected, exact, coded = (gradients(MODELS[name], STEPS[way], bits) for bits in (None, "exact", 8))
+def test_gradients(name: str, steps: str) -> None:
+    expected, exact, coded = (gradients(MODELS[name], STEPS[steps], bits) for bits in (None, "exact", 8))
     assert torch.equal(exact, expected)
     assert off(coded, expected) < 0.03
 

@@ -160,7 +160,7 @@ def assert_alike(update: Callable[..., Tensor], wrap: Wrap, tolerance: float) ->
 
 
 # options of tests.support.partitioned.backend
-WAYS: dict[str, dict[str, Any]] = {
+CUTS: dict[str, dict[str, Any]] = {
     "exact": {"bits": "exact"},
     "written afterwards": {"bits": "exact", "in_graph": False},
     "8 bits": {"bits": 8},
@@ -170,18 +170,18 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 EVERY = [
     pytest.param(
-        update, way, marks=() if way in ("exact", "written afterwards") or update is annealed else pytest.mark.full
+        update, cut, marks=() if cut in ("exact", "written afterwards") or update is annealed else pytest.mark.full
     )
-    for way in WAYS
+    for cut in CUTS
     for update in UPDATES
 ]
 
 
-@pytest.mark.parametrize(("update", "way"), EVERY, ids=lambda x: getattr(x, "__name__", x))
+@pytest.mark.parametrize(("update", "cut"), EVERY, ids=lambda x: getattr(x, "__name__", x))
 @pytest.mark.filterwarnings("ignore:a compiled graph saves")
-def test_gradients(update: Callable[..., Tensor], way: str) -> None:
-    rounded = WAYS[way]["bits"] == 8 or "activations" in WAYS[way]
-    assert_alike(update, lambda model: torch.compile(model, backend=backend(**WAYS[way])), 0.03 if rounded else 1e-5)
+def test_gradients(update: Callable[..., Tensor], cut: str) -> None:
+    rounded = CUTS[cut]["bits"] == 8 or "activations" in CUTS[cut]
+    assert_alike(update, lambda model: torch.compile(model, backend=backend(**CUTS[cut])), 0.03 if rounded else 1e-5)
 
 
 @pytest.mark.full

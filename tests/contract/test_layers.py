@@ -39,9 +39,9 @@ def imported(path: Path) -> Iterator[str]:
 @pytest.mark.parametrize("folder", ALLOWED)
 def test_a_folder_imports_allowed_folders_only(folder: str) -> None:
     def allowed(name: str) -> bool:
-        top, _, rest = name.partition(".")
+        top, _, below = name.partition(".")
         if top == "tests" and folder != "tests":
-            return top in ALLOWED[folder] and rest.startswith("support")
+            return top in ALLOWED[folder] and below.startswith("support")
         return top not in FOLDERS - ALLOWED[folder]
 
     files = sorted((ROOT / folder).rglob("*.py"))

@@ -117,11 +117,11 @@ def test_no_list_of_choices_is_written_twice() -> None:
     }
     assert choices.keys() >= {"OPTIMIZERS", "PRECISIONS", "MASTER_WEIGHTS", "SAVED_BITS", "CHECKPOINTING"}
     empty = {None, "none", "off"}
-    wanted = {values - empty: name for name, values in choices.items()}
+    names = {values - empty: name for name, values in choices.items()}
     places_by_name: dict[str, list[str]] = {}
     for path in PACKAGE.rglob("*.py"):
         for values in literals(ast.parse(path.read_text())):
-            name = wanted.get(values - empty)
+            name = names.get(values - empty)
             if name:
                 places_by_name.setdefault(name, []).append(path.relative_to(PACKAGE).as_posix())
     assert {name: places for name, places in places_by_name.items() if places != ["techniques/options.py"]} == {}

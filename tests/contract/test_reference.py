@@ -144,7 +144,7 @@ def test_a_lion_step_is_its_formula(layout: str, bits: int) -> None:
             optimizer.step()
             u = b1 * before + (1 - b1) * g
             sure = u.abs() > 1e-6 * (abs(before) + g.abs())  # else rounding may turn the sign
-            wanted = x * (1 - lr * decay) - lr * u.sign()
+            expected = x * (1 - lr * decay) - lr * u.sign()
             actual = blockwise.to_blocks(p.detach(), cut).double()
-            torch.testing.assert_close(actual[sure | (g == 0)], wanted[sure | (g == 0)], rtol=1e-6, atol=1e-8)
+            torch.testing.assert_close(actual[sure | (g == 0)], expected[sure | (g == 0)], rtol=1e-6, atol=1e-8)
             assert sure.sum() >= 0.9 * (u != 0).sum()

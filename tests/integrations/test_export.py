@@ -14,7 +14,7 @@ import memkern
 from memkern import memory
 
 # options of memkern.compress
-WAYS: dict[str, dict[str, Any]] = {
+CASES: dict[str, dict[str, Any]] = {
     "activations": {},
     "output": {"activations": "output"},
     "linear": {"activations": None, "linear": {"share": 0.5, "min_tokens": 0}},
@@ -36,13 +36,13 @@ def texts(error: BaseException | None) -> str:
 
 
 @pytest.mark.feature("torch", "ONNX export of a compressed model names `restore`")
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dynamo", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_onnx_export_names_restore(way: str, dynamo: bool) -> None:
+def test_onnx_export_names_restore(case: str, dynamo: bool) -> None:
     if dynamo:
         pytest.importorskip("onnxscript")
     net, x = model(), torch.randn(8, 16)
-    memkern.compress(net, **WAYS[way])
+    memkern.compress(net, **CASES[case])
 
     def export() -> io.BytesIO:
         file = io.BytesIO()
@@ -88,11 +88,11 @@ RECORDERS: dict[str, Callable[[torch.nn.Module, torch.Tensor], Any]] = {
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.jit's
 @pytest.mark.filterwarnings("error::UserWarning")  # of ops without an autograd function
 @pytest.mark.parametrize("recorder", RECORDERS)
-@pytest.mark.parametrize("way", WAYS)
-def test_a_recorded_program_has_the_models_output_and_gradients(recorder: str, way: str) -> None:
+@pytest.mark.parametrize("case", CASES)
+def test_a_recorded_program_has_the_models_output_and_gradients(recorder: str, case: str) -> None:
     net, plain, x = model(), model(), torch.randn(8, 16)
-    memkern.compress(net, **WAYS[way])
-    if (recorder, way) == ("torch.jit.trace", "linear"):
+    memkern.compress(net, **CASES[case])
+    if (recorder, case) == ("torch.jit.trace", "linear"):
         with pytest.raises(RuntimeError, match=r"memkern\.restore\(model\)"):
             RECORDERS[recorder](net, x)
         return
@@ -110,10 +110,10 @@ def test_a_recorded_program_has_the_models_output_and_gradients(recorder: str, w
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("way", WAYS)
-def test_scripting_needs_restore(way: str) -> None:
+@pytest.mark.parametrize("case", CASES)
+def test_scripting_needs_restore(case: str) -> None:
     net, x = model(), torch.randn(8, 16)
-    memkern.compress(net, **WAYS[way])
+    memkern.compress(net, **CASES[case])
     with pytest.raises((RuntimeError, torch.jit.frontend.NotSupportedError)):
         torch.jit.script(net)
     memkern.restore(net)

@@ -122,8 +122,8 @@ def test_an_optimizer_made_before_prepare(ranks: Ranks, name: str) -> None:
 @pytest.mark.feature("accelerate", "FSDP2: `save_state`, `load_state`: resumes bit for bit")
 @pytest.mark.parametrize("name", ["AdamW8bit", "LAMB8bit", "Lion8bit"])
 def test_a_saved_state_resumes_bit_for_bit(ranks: Ranks, name: str, tmp_path: Path) -> None:
-    for straight, again in ranks(2, resumed, name, str(tmp_path)):
-        assert_same(again, straight)
+    for straight, continued in ranks(2, resumed, name, str(tmp_path)):
+        assert_same(continued, straight)
 
 
 def in_trainer(name: str, folder: str, checkpoint: str | None, seed: int) -> tuple[list[Tensor], list[float]]:

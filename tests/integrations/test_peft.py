@@ -54,14 +54,14 @@ def test_compressed_linear_layers_take_adapters() -> None:
 
 
 @pytest.mark.parametrize(
-    "way", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"]
+    "duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"]
 )
-def test_a_compressed_gpt2_is_transformers_conv1d_still(way: Any) -> None:
+def test_a_compressed_gpt2_is_transformers_conv1d_still(duplicate: Any) -> None:
     from transformers.pytorch_utils import Conv1D
 
     model = gpt2()
     memkern.compress(model, activations=None, linear={"share": 0.5, "min_tokens": 0})
-    model = way(model)
+    model = duplicate(model)
     layer = model.transformer.h[0].mlp.c_fc
     assert isinstance(layer, Conv1D)
     assert "share=0.5" in repr(layer)

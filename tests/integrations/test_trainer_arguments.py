@@ -80,15 +80,15 @@ def test_blocks_are_compiled_in_place(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("clip", [0.05, 0.0])
 def test_gradients_on_the_host_are_clipped_in_the_step(tmp_path: Path, clip: float) -> None:
-    here, there = (
+    on_device, on_host = (
         trainer(gpt2(), Techniques(state_bits=8, micro_batch=4, offload=offload), tmp_path, clip=clip)
         for offload in (None, "cpu")
     )
-    for run in (here, there):
+    for run in (on_device, on_host):
         run.train()
-    assert isinstance(there.optimizer.optimizer, optim.HostOffload)
-    assert there.args.max_grad_norm == 0
-    for a, b in zip(parameters_of(here.model), parameters_of(there.model), strict=True):
+    assert isinstance(on_host.optimizer.optimizer, optim.HostOffload)
+    assert on_host.args.max_grad_norm == 0
+    for a, b in zip(parameters_of(on_device.model), parameters_of(on_host.model), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 

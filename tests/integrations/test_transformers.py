@@ -21,8 +21,8 @@ from memkern.integrations.transformers import CompressCallback, optimizer_cls_an
 
 
 def arguments(folder: Path, **options: Any) -> Any:
-    own = {"output_dir": str(folder), "per_device_train_batch_size": 4, "max_steps": 4}
-    return transformers.TrainingArguments(**TRAINER | own | options)
+    defaults = {"output_dir": str(folder), "per_device_train_batch_size": 4, "max_steps": 4}
+    return transformers.TrainingArguments(**TRAINER | defaults | options)
 
 
 def trainer(args: Any, model: Any, pair: Any = None, **options: Any) -> Any:

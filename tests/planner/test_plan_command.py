@@ -93,7 +93,7 @@ def test_sizes_of_memory(text: Any, size: float) -> None:
     assert parse_memory(text) == size
 
 
-@pytest.mark.parametrize("given", [0, 0.5, "0.4B", "0 GiB", -1, True, None, "12 apples", float("nan")])
-def test_sizes_of_memory_that_are_refused(given: Any) -> None:
+@pytest.mark.parametrize("size", [0, 0.5, "0.4B", "0 GiB", -1, True, None, "12 apples", float("nan")])
+def test_sizes_of_memory_that_are_refused(size: Any) -> None:
     with pytest.raises(OptionError, match=r"memory: .* given; allowed: bytes as a number"):
-        parse_memory(given)
+        parse_memory(size)

@@ -49,8 +49,8 @@ def test_a_step_in_backward_frees_gradients_and_accumulation_holds_them() -> Non
     assert plain.phases["step"] - plain.phases["begin"] == int(margin * static_bytes.gradients)
     assert in_backward.categories["gradients"] <= 2 * static_bytes.largest
     assert accumulating.categories["gradients"] >= static_bytes.gradients
-    more = accumulating.phases["forward"] - plain.phases["forward"]
-    assert abs(more - margin * static_bytes.gradients) <= 1
+    growth = accumulating.phases["forward"] - plain.phases["forward"]
+    assert abs(growth - margin * static_bytes.gradients) <= 1
 
 
 def test_offload_leaves_the_gpu_without_states() -> None:

@@ -15,7 +15,7 @@ from tests.support.helpers import first_full
 from tests.support.ranks import Ranks
 
 BF16: dict[str, Any] = {"precision": "bf16", "state_bits": 8, "master_weights": "bf16+8"}
-WAYS: dict[str, dict[str, Any]] = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "step in backward": {"step_in_backward": True},
     "accumulation": {"accumulation": 3},
@@ -28,9 +28,9 @@ WAYS: dict[str, dict[str, Any]] = {
 QUICK = {("adamw", "plain"), ("adamw", "step in backward"), ("muon", "accumulation"), ("lamb", "step in backward")}
 FEWER = ("plain", "step in backward", "accumulation", "checkpoints")  # for optimizers other than AdamW
 CASES = [
-    pytest.param(name, way, marks=() if (name, way) in QUICK else pytest.mark.full)
-    for name, ways in {"adamw": WAYS, "lion": FEWER, "lamb": FEWER, "muon": FEWER}.items()
-    for way in ways
+    pytest.param(name, variant, marks=() if (name, variant) in QUICK else pytest.mark.full)
+    for name, variants in {"adamw": VARIANTS, "lion": FEWER, "lamb": FEWER, "muon": FEWER}.items()
+    for variant in variants
 ]
 
 
@@ -52,14 +52,14 @@ def assert_streamed_is_plain(techniques: Techniques, tied: bool = False, **optio
 
 
 @pytest.mark.feature("torch", "`weights_on_host` (`fully_shard` with CPUOffloadPolicy) on one process")
-@pytest.mark.parametrize(("name", "way"), CASES)
-def test_every_bit_on_one_process(name: str, way: str) -> None:
-    assert_streamed_is_plain(Techniques(optimizer=name, **BF16 | WAYS[way]))
+@pytest.mark.parametrize(("name", "variant"), CASES)
+def test_every_bit_on_one_process(name: str, variant: str) -> None:
+    assert_streamed_is_plain(Techniques(optimizer=name, **BF16 | VARIANTS[variant]))
 
 
-@pytest.mark.parametrize("way", ["step in backward", pytest.param("accumulation", marks=pytest.mark.full)])
-def test_tied_weights(way: str) -> None:
-    assert_streamed_is_plain(Techniques(optimizer="adamw", **BF16 | WAYS[way]), tied=True)
+@pytest.mark.parametrize("variant", ["step in backward", pytest.param("accumulation", marks=pytest.mark.full)])
+def test_tied_weights(variant: str) -> None:
+    assert_streamed_is_plain(Techniques(optimizer="adamw", **BF16 | VARIANTS[variant]), tied=True)
 
 
 @pytest.mark.parametrize("name", ["adamw", pytest.param("lamb", marks=pytest.mark.full)])
@@ -110,7 +110,7 @@ def streamed_and_sharded(techniques: Techniques, options: dict[str, Any]) -> tup
 @pytest.mark.feature("torch", "`weights_on_host` on two processes")
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("name", "way"),
+    ("name", "variant"),
     first_full(
         [
             ("adamw", "step in backward"),
@@ -125,8 +125,8 @@ def streamed_and_sharded(techniques: Techniques, options: dict[str, Any]) -> tup
         5,
     ),
 )
-def test_two_processes_have_the_bits_of_fully_shard(ranks: Ranks, name: str, way: str) -> None:
-    options = {"max_grad_norm": 0.05} if way == "clipping" else {}
-    techniques = Techniques(optimizer=name, **BF16 | WAYS.get(way, {}))
+def test_two_processes_have_the_bits_of_fully_shard(ranks: Ranks, name: str, variant: str) -> None:
+    options = {"max_grad_norm": 0.05} if variant == "clipping" else {}
+    techniques = Techniques(optimizer=name, **BF16 | VARIANTS.get(variant, {}))
     for streamed, plain in ranks(2, streamed_and_sharded, techniques, options):
         assert_equal(streamed, plain)

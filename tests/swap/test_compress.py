@@ -131,13 +131,13 @@ def test_activations_of_other_libraries(key: tuple[str, str]) -> None:
 def test_a_class_of_the_same_name_is_left_alone() -> None:
     """Also a class whose __module__ is the library's, where the library has another class of that name."""
     pytest.importorskip("transformers.activations")
-    for where in (__name__, "transformers.activations"):
+    for module_name in (__name__, "transformers.activations"):
         module = named("QuickGELUActivation", F.silu)
-        type(module).__module__ = where
+        type(module).__module__ = module_name
         report = memkern.compress(module)
         assert not report.swapped
         assert type(module).__name__ == "QuickGELUActivation"
-        assert f"{where}.QuickGELUActivation is no class that compress knows" in str(report)
+        assert f"{module_name}.QuickGELUActivation is no class that compress knows" in str(report)
 
 
 def test_options_reach_the_modules() -> None:
@@ -182,8 +182,8 @@ def test_idempotent_and_adjustable() -> None:
     options = {"linear": 0.5, "embeddings": True}
     first = memkern.compress(model, **options)
     assert (len(first.swapped), first.marked) == (2, ("2",))
-    again = memkern.compress(model, **options)
-    assert (again.swapped, again.marked) == ((), ())
+    second = memkern.compress(model, **options)
+    assert (second.swapped, second.marked) == ((), ())
     changed = memkern.compress(model, 4)
     assert [swap.names for swap in changed.swapped] == [("1",)]
     assert changed.swapped[0].before == 4  # of the original, not of 3 bits
@@ -214,11 +214,11 @@ def test_a_shared_module_is_swapped_once() -> None:
     assert memkern.restore(model) == 1
 
 
-@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
-def test_copies_are_swapped_and_can_be_restored(way: str) -> None:
+@pytest.mark.parametrize("method", ["deepcopy", "pickle"])
+def test_copies_are_swapped_and_can_be_restored(method: str) -> None:
     model = nn.Sequential(MLP(NewGELUActivation()), MLP(nn.SiLU()))
     memkern.compress(model, linear=0.5)
-    if way == "deepcopy":
+    if method == "deepcopy":
         loaded = copy.deepcopy(model)
     else:
         file = io.BytesIO()
@@ -278,7 +278,7 @@ def test_linear_layers_share_their_parameters_with_before() -> None:
     assert_same(model(x), plain)
     assert report.bytes_per_token == pytest.approx((16 + 64) * 4 * 0.8)
     saved = memory.saved_bytes(lambda: model(x), x)
-    assert saved == 300 * 64 * 4 + 60 * (16 + 64) * 4 + 2 * 16
+    assert saved == 300 * 64 * 4 + 60 * (16 + 64) * 4 + 2 * 16  # GELU's input, 60 tokens for each layer, two seeds
 
 
 def test_frozen_layers_save_nothing() -> None:
@@ -297,7 +297,7 @@ def test_conv1d() -> None:
     assert report.bytes_per_token == 16 * 4 * 0.75
     assert "nf=48, nx=16, share=0.25" in str(report)
     assert_same(layer(x), plain)
-    assert memory.saved_bytes(lambda: layer(x)) == 50 * 16 * 4 + 16
+    assert memory.saved_bytes(lambda: layer(x)) == 50 * 16 * 4 + 16  # a quarter of the tokens, and the seed
     ours = torch.autograd.grad(layer(x), leaves, grad)
     assert_same([ours[0], ours[2]], [expected[0], expected[2]])
     mean = torch.stack([torch.autograd.grad(layer(x), layer.weight, grad)[0] for _ in range(400)]).mean(0)

@@ -62,9 +62,9 @@ def test_resume_takes_the_options_it_is_not_given(
     path = str(tmp_path / "run.pt")
     main(["train", "--data", str(text), *OPTIONS, "--lr", "5e-4", "--save", path, "--out", str(tmp_path / "first")])
     main(["train", "--data", str(text), "--resume", path, "--eval-every", "1", "--out", str(tmp_path / "again")])
-    first, again = (json.loads((tmp_path / name / "results.json").read_text()) for name in ("first", "again"))
-    assert again["runs"] == first["runs"]
-    assert again["config"] == first["config"] | {"eval_every": 1}
+    first, resumed = (json.loads((tmp_path / name / "results.json").read_text()) for name in ("first", "again"))
+    assert resumed["runs"] == first["runs"]
+    assert resumed["config"] == first["config"] | {"eval_every": 1}
     capsys.readouterr()
     state = checkpoint.load(Path(path))
     torch.save(state | {"optimizer": {}}, path)
@@ -89,7 +89,7 @@ def test_what_the_planner_is_asked(monkeypatch: pytest.MonkeyPatch, device: str,
         raise InterruptedError
 
     monkeypatch.setattr(importlib.import_module("memkern.train.fit"), "plan", plan)
-    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2 << 20}.__getitem__)
+    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2 << 20}.__getitem__)  # 8 GiB
     config = SMALL.replace(precision="fp16-mixed", compile=True, saved_bits="exact", accumulation=2)
     cases: tuple[tuple[TrainConfig, tuple[str, ...], dict[str, Any]], ...] = (
         (config.replace(batch_factor=3, clip=0.5), (), {"micro_batch": 4, "accumulation": 6}),  # all of a step

@@ -27,29 +27,29 @@ OPTIONS = [*small_run(layers=2, batch_size=2, steps=5), "--save-every", "3"]
 @pytest.mark.feature("torch", "`memkern train` on 1 and 2 processes at equal global batch, DDP and `fully_shard`")
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "more",
+    "flags",
     first_full(
         [["--parallel", "fsdp"], ["--parallel", "ddp"], *(["--parallel", p, "--compile"] for p in ("ddp", "fsdp"))]
     ),
     ids=str,
 )
 def test_one_and_two_processes_agree_at_equal_global_batch(
-    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str]
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str]
 ) -> None:
     arguments = ["--data", str(text), *OPTIONS, "--optimizer", "lamb", "--batch-factor", "4"]
-    main(["train", *arguments, *more, "--save", str(tmp_path / "1.pt")])
+    main(["train", *arguments, *flags, "--save", str(tmp_path / "1.pt")])
     options = ["--save", str(tmp_path / "2.pt"), "--out", str(tmp_path / "out")]
-    first, second = train_by_two(*arguments, *more, *options)
+    first, second = train_by_two(*arguments, *flags, *options)
     assert_runs_agree(tmp_path / "1.pt", tmp_path / "2.pt")
     assert "validation loss" in first
     assert not second  # the second process prints nothing
     assert (tmp_path / "out" / "losses.png").is_file()
-    if "fsdp" in more and "--compile" not in more:  # whole tensors, which load into shards and into one process
+    if "fsdp" in flags and "--compile" not in flags:  # whole tensors, which load into shards and into one process
         state = checkpoint.load(tmp_path / "2.pt")
-        again, _ = train_by_two("--resume", str(tmp_path / "2.pt"))
+        resumed, _ = train_by_two("--resume", str(tmp_path / "2.pt"))
         main(["train", "--resume", str(tmp_path / "2.pt"), "--parallel", "ddp"])
         sentence = next(line for line in first.splitlines() if line.startswith("Validation loss")).split(";")[0]
-        assert sentence in again
+        assert sentence in resumed
         assert sentence in capsys.readouterr().out
         after = checkpoint.load(tmp_path / "2.pt")
         assert all(torch.equal(after["model"][name], x) for name, x in state["model"].items())

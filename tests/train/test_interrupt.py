@@ -59,8 +59,8 @@ def test_ctrl_c_saves_and_resume_goes_on_saving_there(
     run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "run.pt"
-    own, of_others = tmp_path / ".run.pt.0123abcd.tmp", tmp_path / ".run.pt.x.0123abcd.tmp"
-    for half_written in (own, of_others):
+    leftover, leftover_of_another = tmp_path / ".run.pt.0123abcd.tmp", tmp_path / ".run.pt.x.0123abcd.tmp"
+    for half_written in (leftover, leftover_of_another):
         half_written.touch()
     for arguments, step in ((run, 2), (["train", "--resume", str(path)], 3)):
         with monkeypatch.context() as patch:
@@ -70,7 +70,7 @@ def test_ctrl_c_saves_and_resume_goes_on_saving_there(
         assert checkpoint.load(path)["step"] == step
     main(["train", "--resume", str(path)])  # saves without --save
     assert checkpoint.load(path)["step"] == 4
-    assert [*tmp_path.glob(".*.tmp")] == [of_others]
+    assert [*tmp_path.glob(".*.tmp")] == [leftover_of_another]
 
 
 # name: signal, how often it is sent, its handler before, whether a launcher (torchrun) began the run, at which step;

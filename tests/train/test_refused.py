@@ -91,7 +91,7 @@ MEMKERN_BACKEND=xx | MEMKERN_BACKEND | backend must be one of cpu, cuda
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The working directory: a folder with FILES, a pipe, a link to /dev/null and two files that are no checkpoints."""
     monkeypatch.chdir(tmp_path)
     for name, content in FILES.items():
@@ -115,17 +115,17 @@ def tree(folder: Path) -> dict[Path, Any]:
 
 @pytest.mark.parametrize("row", REFUSED.strip().splitlines())
 def test_a_line_says_what_and_what_to_do(
-    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, row: str
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, row: str
 ) -> None:
     arguments, name, *parts = row.split(" | ")
     if not arguments.startswith("--"):
         monkeypatch.setenv(*arguments.split("="))
         arguments = ""
-    before = tree(here)
+    before = tree(folder)
     options = WITHOUT_SIZES if "--model" in arguments and arguments != "--model gpt2" else OPTIONS
     data = [] if "--data" in arguments else ["--data", "text.txt"]
     output = [] if {"--out", "--export", "--save"} & {*arguments.split()} else ["--out", "new"]
     line = refused(capsys, *data, *options, *output, *arguments.split())
     assert line.startswith(f"{name}: ")
     assert all(part in line for part in parts), line
-    assert tree(here) == before
+    assert tree(folder) == before
