@@ -1,8 +1,8 @@
-"""python tests/build/installed.py: whether the memkern that is installed gives the bits of tests/fixtures/hashes.json.
+"""python tests/build/installed.py checks that the installed memkern gives the bits of tests/fixtures/hashes.json.
 
-Run so, Python finds memkern in its environment and not in this tree. Prints one line of JSON: versions, the backend of
-CPU tensors, how many cases have the recorded hash, and which do not. Ends with 1 where one does not, or where CPU
-tensors do not run in C++ (``--backend reference`` expects the reference).
+Called in this way, Python imports memkern from its environment and not from this tree. Prints one line of JSON:
+versions, the backend of CPU tensors, how many cases have the recorded hash, and which do not. Ends with 1 where one
+does not, or where CPU tensors do not run in C++ (``--backend reference`` expects the reference).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A build with MEMKERN_BUILD=cuda, which needs nvcc and no GPU: sources and a probe kernel are compiled and linked."""
+"""MEMKERN_BUILD=cuda compiles and links all sources and a probe kernel, which needs nvcc and no GPU."""
 
 from __future__ import annotations
 

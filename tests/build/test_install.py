@@ -1,4 +1,4 @@
-"""Every way to install memkern, from a clean copy of the tree and without a network.
+"""memkern installs in every way from a clean copy of the tree and without a network.
 
 The environments see the packages of the running one (torch, setuptools, ...), and nothing of the tree.
 Libraries are built at -O0, which takes a fraction of the time; `make test` itself installs with the default flags.

@@ -1,4 +1,4 @@
-"""The CPU kernels for 64-bit ARM: cross-compiled, run by an emulator, and the same bits as x86's.
+"""The CPU kernels for 64-bit ARM, cross-compiled and run by an emulator, give the bits of x86's.
 
 Debian: apt-get install g++-aarch64-linux-gnu qemu-user
 """

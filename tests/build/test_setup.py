@@ -1,4 +1,4 @@
-"""Decisions that setup.py makes before it compiles anything."""
+"""setup.py decides what to build, or refuses to build, before it compiles anything."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""What graphs of a transformer's layer save on a GPU, by attention kernel: cut by memkern's partitioner, not run.
+"""Counts what graphs of a transformer's layer save on a GPU, by attention kernel: memkern cuts them, nothing runs.
 
 The tensors are fake CUDA tensors: call it in a process that has them (memkern.planner.fake_cuda.call).
 """

@@ -1,4 +1,4 @@
-"""The OpInfo samples that torch tests its operations with, traced, cut by the partitioner and run without Inductor."""
+"""Traces torch's OpInfo samples, cuts their graphs with memkern's partitioner and compares gradients (no Inductor)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The random programs of tests/support/programs.py, compiled: torch's graphs without Inductor's code generation."""
+"""Compiles the random programs of tests/support/programs.py without Inductor's code generation; compares gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""memkern.apply with compile=True: what it refuses and leaves unchanged, key-value caches, options of torch.compile."""
+"""memkern.apply(compile=True) refuses unfit models, runs with key-value caches, and gives blocks equal options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CUDA's attention kernels in graphs with 8-bit codes: what is saved, and that attention runs again (on_cuda.py)."""
+"""In graphs with 8-bit codes CUDA's attention kernels save their inputs as codes and run again (on_cuda.py)."""
 
 from __future__ import annotations
 

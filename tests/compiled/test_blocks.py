@@ -1,4 +1,4 @@
-"""Blocks that memkern.compile and apply compile in place: varying lengths, torch's recompile limit, copies, pickles."""
+"""Blocks that memkern.compile and apply compile in place train at varying lengths, and are copied and pickled."""
 
 from __future__ import annotations
 

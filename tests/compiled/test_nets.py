@@ -1,4 +1,4 @@
-"""Parts of convolutional nets compiled with 8 bits: the share of eager torch's saved bytes, and gradients' errors."""
+"""Parts of convolutional nets compiled with 8 bits: saved bytes and errors of gradients stay below bounds."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Fixtures: plans without rows of compiled blocks, unless a test asks for them, and the folder of a small GPT-2."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,9 +13,11 @@ def without_compiled_rows(request: pytest.FixtureRequest, monkeypatch: pytest.Mo
     """Leaves out rows with ``compile``, which take seconds of a plan, unless a test asks for ``compiled_rows``."""
     if "compiled_rows" not in request.fixturenames:
         real = planning._alone
-        monkeypatch.setattr(
-            planning, "_alone", lambda p, rows: real(p, {n: c for n, c in rows.items() if "compile" not in c})
-        )
+
+        def alone(predictor: Any, rows: Any) -> Any:
+            return real(predictor, {name: changes for name, changes in rows.items() if "compile" not in changes})
+
+        monkeypatch.setattr(planning, "_alone", alone)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Shortcuts that make a plan fast and do not change it: traces of few blocks, a cache of fake tensors' operations."""
+"""Shortcuts make a plan fast and do not change it: traces of few blocks, a cache of fake tensors' operations."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Bytes that a plan predicts: by category, of optimizer states, of gradients in a step in backward, of offload."""
+"""A plan predicts bytes by category: optimizer states, gradients of a step in backward, states on the host."""
 
 import torch
 

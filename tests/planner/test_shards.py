@@ -1,4 +1,4 @@
-"""memkern.plan(devices=n): bytes of each device under fully_shard. Real steps: lab/studies/plan_shards.py."""
+"""memkern.plan(devices=n) predicts each device's bytes under fully_shard. Real steps: lab/studies/plan_shards.py."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""memkern.plan with weights_on_host: predicted bytes of the device and of the host, and the time of a step."""
+"""memkern.plan with weights_on_host predicts bytes of the device and of the host, and the time of a step."""
 
 import dataclasses
 from typing import Any

@@ -1,4 +1,4 @@
-"""Values of fake tensors, for models whose shapes depend on data: computed from constants, or assumed."""
+"""Fake tensors take values from constants, or assumed ones, for models whose shapes depend on data."""
 
 from collections.abc import Iterator
 

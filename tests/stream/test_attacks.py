@@ -59,7 +59,7 @@ def test_a_forward_pass_between_backward_and_step_reads_and_leaves_nothing_stale
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 @pytest.mark.parametrize("changes", [{}, {"step_in_backward": True}, {"accumulation": 2}], ids=str)
 def test_a_pass_that_was_interrupted_is_forgotten(phase: str, changes: dict[str, Any]) -> None:
-    """An exception in the last block, or in the first block's backward pass; then the run goes on."""
+    """An exception ends the last block's forward or backward pass; then the run goes on, but for steps in backward."""
     techniques = PLAIN.replace(**changes)
 
     def use(model: Model, optimizer: torch.optim.Optimizer, t: Techniques) -> None:
@@ -84,10 +84,10 @@ def test_a_pass_that_was_interrupted_is_forgotten(phase: str, changes: dict[str,
                 optimizer.zero_grad()
             else:
                 stepped = [*optimizer._stepped]  # type: ignore[attr-defined]
-                assert len(stepped) <= 1  # of the head, which came before
+                assert len(stepped) <= 1  # the head, whose backward pass was before
                 return
         elif "step_in_backward" in changes:
-            return
+            return  # as the interrupted run, which may have stepped the head and does not go on
         train(model, optimizer, t, range(2, 4))
 
     plain, streamed = both(use, techniques)

@@ -1,4 +1,4 @@
-"""Training with weights on the host: the host's resident bytes, measured, and the device's bytes, counted."""
+"""Training with weights on the host takes the expected bytes of the host (measured) and of the device (counted)."""
 
 from __future__ import annotations
 

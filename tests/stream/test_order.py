@@ -90,7 +90,12 @@ def streamed_models(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Collects the Streamed of each model that a test makes."""
     collected: list[Any] = []
     init = Streamed.__init__
-    monkeypatch.setattr(Streamed, "__init__", lambda self, *args: (collected.append(self), init(self, *args))[1])
+
+    def collecting(self: Streamed, *args: Any) -> None:
+        collected.append(self)
+        init(self, *args)
+
+    monkeypatch.setattr(Streamed, "__init__", collecting)
     return collected
 
 

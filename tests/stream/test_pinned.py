@@ -1,4 +1,4 @@
-"""Pinned memory of weights on the host: slabs whose sizes are powers of two, with little that is not used."""
+"""Weights on the host lie in slabs of pinned memory whose sizes are powers of two, with little that is not used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models, devices and optimizers that weights on the host are refused for, before anything is changed."""
+"""weights_on_host refuses unfit models, devices and optimizers before it changes anything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Signals, output and disks that fail in the middle of a run of ``python -m memkern train``."""
+"""A run of ``python -m memkern train`` saves at a signal, and goes on where output or a disk fails."""
 
 import contextlib
 import os
@@ -73,8 +73,7 @@ def test_ctrl_c_saves_and_resume_goes_on_saving_there(
     assert [*tmp_path.glob(".*.tmp")] == [leftover_of_another]
 
 
-# name: signal, how often it is sent, its handler before, whether a launcher (torchrun) began the run, at which step;
-# then the exit status and the step saved
+# name: signal, times it is sent, its handler before, whether torchrun began the run, step; exit status, step saved
 BY_DEFAULT = signal.default_int_handler
 SIGNALS: dict[str, tuple[int, int, Any, bool, int, int, int]] = {
     "a second Ctrl-C ends at once": (signal.SIGINT, 2, BY_DEFAULT, False, 2, 130, 0),

@@ -55,8 +55,7 @@ MEASURES = {
     "weights": lambda trainer: memory.tensor_bytes(weights(trainer)),
 }
 FULL = ("some tokens", *(name for name in ROWS if name.startswith("compiled")))
-# "compiled on the host": tests/stream/test_memory.py runs it more often
-TIERS = dict.fromkeys(FULL, pytest.mark.full) | {"compiled on the host": pytest.mark.long}
+TIERS = dict.fromkeys(FULL, pytest.mark.full) | {"compiled on the host": pytest.mark.long}  # also in test_memory.py
 
 
 @pytest.mark.usefixtures("fresh_compiler", "no_process_group")
