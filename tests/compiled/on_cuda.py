@@ -73,23 +73,23 @@ def graphs(kernel: str, bits: Any, dropout: float = 0.0) -> dict[str, Any]:
     often the backward graph runs attention's forward pass; "ops", the ops of memkern that both call.
     """
     torch._dynamo.reset()
-    found: dict[str, Any] = {"saved": {}}
+    counts: dict[str, Any] = {"saved": {}}
 
     def look(fw: fx.GraphModule, bw: fx.GraphModule, returned: int) -> None:
-        found["again"] = _attention_calls(bw.graph, kernel)
-        found["ops"] = sorted(str(n.target) for g in (fw, bw) for n in g.graph.nodes if _is_op_of_memkern(n))
+        counts["again"] = _attention_calls(bw.graph, kernel)
+        counts["ops"] = sorted(str(n.target) for g in (fw, bw) for n in g.graph.nodes if _is_op_of_memkern(n))
         for node in fw.graph.output_node().args[0][returned:]:  # type: ignore[index]
             x = node.meta["val"]
             if node.op == "call_function" and isinstance(x, Tensor):
                 key = str(x.dtype).removeprefix("torch.")
-                found["saved"][key] = found["saved"].get(key, 0) + x.numel() * x.element_size()
+                counts["saved"][key] = counts["saved"].get(key, 0) + x.numel() * x.element_size()
 
     no_random_state = mock.patch.object(torch.cuda, "is_available", return_value=False)
     with no_random_state, FakeTensorMode():
         with torch.device("cuda"):
             model, x = _Layer(kernel, dropout), torch.randn(2, TOKENS, WIDTH)
         torch.compile(model, backend=backend(bits, look), fullgraph=True)(x).backward()
-    return found
+    return counts
 
 
 def all_graphs(cases: dict[str, tuple[Any, ...]]) -> dict[str, dict[str, Any]]:

@@ -126,13 +126,13 @@ def _gradients_of_cuts(loss: Callable[..., Tensor], inputs: list[Tensor]) -> lis
     def gradients(bits: Any) -> list[Tensor]:
         torch.manual_seed(0)
         try:
-            found = [*zip(inputs, traced.gradients(bits), strict=True)]
+            pairs = [*zip(inputs, traced.gradients(bits), strict=True)]
         except TypeError:  # a graph that writes inputs, or has tokens of effects: AOTAutograd calls it
             torch.manual_seed(0)
             copies = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
             compiled(bits, loss)(*copies).backward()
-            found = [(x, x.grad) for x in copies]
-        return [torch.zeros_like(x) if g is None else g for x, g in found if x.requires_grad]
+            pairs = [(x, x.grad) for x in copies]
+        return [torch.zeros_like(x) if g is None else g for x, g in pairs if x.requires_grad]
 
     return [gradients(bits) for bits in (None, "exact", 8)]
 

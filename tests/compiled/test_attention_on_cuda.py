@@ -29,8 +29,8 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def graphs() -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = fake_cuda.call(all_graphs, cases=CASES)
-    return found
+    counted: dict[str, dict[str, Any]] = fake_cuda.call(all_graphs, cases=CASES)
+    return counted
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -46,7 +46,7 @@ def test_attention_is_coded_and_runs_again(graphs: dict[str, dict[str, Any]], ke
 
 
 def test_attention_with_dropout_stays_exact(graphs: dict[str, dict[str, Any]]) -> None:
-    found = graphs["flash, dropout"]
-    assert found["again"] == 0
-    assert found["saved"]["int8"] == ROWS * WIDTH * (2 + 4)
-    assert found["saved"]["float32"] >= ROWS * (4 * WIDTH + HEADS) * 4  # and the log-sum-exp
+    with_dropout = graphs["flash, dropout"]
+    assert with_dropout["again"] == 0
+    assert with_dropout["saved"]["int8"] == ROWS * WIDTH * (2 + 4)
+    assert with_dropout["saved"]["float32"] >= ROWS * (4 * WIDTH + HEADS) * 4  # and the log-sum-exp

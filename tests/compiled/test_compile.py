@@ -230,17 +230,17 @@ def test_logits_in_16_bits_stay() -> None:
 
     torch.manual_seed(0)
     x, w = torch.randn(ROWS, WIDTH), (torch.randn(WIDTH, WIDTH) / WIDTH**0.5).requires_grad_()
-    for dtype, kinds in ((torch.float32, {torch.uint8}), (torch.bfloat16, {torch.bfloat16})):
-        found: set[torch.dtype] = set()
+    for dtype, expected in ((torch.float32, {torch.uint8}), (torch.bfloat16, {torch.bfloat16})):
+        saved_dtypes: set[torch.dtype] = set()
 
-        def look(fw: fx.GraphModule, bw: fx.GraphModule, returned: int, found: set[Any] = found) -> None:
+        def look(fw: fx.GraphModule, bw: fx.GraphModule, returned: int, saved_dtypes: set[Any] = saved_dtypes) -> None:
             saved = [n.meta["val"] for n in fw.graph.output_node().args[0][returned:] if n.op != "placeholder"]  # type: ignore[index]
-            found |= {y.dtype for y in saved if y.numel() > ROWS * WIDTH // 2}
+            saved_dtypes |= {y.dtype for y in saved if y.numel() > ROWS * WIDTH // 2}
 
         torch._dynamo.reset()
         step = torch.compile(lambda w, dtype=dtype: loss((x @ w).to(dtype)), backend=backend(8, look))
         step(w).backward()
-        assert kinds <= found <= kinds | {torch.float32}
+        assert expected <= saved_dtypes <= expected | {torch.float32}
 
 
 def test_an_unknown_gradient_is_taken_for_a_large_one() -> None:

@@ -113,9 +113,9 @@ def test_symbolic_sizes() -> None:
     }
     for rows in (64, 33):
         x = torch.randn(rows, WIDTH)
-        found = [step(model, x, compiled)[1] for compiled in compiled_by_backend.values()]
+        gradients = [step(model, x, compiled)[1] for compiled in compiled_by_backend.values()]
         # the same codes; decoded in the loop of a sum, which then has another order
-        assert off(found[1], found[0]) < 1e-6
+        assert off(gradients[1], gradients[0]) < 1e-6
 
 
 def test_the_codec_backend_is_chosen_by_device_and_size() -> None:

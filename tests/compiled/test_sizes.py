@@ -44,15 +44,15 @@ SECOND_CALL = (8, 300)  # batch, tokens
 def graphs(model: nn.Module, first: tuple[int, int], **options: Any) -> list[str]:
     """The code of a second call's graphs, forward and backward."""
     torch._dynamo.reset()
-    found: list[str] = []
+    codes: list[str] = []
 
     def look(fw: fx.GraphModule, bw: fx.GraphModule, returned: int) -> None:
-        found[:] = fw.code, bw.code
+        codes[:] = fw.code, bw.code
 
     compiled = torch.compile(model, backend=backend(look=look, **options), dynamic=True)
     for sizes in (first, SECOND_CALL):
         compiled(torch.randn(*sizes, WIDTH, requires_grad=True)).square().mean().backward()
-    return found
+    return codes
 
 
 @pytest.mark.parametrize("name", first_quick(CASES))

@@ -227,14 +227,14 @@ def _overlapping(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
 @pytest.mark.parametrize("function", [_argument, _column, _overlapping])
 def test_arguments(function: Callable[..., Tensor], bits: Any, in_graph: bool) -> None:
     torch._dynamo.reset()
-    found = []
+    results = []
     for f in (function, torch.compile(function, backend=backend(bits, in_graph=in_graph))):
         torch.manual_seed(0)
         w, base = torch.randn(WIDTH, WIDTH, requires_grad=True), torch.randn(ROWS, WIDTH)
         (f(w, base[8:], base[:16]) @ w).square().mean().backward()
-        found.append((w.grad, base))
-    torch.testing.assert_close(found[1][1], found[0][1])
-    assert off(found[1][0], found[0][0]) < (0.03 if bits == 8 else 1e-5)  # type: ignore[arg-type]
+        results.append((w.grad, base))
+    torch.testing.assert_close(results[1][1], results[0][1])
+    assert off(results[1][0], results[0][0]) < (0.03 if bits == 8 else 1e-5)  # type: ignore[arg-type]
 
 
 def test_a_copy_is_made_only_of_what_is_saved() -> None:

@@ -104,9 +104,9 @@ def test_a_recorded_program_has_the_models_output_and_gradients(recorder: str, c
     if saves_as_torch:
         program(x).square().sum().backward()
         plain(x).square().sum().backward()
-        found = dict(program.named_parameters())
+        recorded = dict(program.named_parameters())
         for name, p in plain.named_parameters():
-            assert torch.equal(found[name].grad, p.grad), name
+            assert torch.equal(recorded[name].grad, p.grad), name
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

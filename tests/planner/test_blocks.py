@@ -37,11 +37,11 @@ def test_a_trace_without_a_block_is_that_of_a_model_of_one_block_less(source: An
     techniques = Techniques(micro_batch=2, **changes)
     fake_step.trace(source.with_depth(2), techniques, "cpu")  # fills caches, so that later traces do not count them
     few, many = (fake_step.trace(source.with_depth(n), techniques, "cpu") for n in (3, 4))
-    found = without_block(many, 1)
-    assert found is not None
-    assert (found.operators, found.middle, found.blocks) == (few.operators, few.middle, few.blocks)
+    shortened = without_block(many, 1)
+    assert shortened is not None
+    assert (shortened.operators, shortened.middle, shortened.blocks) == (few.operators, few.middle, few.blocks)
     for free in (False, True):
-        assert found.levels(free_gradients=free, unit=64) == few.levels(free_gradients=free, unit=64)
+        assert shortened.levels(free_gradients=free, unit=64) == few.levels(free_gradients=free, unit=64)
 
 
 @pytest.mark.full

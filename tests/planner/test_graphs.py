@@ -55,7 +55,7 @@ def trace(**techniques: Any) -> Any:
 @pytest.mark.full
 @pytest.mark.parametrize("techniques", first_full(CASES, 4), ids=str)
 def test_a_trace_has_the_bytes_of_a_compiled_model_and_leaves_nothing(techniques: dict[str, Any]) -> None:
-    found = trace(**techniques)
+    traced = trace(**techniques)
     real, plain = model(), model()
     memkern.apply(real, Techniques(compile=True, **techniques))
     losses = []
@@ -65,7 +65,7 @@ def test_a_trace_has_the_bytes_of_a_compiled_model_and_leaves_nothing(techniques
             losses.append(module(BATCH).square().mean())
 
     saved = memory.saved_bytes(lambda: forward(real), real, BATCH)
-    assert abs(found.saved - saved) <= 64  # the loss, and what else an operator of one element leaves
+    assert abs(traced.saved - saved) <= 64  # the loss, and what else an operator of one element leaves
     forward(plain)
     # bf16 rounds single values by 2^-9; had the graph without kernels been left, the output would be what memory held
     assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-3 if "precision" in techniques else 1e-5)

@@ -37,18 +37,18 @@ def test_what_is_gathered_in_each_part_of_a_step() -> None:
     operators: list[Any] = [("op",)] * 12
     # Forward: an operator, two blocks of two, one of the loss. Backward: the loss, two blocks of two, the rest.
     trace = Trace([], {}, operators, 6, blocks=((1, 11), (3, 9)))
-    found = Groups(root=100, block=1, shard=50).beside(trace)
+    levels = Groups(root=100, block=1, shard=50).beside(trace)
     forward = [100, 100, 102, 102, 102, 102, 101]
     backward = [101, 103, 103, 103, 103, 150]  # at the end, the root's part beside two copies of its gradients
-    assert found == forward + backward
+    assert levels == forward + backward
     assert set(Groups(100, 1).beside(Trace([], {}, operators, 6))) == {104}
 
 
 def test_gradients_of_blocks_are_reduced_when_the_block_ends() -> None:
     gradient, operators = Storage(64, 3), [("op",)] * 10
     trace = Trace([gradient], {gradient: 5}, operators, 2, of_blocks={gradient: 8})
-    found = trace.levels(free_gradients=False, unit=1, devices=2)["gradients"]
-    assert found == [0] * 5 + [64] * 4 + [32] * 2
+    levels = trace.levels(free_gradients=False, unit=1, devices=2)["gradients"]
+    assert levels == [0] * 5 + [64] * 4 + [32] * 2
     predictors = [predictor_of(model(), INPUTS, devices=n) for n in (1, 3)]
     single, sharded = (each.predict(Techniques(micro_batch=50)) for each in predictors)
     assert sharded.phases["step"] < single.phases["step"] / 2 + DEFAULTS["cpu"].process

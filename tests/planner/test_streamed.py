@@ -176,8 +176,8 @@ def counted(model: str, tokens: int, depth: int | None, **techniques: Any) -> di
     from tests.support import streamed_bytes
 
     arguments = {"model": model, "tokens": tokens, "depth": depth, "techniques": Techniques(**FRUGAL | techniques)}
-    found: dict[str, tuple[int, int]] = fake_cuda.call(streamed_bytes.predicted_and_counted, **arguments)
-    return found
+    by_phase: dict[str, tuple[int, int]] = fake_cuda.call(streamed_bytes.predicted_and_counted, **arguments)
+    return by_phase
 
 
 @pytest.mark.full

@@ -34,12 +34,12 @@ def test_a_trace_has_the_bytes_of_the_real_step(changes: dict[str, Any]) -> None
     techniques = Techniques(micro_batch=1000, **changes)
     model = Stack()
     traces, more_blocks = predictor_of(model, torch.zeros(2, WIDTH)).traces(techniques)
-    found = peaks(traces, more_blocks, free_gradients=False, unit=1)
+    predicted = peaks(traces, more_blocks, free_gradients=False, unit=1)
     model.to(applying.weight_dtype(techniques))
     memkern.apply(model, techniques)
     x = torch.randn(1000, WIDTH, dtype=next(model.parameters()).dtype)
     real = memory.peak_bytes(lambda: model(x).backward(), model, x) - memory.tensor_bytes([*model.parameters(), x])
-    assert max(sum(phase.values()) for phase in found.values()) == real
+    assert max(sum(phase.values()) for phase in predicted.values()) == real
 
 
 class Tied(nn.Module):
@@ -66,7 +66,7 @@ def test_the_sum_of_a_tied_weights_gradients_is_made_as_autograd_makes_it(
     loss = lambda model, batch: model(batch[0], chunked)  # noqa: E731
     tokens = torch.arange(8)
     techniques = Techniques(precision=precision, micro_batch=8)
-    found = peaks(*predictor_of(Tied(), (tokens,), loss=loss).traces(techniques), free_gradients=False, unit=1)
+    predicted = peaks(*predictor_of(Tied(), (tokens,), loss=loss).traces(techniques), free_gradients=False, unit=1)
     model = Tied()
 
     def step() -> None:
@@ -77,7 +77,7 @@ def test_the_sum_of_a_tied_weights_gradients_is_made_as_autograd_makes_it(
     real = peak(step)
     weight = model.embedding.weight.nbytes
     assert gradients * weight <= real < (gradients + 1) * weight
-    assert abs(sum(found["backward"].values()) - real) < 0.1 * weight
+    assert abs(sum(predicted["backward"].values()) - real) < 0.1 * weight
 
 
 class Headed(Stack):
@@ -98,9 +98,9 @@ def test_traces_are_aligned_where_the_blocks_are_not_in_the_middle(changes: dict
         return fake_step.trace(source, Techniques(micro_batch=100, **changes), "cpu")
 
     for options in ({"free_gradients": False, "unit": 1}, {"free_gradients": True, "unit": 64}):
-        found = peaks([traced(3), traced(4)], 5, **options)
-        assert found == peaks([traced(8)], 0, **options)
-        assert all(size >= 0 for phase in found.values() for size in phase.values())
+        predicted = peaks([traced(3), traced(4)], 5, **options)
+        assert predicted == peaks([traced(8)], 0, **options)
+        assert all(size >= 0 for phase in predicted.values() for size in phase.values())
 
 
 def test_traces_of_blocks_that_differ_are_not_aligned() -> None:
