@@ -1,4 +1,4 @@
-"""Writes the headers that come from Python's tables. setup.py calls it, and tests that compile csrc/ by themselves.
+"""Writes the headers that come from Python's tables. Called by setup.py, and by tests that compile csrc/ themselves.
 
 The tables' files are run and not imported: memkern itself may not be importable where it is built.
 """
@@ -15,11 +15,12 @@ CODEC, SCHEMAS = "memkern/quant/codec.py", "memkern/schemas.py"
 
 
 def _source(path: str) -> Any:
+    """The names that a file of Python defines, as attributes."""
     return SimpleNamespace(**runpy.run_path(str(CSRC.parent / path)))
 
 
 def _header(source: str, *lines: str) -> str:
-    """A header's text; what ``lines`` leave out is the same in all of them."""
+    """A header's text: the two lines that begin all of them, then ``lines``."""
     return "\n".join((f"// Written by csrc/generate.py from {source}: change it there.", "#pragma once", *lines))
 
 
@@ -48,7 +49,7 @@ def _constants(codec: Any) -> dict[str, int]:
         "kMaxCoefficients": codec.MAX_COEFFICIENTS,
         "kPlaneAlignment": codec.PLANE_ALIGNMENT,
         "kActivations": len(codec.ACTIVATIONS),
-        **{f"k{''.join(map(str.title, name.split('_')))}": number for name, number in codec.ACTIVATIONS.items()},
+        **{f"k{name.title().replace('_', '')}": number for name, number in codec.ACTIVATIONS.items()},
     }
 
 
@@ -99,11 +100,11 @@ def hyperparameters() -> str:
 
 
 def _step_op(op: Any) -> str:
-    def c(value: bool) -> str:
+    def cpp_bool(value: bool) -> str:
         return str(value).lower()
 
-    moments = ", ".join(f'{{"{name}", {c(signed)}}}' for name, signed in op.moments.items())
-    flags = c(op.has_trust_ratios)
+    moments = ", ".join(f'{{"{name}", {cpp_bool(signed)}}}' for name, signed in op.moments.items())
+    flags = cpp_bool(op.has_trust_ratios)
     return f'constexpr StepOp k{_title(op)}Step{{"{op.name}", {len(op.moments)}, {{{moments}}}, {flags}}};'
 
 
@@ -148,9 +149,9 @@ HEADERS = {"core/tables.h": tables, "core/hyperparameters.h": hyperparameters, "
 
 
 def write_headers(folder: Path = CSRC) -> None:
-    """Writes those whose text has changed, so that nothing else is compiled anew."""
-    for name, text_of in HEADERS.items():
-        text = text_of()
+    """Writes the headers whose text has changed, so that only what includes these is compiled anew."""
+    for name, make_text in HEADERS.items():
+        text = make_text()
         header = folder / name
         if not header.exists() or header.read_text() != text:
             header.parent.mkdir(parents=True, exist_ok=True)

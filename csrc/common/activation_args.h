@@ -5,6 +5,7 @@
 
 namespace memkern {
 
+// Checks a table of thresholds (memkern/fewbit/levels.py) and converts it.
 inline Thresholds thresholds_of(int64_t bits, const Doubles& thresholds, const Ints& flips,
                                 int64_t symmetry) {
   MEMKERN_CHECK(bits >= 1 && bits <= kMaxBits, "bits must be from 1 to ", kMaxBits, ", got ", bits);
@@ -23,6 +24,7 @@ inline Thresholds thresholds_of(int64_t bits, const Doubles& thresholds, const I
   return table;
 }
 
+// Checks that codes are the bit planes of `numel` elements.
 inline void check_planes(const Tensor& codes, int64_t numel) {
   MEMKERN_CHECK(codes.scalar_type() == ScalarType::Byte && codes.dim() == 2 && codes.is_contiguous(),
                 "codes must be contiguous uint8 with a row per bit");
@@ -40,23 +42,22 @@ inline void fill_levels(const Doubles& levels, int64_t bits, float (&table)[1 <<
     table[i] = i < levels.size() ? static_cast<float>(levels[i]) : 0.0f;
 }
 
-// The polynomials of a derivative as a function of the output, below and above the minimum
-// (core/activation.h).
+// Checks the polynomials of a derivative from the output, and converts them (core/activation.h).
 inline TwoBranch two_branch_of(double minimum, const Doubles& falling, const Doubles& rising,
                                double falling_reach, double rising_reach) {
   MEMKERN_CHECK(falling.size() == rising.size() && !rising.empty() && rising.size() <= kMaxCoefficients,
                 "falling and rising must have as many coefficients, 1 to ", kMaxCoefficients, ", got ",
                 falling.size(), " and ", rising.size());
-  TwoBranch v{static_cast<int>(rising.size()), static_cast<float>(minimum)};
+  TwoBranch two_branch{static_cast<int>(rising.size()), static_cast<float>(minimum)};
   const double reach[2] = {falling_reach, rising_reach};
   const Doubles* polynomial[2] = {&falling, &rising};
   for (int side = 0; side < 2; ++side) {
-    v.reach[side] = static_cast<float>(reach[side]);
-    v.scale[side] = static_cast<float>(2.0 / reach[side]);
+    two_branch.reach[side] = static_cast<float>(reach[side]);
+    two_branch.scale[side] = static_cast<float>(2.0 / reach[side]);
     for (size_t i = 0; i < rising.size(); ++i)
-      v.polynomial[side][i] = static_cast<float>((*polynomial[side])[i]);
+      two_branch.polynomial[side][i] = static_cast<float>((*polynomial[side])[i]);
   }
-  return v;
+  return two_branch;
 }
 
 // Checks the activation's output, from which few_bit_backward_from_output computes the derivative.

@@ -61,11 +61,11 @@ inline BlockLayout flat_layout(int64_t numel, int64_t block) {
   return layout;
 }
 
-// In place of a number of layers: each row of the tensor is one.
+// Stands for a number of layers: each row of the tensor is a layer.
 constexpr int64_t kEveryRow = 0;
 
 // How many layers a tensor has (memkern/quant/layout.py: layer_count), or 0 where its rows cannot be divided
-// so or a layer would end inside a block. layers: the number asked for, or kEveryRow.
+// into so many or a layer would end inside a block. layers: the number asked for, or kEveryRow.
 MEMKERN_FN int64_t layer_count(const BlockLayout& l, int64_t dims, int64_t layers) {
   if (layers == 1 || dims < 2 || l.numel == 0) return 1;
   const int64_t count = layers == kEveryRow ? l.rows : layers;
@@ -74,19 +74,19 @@ MEMKERN_FN int64_t layer_count(const BlockLayout& l, int64_t dims, int64_t layer
   return count;
 }
 
-// Calls visit(offset, length, block) for the blocks [begin, end).
+// Calls visit(offset, length, block) for each block of [begin, end); offset: of its first element.
 template <class Visit>
 MEMKERN_FN void for_blocks(const BlockLayout& l, int64_t begin, int64_t end, Visit&& visit) {
   if (begin >= end) return;
-  int64_t within = begin % l.blocks_per_segment;
-  int64_t base = begin / l.blocks_per_segment * l.segment;
+  int64_t in_segment = begin % l.blocks_per_segment;
+  int64_t segment_start = begin / l.blocks_per_segment * l.segment;
   for (int64_t b = begin; b < end; ++b) {
-    const int64_t start = within * l.block;
+    const int64_t start = in_segment * l.block;
     const int64_t left = l.segment - start;
-    visit(base + start, static_cast<int>(left < l.block ? left : l.block), b);
-    if (++within == l.blocks_per_segment) {
-      within = 0;
-      base += l.segment;
+    visit(segment_start + start, static_cast<int>(left < l.block ? left : l.block), b);
+    if (++in_segment == l.blocks_per_segment) {
+      in_segment = 0;
+      segment_start += l.segment;
     }
   }
 }

@@ -1,5 +1,5 @@
-// The arguments of Muon's two ops, on every device, and the checks of those that no other step has: updates
-// and sums.
+// The arguments of Muon's two ops on every device: a step's, and beside them updates and sums, which are
+// checked here.
 #pragma once
 #include "common/step_args.h"
 
@@ -21,18 +21,18 @@ template <class J> std::vector<J> muon_tensors(const StepArgs& args, const Tenso
   return tensors;
 }
 
-// The matrices of a tensor: how many, and the elements of each.
+// The matrices of a tensor: how many, and how many elements each has.
 struct Matrices {
-  int64_t count = 1, each;
+  int64_t count = 1, numel;
   explicit Matrices(const Tensor& x) {
     const Shape shape(x);
     for (int64_t d = 0; d + 2 < shape.dims; ++d) count *= shape.sizes[d];
-    each = count ? x.numel() / count : 0;
+    numel = count ? x.numel() / count : 0;
   }
 };
 
-// The update or a copy of it, whose matrices follow one another in memory, each with its elements in any
-// order.
+// The update, or a copy of it, whose matrices follow one another, each as one run of memory in which its
+// elements have any order.
 inline Tensor with_whole_matrices(const Tensor& update) {
   return Matrices(update).count == 1 ? dense(update) : torch::stable::contiguous(update);
 }
@@ -47,16 +47,16 @@ inline void check_sums(const StepArgs& args, const Tensors& updates, const Tenso
 }
 
 // The op that runs Run, as torch's dispatcher calls it, in place of TORCH_BOX (see step_op). SumsOrRatios:
-// the type of its second argument, which a step's arguments follow (memkern/schemas.py).
+// the type of its second argument, after which come those of a step (memkern/schemas.py).
 template <class SumsOrRatios, void (*Run)(const Tensors&, const SumsOrRatios&, const StepArgs&)>
 void muon_op(StableIValue* stack, uint64_t arguments, uint64_t results) {
   MEMKERN_CHECK(arguments == kStepArguments + 2 && results == 0, "Muon's ops take ", kStepArguments + 2,
                 " arguments, got ", arguments);
   const auto updates = torch::stable::detail::to<Tensors>(stack[0]);
-  const auto second = torch::stable::detail::to<SumsOrRatios>(stack[1]);
+  const auto sums_or_ratios = torch::stable::detail::to<SumsOrRatios>(stack[1]);
   StepArgs args(stack + 2);
   align_gradients(args);
-  Run(updates, second, args);
+  Run(updates, sums_or_ratios, args);
 }
 
 }  // namespace memkern

@@ -33,12 +33,13 @@ struct StepArgs {
 
   // The hyperparameters of each group, as the optimizer's struct of them (core/hyperparameters.h).
   template <class Hyperparameters> std::vector<Hyperparameters> groups() const {
-    std::vector<Hyperparameters> all(lr.size());
-    const size_t each = sizeof(Hyperparameters) / sizeof(double);
-    MEMKERN_CHECK(hyperparameters.size() == each * all.size(), "hyperparameters must have ",
-                  each * all.size(), " entries, ", each, " per group, got ", hyperparameters.size());
-    std::memcpy(all.data(), hyperparameters.data(), hyperparameters.size() * sizeof(double));
-    return all;
+    std::vector<Hyperparameters> structs(lr.size());
+    const size_t per_group = sizeof(Hyperparameters) / sizeof(double);
+    MEMKERN_CHECK(hyperparameters.size() == per_group * structs.size(), "hyperparameters must have ",
+                  per_group * structs.size(), " entries, ", per_group, " per group, got ",
+                  hyperparameters.size());
+    std::memcpy(structs.data(), hyperparameters.data(), hyperparameters.size() * sizeof(double));
+    return structs;
   }
 };
 
@@ -71,7 +72,7 @@ void step_op(StableIValue* stack, uint64_t arguments, uint64_t results) {
 
 // ---- checks, before anything is changed
 
-// The value of a tensor of one element on the CPU.
+// Checks a tensor of one element on the CPU, and returns its value.
 inline double read_number(const Tensor& t, const char* name) {
   MEMKERN_CHECK(t.numel() == 1 && t.is_cpu(), name, " must be a tensor of one element on the CPU");
   if (t.scalar_type() == ScalarType::Double) return *static_cast<const double*>(address_of(t, name));
@@ -79,12 +80,13 @@ inline double read_number(const Tensor& t, const char* name) {
   return *static_cast<const float*>(address_of(t, name));
 }
 
-inline void check_count(const char* name, size_t got, size_t each, size_t params) {
-  MEMKERN_CHECK(got == each * params, name, " must have ", each * params, " entries, ", each,
-                " per parameter, got ", got);
+inline void check_count(const char* name, size_t count, size_t per_param, size_t params) {
+  MEMKERN_CHECK(count == per_param * params, name, " must have ", per_param * params, " entries, ", per_param,
+                " per parameter, got ", count);
 }
 
-// Checks all but the tensors of the parameters' shapes: lengths of lists, values per group, step counters.
+// Checks everything but the tensors that have the parameters' shapes: lengths of lists, values per group,
+// step counters.
 inline void check_lists(const StepArgs& args, const StepOp& op) {
   const size_t n = args.params.size(), groups = args.lr.size();
   check_count("grads", args.grads.size(), 1, n);
@@ -122,10 +124,10 @@ inline void check_lists(const StepArgs& args, const StepOp& op) {
 }
 
 // Checks the moments of parameter i and sets t's pointers to them. `coded`: how many parameters before it
-// have moments in codes. Returns whether parameter i has.
+// have moments in codes. Returns whether the moments of parameter i are codes.
 template <class J> bool set_moments(J& t, const StepArgs& args, const StepOp& op, size_t i, size_t coded,
                                     const Shape& shape, const DeviceOf& device) {
-  const size_t n = args.params.size(), scales = args.scales.size() / op.moments;
+  const size_t n = args.params.size(), scales_per_moment = args.scales.size() / op.moments;
   const bool has_codes = args.moments[i].scalar_type() != ScalarType::Float;
   void** const states[] = {&t.m, &t.v};
   float** const state_scales[] = {&t.m_scale, &t.v_scale};
@@ -133,16 +135,16 @@ template <class J> bool set_moments(J& t, const StepArgs& args, const StepOp& op
   for (int k = 0; k < op.moments; ++k) {
     const Tensor& state = args.moments[k * n + i];
     const char* name = op.moment[k].name;
-    const ScalarType codes = op.moment[k].is_signed ? ScalarType::Char : ScalarType::Byte;
-    MEMKERN_CHECK(state.scalar_type() == (has_codes ? codes : ScalarType::Float), name_of(name, i),
+    const ScalarType code_type = op.moment[k].is_signed ? ScalarType::Char : ScalarType::Byte;
+    MEMKERN_CHECK(state.scalar_type() == (has_codes ? code_type : ScalarType::Float), name_of(name, i),
                   " must be 8-bit codes or float32, like the parameter's other states");
     MEMKERN_CHECK(same_layout(state, shape), name_of(name, i),
                   " must have its parameter's shape and strides");
     MEMKERN_CHECK(device.holds(state), name_of(name, i), " must be on its parameter's device");
     *states[k] = address_of(state, name, '[', i, ']');
     if (!has_codes) continue;
-    MEMKERN_CHECK(coded < scales, name_of(name, i), " holds codes and has no scale");
-    const Tensor& scale = args.scales[k * scales + coded];
+    MEMKERN_CHECK(coded < scales_per_moment, name_of(name, i), " holds codes and has no scale");
+    const Tensor& scale = args.scales[k * scales_per_moment + coded];
     check_scale(scale, t.layout, name);
     MEMKERN_CHECK(device.holds(scale), "the scale of ", name_of(name, i),
                   " must be on its parameter's device");
@@ -151,9 +153,9 @@ template <class J> bool set_moments(J& t, const StepArgs& args, const StepOp& op
   return has_codes;
 }
 
-// Checks how parameter i is stored, with its weight state, and sets both in t. `used`: how many parameters
-// before it have a weight state. Returns whether parameter i has one.
-template <class J> bool set_weight_state(J& t, const StepArgs& args, size_t i, size_t used,
+// Checks how parameter i is stored, with its weight state, and sets both in t. `states_before`: how many
+// parameters before it have a weight state. Returns whether parameter i has one.
+template <class J> bool set_weight_state(J& t, const StepArgs& args, size_t i, size_t states_before,
                                          const Shape& shape, const DeviceOf& device) {
   if (args.weight_storage.empty()) return false;
   t.weight_storage = static_cast<WeightStorage>(args.weight_storage[args.group[i]]);
@@ -161,14 +163,14 @@ template <class J> bool set_weight_state(J& t, const StepArgs& args, size_t i, s
                 name_of("params", i), " must be bfloat16 for another weight_storage than 0");
   const int bytes = weight_state_bytes(t.weight_storage);
   if (bytes == 0) return false;
-  MEMKERN_CHECK(used < args.weight_states.size(), name_of("params", i), " has no weight state");
-  const Tensor& state = args.weight_states[used];
+  MEMKERN_CHECK(states_before < args.weight_states.size(), name_of("params", i), " has no weight state");
+  const Tensor& state = args.weight_states[states_before];
   const bool is_wide = bytes == 2;
   MEMKERN_CHECK(state.scalar_type() == (is_wide ? ScalarType::Short : ScalarType::Char) &&
                     same_layout(state, shape) && device.holds(state),
-                name_of("weight_states", used), " must be ", is_wide ? "int16" : "int8",
+                name_of("weight_states", states_before), " must be ", is_wide ? "int16" : "int8",
                 " with its parameter's shape and strides, on its device");
-  t.weight_state = address_of(state, "weight_states[", used, ']');
+  t.weight_state = address_of(state, "weight_states[", states_before, ']');
   return true;
 }
 
@@ -180,9 +182,9 @@ template <class J> std::vector<J> step_tensors(const StepArgs& args, const StepO
   const DeviceOf device(args.params);
   size_t coded = 0, weight_states = 0;
   for (size_t i = 0; i < n; ++i) {
-    const int64_t k = args.group[i];
-    MEMKERN_CHECK(k >= 0 && static_cast<size_t>(k) < groups, name_of("group", i), " must be from 0 to ",
-                  groups - 1, ", got ", k);
+    const int64_t group = args.group[i];
+    MEMKERN_CHECK(group >= 0 && static_cast<size_t>(group) < groups, name_of("group", i),
+                  " must be from 0 to ", groups - 1, ", got ", group);
     const Tensor &p = args.params[i], &g = args.grads[i];
     const ScalarType p_type = p.scalar_type(), g_type = g.scalar_type();
     MEMKERN_CHECK(is_float_type(p_type), name_of("params", i), " must be float32, bfloat16 or float16");
@@ -192,7 +194,7 @@ template <class J> std::vector<J> step_tensors(const StepArgs& args, const StepO
     MEMKERN_CHECK(device.holds(g) && device.holds(p), name_of("grads", i),
                   " and its parameter must be on the device of the first parameter");
     J& t = tensors[i];
-    t.layout = layout_of(shape, args.block_size[k], "a parameter");
+    t.layout = layout_of(shape, args.block_size[group], "a parameter");
     t.param = address_of(p, "params[", i, ']');
     t.grad = address_of(g, "grads[", i, ']');
     t.param_type = float_type(p_type);

@@ -44,7 +44,7 @@ MEMKERN_FN int weight_state_bytes(WeightStorage storage) {
 
 // Layer k of the tensor's `count` layers, which are equal runs of whole blocks (layer_count).
 template <class J> J layer_of(const J& tensor, int64_t k, int64_t count) {
-  const auto bytes = [](FloatType type) { return type == FloatType::kFp32 ? 4 : 2; };
+  const auto bytes_of = [](FloatType type) { return type == FloatType::kFp32 ? 4 : 2; };
   const auto at = [](auto* array, int64_t offset) {
     using Byte =
         std::conditional_t<std::is_const_v<std::remove_pointer_t<decltype(array)>>, const char, char>;
@@ -59,11 +59,12 @@ template <class J> J layer_of(const J& tensor, int64_t k, int64_t count) {
     l.segment = l.numel;
     l.blocks_per_segment = l.blocks;
   }
-  const int64_t elements = k * l.numel, state = tensor.kind == StateKind::kFp32 ? 4 * elements : elements;
-  layer.param = at(tensor.param, elements * bytes(tensor.param_type));
-  layer.grad = at(tensor.grad, elements * bytes(tensor.grad_type));
-  layer.m = at(tensor.m, state);
-  layer.v = at(tensor.v, state);
+  const int64_t elements = k * l.numel,
+                state_bytes = tensor.kind == StateKind::kFp32 ? 4 * elements : elements;
+  layer.param = at(tensor.param, elements * bytes_of(tensor.param_type));
+  layer.grad = at(tensor.grad, elements * bytes_of(tensor.grad_type));
+  layer.m = at(tensor.m, state_bytes);
+  layer.v = at(tensor.v, state_bytes);
   layer.weight_state = at(tensor.weight_state, elements * weight_state_bytes(tensor.weight_storage));
   if (tensor.m_scale) layer.m_scale += k * l.blocks;
   if (tensor.v_scale) layer.v_scale += k * l.blocks;

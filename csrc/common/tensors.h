@@ -18,7 +18,7 @@
 #include "common/step_tensor.h"
 #include "core/tables.h"
 
-#ifndef STABLE_TORCH_ERROR_CODE_CHECK  // its name before torch 2.12
+#ifndef STABLE_TORCH_ERROR_CODE_CHECK  // torch before 2.12 has it under the other name
 #define STABLE_TORCH_ERROR_CODE_CHECK(call) TORCH_ERROR_CODE_CHECK(call)
 #endif
 
@@ -106,13 +106,13 @@ inline BlockLayout flat_layout(const Tensor& x, const char* name, int64_t block)
 // have any stride).
 inline bool same_layout(const Shape& a, const Shape& b) {
   if (a.dims != b.dims) return false;
-  bool same = true, empty = false;
+  bool same_strides = true, empty = false;
   for (int64_t d = 0; d < a.dims; ++d) {
     if (a.sizes[d] != b.sizes[d]) return false;
     if (a.sizes[d] == 0) empty = true;
-    if (a.sizes[d] != 1 && a.strides[d] != b.strides[d]) same = false;
+    if (a.sizes[d] != 1 && a.strides[d] != b.strides[d]) same_strides = false;
   }
-  return same || empty;
+  return same_strides || empty;
 }
 
 // The device of a step's tensors. On the CPU nothing needs to be compared: the dispatcher calls a CPU kernel
@@ -137,17 +137,17 @@ inline bool is_dense(const Shape& x) {
 // A tensor as it is where it is dense, else a dense copy.
 inline Tensor dense(const Tensor& x) { return is_dense(x) ? x : torch::stable::contiguous(x); }
 
-// An uninitialized tensor on the device of x. By a function of torch's without its dispatcher's boxed
-// arguments, which would take a tenth of an op's time on the host for two results.
+// An uninitialized tensor on the device of x. Not from torch's dispatcher: its boxed arguments would take a
+// tenth of an op's time on the host for two results.
 inline Tensor new_tensor(const Tensor& x, const Shape& shape, ScalarType dtype) {
-  int32_t type, index;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(x.get(), &type));
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(x.get(), &index));
-  const auto number = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
-  AtenTensorHandle made;
-  STABLE_TORCH_ERROR_CODE_CHECK(
-      aoti_torch_empty_strided(shape.dims, shape.sizes, shape.strides, number, type, index, &made));
-  return Tensor(made);
+  int32_t device_type, device_index;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(x.get(), &device_type));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(x.get(), &device_index));
+  const auto dtype_number = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
+  AtenTensorHandle handle;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(shape.dims, shape.sizes, shape.strides, dtype_number,
+                                                         device_type, device_index, &handle));
+  return Tensor(handle);
 }
 inline Tensor new_tensor(const Tensor& x, const std::vector<int64_t>& sizes, ScalarType dtype) {
   std::vector<int64_t> strides(sizes.size(), 1);
@@ -169,10 +169,10 @@ inline std::vector<int64_t> scale_shape(const BlockLayout& l) {
 
 inline void check_scale(const Tensor& scale, const BlockLayout& layout, const char* name) {
   const Shape shape(scale);
-  const int64_t *got = shape.sizes, dims = shape.dims;
-  const bool fits = layout.long_rows ? dims == 2 && got[0] == layout.numel / layout.segment &&
-                                           got[1] == layout.blocks_per_segment
-                                     : dims == 1 && got[0] == layout.blocks;
+  const int64_t *sizes = shape.sizes, dims = shape.dims;
+  const bool fits = layout.long_rows ? dims == 2 && sizes[0] == layout.numel / layout.segment &&
+                                           sizes[1] == layout.blocks_per_segment
+                                     : dims == 1 && sizes[0] == layout.blocks;
   MEMKERN_CHECK(fits && scale.scalar_type() == ScalarType::Float && scale.is_contiguous(), "the scale of ",
                 name, " must be contiguous float32 with ", layout.blocks, " entries, got ", scale.numel());
 }

@@ -20,11 +20,11 @@ void check_trust_ratios(const StepArgs& args, const std::vector<J>& tensors,
   const DeviceOf device(args.params);
   int64_t layers = 0;
   for (size_t i = 0; i < tensors.size(); ++i) {
-    const int64_t wish = static_cast<int64_t>(groups[args.group[i]].layers);
-    const int64_t count = layer_count(tensors[i].layout, args.params[i].dim(), wish);
+    const int64_t requested = static_cast<int64_t>(groups[args.group[i]].layers);
+    const int64_t count = layer_count(tensors[i].layout, args.params[i].dim(), requested);
     MEMKERN_CHECK(count > 0, "layers must divide the rows of ", name_of("params", i), ", ",
                   tensors[i].layout.rows, ", and end where a block of ", tensors[i].layout.block,
-                  " elements does, got ", wish);
+                  " elements does, got ", requested);
     const Tensor& ratios = args.trust_ratios[i];
     MEMKERN_CHECK(ratios.scalar_type() == ScalarType::Float && ratios.dim() == 1 && ratios.numel() == count &&
                       ratios.is_contiguous() && device.holds(ratios),
@@ -35,11 +35,11 @@ void check_trust_ratios(const StepArgs& args, const std::vector<J>& tensors,
   }
   MEMKERN_CHECK(args.squares || !args.squares_only, "squares_only needs squares to write to");
   if (!args.squares) return;
-  const Tensor& s = *args.squares;
-  MEMKERN_CHECK(s.scalar_type() == ScalarType::Double && s.dim() == 2 && s.size(0) == layers &&
-                    s.size(1) == 2 && s.is_contiguous() && (tensors.empty() || device.holds(s)),
-                "squares must be contiguous float64 of shape (", layers,
-                ", 2) on the device of the parameters");
+  const Tensor& squares = *args.squares;
+  MEMKERN_CHECK(
+      squares.scalar_type() == ScalarType::Double && squares.dim() == 2 && squares.size(0) == layers &&
+          squares.size(1) == 2 && squares.is_contiguous() && (tensors.empty() || device.holds(squares)),
+      "squares must be contiguous float64 of shape (", layers, ", 2) on the device of the parameters");
 }
 
 // The argument squares, a row per layer; null where it is not given.

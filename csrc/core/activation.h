@@ -21,17 +21,17 @@ struct Thresholds {
 // The derivative of an activation with one minimum, from its output: a polynomial on each side of the
 // minimum, [0] falling, [1] rising, in z = 2 / reach * sqrt(output - minimum) - 1.
 struct TwoBranch {
-  int coefficients;
-  float minimum, reach[2], scale[2];  // scale = 2 / reach
+  int coefficients;                   // of each polynomial
+  float minimum, reach[2], scale[2];  // a root above reach counts as reach; scale = 2 / reach
   float polynomial[2][kMaxCoefficients];
 };
 
 template <class F, class M> MEMKERN_FN F two_branch_derivative(F output, M rising, const TwoBranch& v) {
-  const F t = output - F(v.minimum);
-  const F s = sqrt(select(greater(t, F(0.0f)), t, F(0.0f)));
+  const F above = output - F(v.minimum);
+  const F root = sqrt(select(greater(above, F(0.0f)), above, F(0.0f)));
   const F reach = select(rising, F(v.reach[1]), F(v.reach[0]));
   const F scale = select(rising, F(v.scale[1]), F(v.scale[0]));
-  const F z = min(s, reach) * scale - F(1.0f);
+  const F z = min(root, reach) * scale - F(1.0f);
   F d = select(rising, F(v.polynomial[1][0]), F(v.polynomial[0][0]));
   for (int i = 1; i < v.coefficients; ++i)
     d = d * z + select(rising, F(v.polynomial[1][i]), F(v.polynomial[0][i]));

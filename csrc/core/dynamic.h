@@ -28,30 +28,29 @@ template <bool Signed> MEMKERN_FN float dynamic_decode(uint8_t code, const Dynam
 template <bool Signed>
 MEMKERN_FN uint8_t dynamic_encode(float x, float factor, const DynamicTables<Signed>& tables) {
   if (!is_finite(x)) return Signed ? 0 : 255;
-  const float t = (Signed || x > 0 ? x : 0.0f) * factor;
-  // Decade i, from 10^-7 up, holds n entries a side, evenly spaced; entries nearer to zero come before it.
-  const float a = fabsf(t);
-  int n = 0;
+  const float scaled = (Signed || x > 0 ? x : 0.0f) * factor;
+  // A decade, from 10^-7 up, has `entries` of each sign, evenly spaced; nearer to zero are entries_before.
+  const float magnitude = fabsf(scaled);
+  int entries = 0;
   float decade = 1e-6f;
-  int before = 0;
-  if (a > 1e-7f) {
-    n = Signed ? 1 : 2;
-    before = 1;
-    while (a > decade && decade < 0.5f) {
-      before += n;
-      n *= 2;
+  int entries_before = 0;
+  if (magnitude > 1e-7f) {
+    entries = Signed ? 1 : 2;
+    entries_before = 1;
+    while (magnitude > decade && decade < 0.5f) {
+      entries_before += entries;
+      entries *= 2;
       decade *= 10.0f;
     }
   }
-  int rank = before + static_cast<int>((a / decade - 0.1f) * (static_cast<float>(n) / 0.9f));
-  if (Signed) {
-    rank = kDynamicZeroSigned + (t < 0 ? -rank : rank);
-  }
-  int q = rank < 0 ? 0 : rank > 254 ? 254 : rank;
+  int rank =
+      entries_before + static_cast<int>((magnitude / decade - 0.1f) * (static_cast<float>(entries) / 0.9f));
+  if (Signed) rank = kDynamicZeroSigned + (scaled < 0 ? -rank : rank);
+  int index = rank < 0 ? 0 : rank > 254 ? 254 : rank;
   // The guess is at most one off: fp32 rounds near a boundary, and decades do not meet at a midpoint.
-  if (q > 0 && !(t > tables.midpoints[q - 1])) --q;
-  if (t > tables.midpoints[q]) ++q;
-  return static_cast<uint8_t>(Signed ? q - kDynamicZeroSigned : q);
+  if (index > 0 && !(scaled > tables.midpoints[index - 1])) --index;
+  if (scaled > tables.midpoints[index]) ++index;
+  return static_cast<uint8_t>(Signed ? index - kDynamicZeroSigned : index);
 }
 
 }  // namespace memkern

@@ -10,7 +10,7 @@ namespace memkern {
 // torch.lerp(start, end, weight) in fp32.
 struct Lerp {
   float weight, from_end;  // from_end: weight - 1
-  MEMKERN_FN static Lerp of(double weight) {
+  MEMKERN_FN static Lerp with_weight(double weight) {
     const float w = static_cast<float>(weight);
     return {w, static_cast<float>(static_cast<double>(w) - 1.0)};
   }
@@ -34,8 +34,8 @@ MEMKERN_FN MuonScalars muon_scalars(double lr, const MuonHyperparameters& h, dou
                                     double ratio) {
   MuonScalars s;
   s.grad_factor = static_cast<float>(h.maximize != 0.0 ? -grad_factor : grad_factor);
-  s.momentum = Lerp::of(1.0 - h.momentum);
-  s.update = Lerp::of(h.momentum);
+  s.momentum = Lerp::with_weight(1.0 - h.momentum);
+  s.update = Lerp::with_weight(h.momentum);
   s.nesterov = h.nesterov != 0.0;
   s.decay = static_cast<float>(1.0 - lr * h.weight_decay);
   s.minus_rate = static_cast<float>(-(lr * ratio));

@@ -48,7 +48,7 @@ MEMKERN_FN uint32_t dither_bits(uint32_t j, uint32_t step) {
   return (j * kDitherJ + step * kDitherStep) >> kDitherShift;
 }
 
-// The same as a number u in [0, 1).
+// The dither as a number u in [0, 1).
 MEMKERN_FN float dither(uint32_t j, uint32_t step) {
   return static_cast<float>(dither_bits(j, step)) * 0x1p-24f;
 }

@@ -14,10 +14,10 @@ MEMKERN_FN uint32_t weight_random(uint32_t j, uint32_t step, int dropped) {
 // The fp32 bits of a weight, from those of its bf16 value and its error.
 template <class I> MEMKERN_FN I join_weight(I p, I error) { return p + error; }
 
-// The weight that a step starts from: `kept`, with its error, or its bf16 value p where `kept` is NaN. No
+// The weight that a step starts from: `joined` (p with its error), or its bf16 value p where that is NaN. No
 // step leaves an error that makes a NaN of a number, but p may be edited and the error stay: 0 with a
 // negative error has the bits of a NaN.
-template <class F> MEMKERN_FN F unless_nan(F kept, F p) { return select(is_nan(kept), p, kept); }
+template <class F> MEMKERN_FN F unless_nan(F joined, F p) { return select(is_nan(joined), p, joined); }
 
 // Splits the fp32 bits of a finite weight into those of its bf16 value and the error, whose dropped bits
 // are 0.

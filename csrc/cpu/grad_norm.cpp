@@ -12,7 +12,7 @@ void grad_norm_cpu(Tensor norm, const Tensors& grads, const std::optional<Tensor
   const double factor = gradient_factor(grad_scale, std::nullopt, 0.0);
   const Kernels& kernels = cpu_kernels();
   std::vector<SquaresJob> jobs;
-  Tensors values;  // keeps what the jobs point to
+  Tensors values;  // keeps the memory that the jobs point to
   for (size_t i = 0; i < grads.size(); ++i) {
     MEMKERN_CHECK(grads[i].is_cpu(), name_of("grads", i), " must be on the CPU, like norm");
     values.push_back(dense(grads[i]));

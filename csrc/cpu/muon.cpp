@@ -11,14 +11,14 @@ namespace {
 void sum_squares(const Tensors& updates, const Tensors& sums) {
   const Kernels& kernels = cpu_kernels();
   std::vector<SquaresJob> jobs;
-  Tensors values;  // keeps what the jobs point to
+  Tensors values;  // keeps the memory that the jobs point to
   for (const Tensor& u : updates) {
     const Matrices matrices(u);
     values.push_back(with_whole_matrices(u));
     auto* first = static_cast<const uint16_t*>(values.back().data_ptr());
-    const BlockLayout layout = flat_layout(matrices.each, kSquaresChunk);
-    for (int64_t k = 0; matrices.each && k < matrices.count; ++k)
-      jobs.push_back({first + k * matrices.each, nullptr, layout, kernels.squares(FloatType::kBf16)});
+    const BlockLayout layout = flat_layout(matrices.numel, kSquaresChunk);
+    for (int64_t k = 0; matrices.numel && k < matrices.count; ++k)
+      jobs.push_back({first + k * matrices.numel, nullptr, layout, kernels.squares(FloatType::kBf16)});
   }
   const std::vector<double> partial = run_squares(jobs);
   const SquaresJob* job = jobs.data();
@@ -27,7 +27,7 @@ void sum_squares(const Tensors& updates, const Tensors& sums) {
     double* sum = static_cast<double*>(sums[i].data_ptr());
     for (int64_t k = 0; k < matrices.count; ++k) {
       sum[k] = 0.0;
-      if (!matrices.each) continue;
+      if (!matrices.numel) continue;
       for (int64_t c = 0; c < job->layout.blocks; ++c) sum[k] += job->partial[c];
       ++job;
     }
@@ -69,8 +69,8 @@ void muon_apply(const Tensors& updates, const Doubles& ratios, const StepArgs& a
   WeightRandoms weight_randoms;
   for (size_t i = 0; i < jobs.size(); ++i) {
     MuonJob& job = jobs[i];
-    const int64_t k = args.group[i];
-    scalars[i] = muon_scalars(lr[k], groups[k], 1.0, ratios[i]);
+    const int64_t group = args.group[i];
+    scalars[i] = muon_scalars(lr[group], groups[group], 1.0, ratios[i]);
     job.scalars = &scalars[i];
     const auto step = static_cast<uint64_t>(*static_cast<const float*>(args.steps[i].data_ptr()));
     job.weight_random = weight_randoms.at(job.layout.block, step, job.weight_storage);
