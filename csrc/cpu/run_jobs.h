@@ -43,12 +43,13 @@ template <class Run> void run_stealing(int64_t count, int64_t threads, Run&& run
 
 // Below this many elements per thread, waking the thread costs more than it saves.
 constexpr int64_t kGrainElements = 1 << 15;
+// So that the step does not wait long for a thread that is interrupted.
 constexpr int64_t kChunksPerThread = 32;
 
 // Runs all blocks of all jobs, in chunks of blocks that threads take.
 template <class J> void run_jobs(const std::vector<J>& jobs) {
   if (jobs.empty()) return;
-  std::vector<int64_t> first(jobs.size() + 1, 0);
+  std::vector<int64_t> first(jobs.size() + 1, 0);  // of each job's blocks, among those of all
   int64_t elements = 0;
   for (size_t i = 0; i < jobs.size(); ++i) {
     first[i + 1] = first[i] + jobs[i].layout.blocks;
@@ -64,7 +65,6 @@ template <class J> void run_jobs(const std::vector<J>& jobs) {
       begin = std::max(begin, stop);
     }
   };
-  // More chunks than threads, so that the step does not wait for a thread that is interrupted.
   const int64_t threads = torch::stable::get_num_threads();
   const int64_t grain = std::max<int64_t>(1, kGrainElements * blocks / elements);
   const int64_t chunk = std::max(grain, blocks / (kChunksPerThread * threads));

@@ -50,20 +50,20 @@ inline uint64_t next_step(const Tensor& step, bool squares_only = false) {
 class Dithers {
  public:
   Dither at(int64_t block, uint64_t step) {
-    const int64_t row = block + 16;  // a vector may end behind the block
-    auto& u = found_[{block, step}];
+    const int64_t padded_block = block + 16;  // a vector may end behind the block
+    auto& u = tables_[{block, step}];
     if (!u) {
-      u.reset(new float[2 * row]());
+      u.reset(new float[2 * padded_block]());
       for (int64_t j = 0; j < block; ++j) {
         u[j] = dither(static_cast<uint32_t>(j), static_cast<uint32_t>(step));
-        u[row + j] = one_minus_dither(u[j]);
+        u[padded_block + j] = one_minus_dither(u[j]);
       }
     }
-    return {u.get(), u.get() + row};
+    return {u.get(), u.get() + padded_block};
   }
 
  private:
-  std::map<std::pair<int64_t, uint64_t>, std::unique_ptr<float[]>> found_;
+  std::map<std::pair<int64_t, uint64_t>, std::unique_ptr<float[]>> tables_;
 };
 
 // Tables of the random bits for rounding weights, by block size, step and number of dropped bits; null where
@@ -73,7 +73,7 @@ class WeightRandoms {
   const uint32_t* at(int64_t block, uint64_t step, WeightStorage storage) {
     const int dropped = dropped_bits(storage);
     if (dropped == 0) return nullptr;
-    auto& r = found_[{block, step, dropped}];
+    auto& r = tables_[{block, step, dropped}];
     if (!r) {
       r.reset(new uint32_t[block + 16]());
       for (int64_t j = 0; j < block; ++j)
@@ -83,7 +83,7 @@ class WeightRandoms {
   }
 
  private:
-  std::map<std::tuple<int64_t, uint64_t, int>, std::unique_ptr<uint32_t[]>> found_;
+  std::map<std::tuple<int64_t, uint64_t, int>, std::unique_ptr<uint32_t[]>> tables_;
 };
 
 // The tables that the tensors of a step share.
@@ -116,10 +116,10 @@ void step_in_one_pass(const StepArgs& args, const StepOp& op, ScalarsOf scalars_
   SharedTables tables;
   for (size_t i = 0; i < jobs.size(); ++i) {
     Job<Scalars>& job = jobs[i];
-    const int64_t k = args.group[i];
+    const int64_t group = args.group[i];
     const uint64_t step = next_step(args.steps[i]);
-    auto [s, is_new] = scalars.try_emplace({k, step});
-    if (is_new) s->second = scalars_of(lr[k], groups[k], grad_factor, step);
+    auto [s, is_new] = scalars.try_emplace({group, step});
+    if (is_new) s->second = scalars_of(lr[group], groups[group], grad_factor, step);
     job.scalars = &s->second;
     tables.set(job, step);
     job.run = pick(job);

@@ -27,7 +27,7 @@ constexpr int64_t kBatchElements = 1 << 16;
 template <class L> struct Piece {
   L* layer;
   int64_t begin, end;  // blocks
-  int64_t before;      // approximate number of elements of the batch before it
+  int64_t before;      // how many elements of its batch come before it, approximately
   Squares sum;
 };
 
@@ -38,7 +38,7 @@ template <class L> struct Batch {
 
   void add(L& layer) {
     const BlockLayout& l = layer.layout;
-    const int64_t size = std::max<int64_t>(1, kPieceElements / l.block);
+    const int64_t size = std::max<int64_t>(1, kPieceElements / l.block);  // of a piece, in blocks
     for (int64_t b = 0; b < l.blocks; b += size)
       pieces.push_back({&layer, b, std::min(b + size, l.blocks), elements + b * (l.numel / l.blocks), {}});
     elements += l.numel;
@@ -85,12 +85,12 @@ template <class L> void run_passes(Batch<L>& second, Batch<L>& first) {
 template <class L, class Use> void sum_pieces(const Batch<L>& batch, Use&& use) {
   for (auto piece = batch.pieces.begin(); piece != batch.pieces.end();) {
     L& layer = *piece->layer;
-    Squares all{0.0, 0.0};
+    Squares sum{0.0, 0.0};
     for (; piece != batch.pieces.end() && piece->layer == &layer; ++piece) {
-      all.param += piece->sum.param;
-      all.update += piece->sum.update;
+      sum.param += piece->sum.param;
+      sum.update += piece->sum.update;
     }
-    use(layer, all);
+    use(layer, sum);
   }
 }
 
@@ -116,19 +116,19 @@ template <class L> void run_either_pass(std::vector<L>& layers, Squares* squares
 // Both passes, by batches of layers; with `squares`, one of the two.
 template <class L> void run_layers(std::vector<L>& layers, Squares* squares, bool squares_only) {
   if (squares) return run_either_pass(layers, squares, squares_only);
-  const int64_t enough = kBatchElements * torch::stable::get_num_threads();
-  Batch<L> before, batch;
+  const int64_t batch_elements = kBatchElements * torch::stable::get_num_threads();
+  Batch<L> previous, batch;
   const auto advance = [&] {
-    run_passes(before, batch);
+    run_passes(previous, batch);
     sum_pieces(batch, adapt<L>);
-    before = std::move(batch);
+    previous = std::move(batch);
     batch = {};
   };
   for (L& layer : layers) {
     layer.scalars = &layer.own;
     *layer.trust_ratio = 1.0f;  // stays for a layer without elements
     batch.add(layer);
-    if (batch.elements >= enough) advance();
+    if (batch.elements >= batch_elements) advance();
   }
   advance();  // sums the last batch, and updates the one before it
   advance();  // updates the last batch
@@ -148,10 +148,10 @@ void step_in_two_passes(const StepArgs& args, const StepOp& op, ScalarsOf scalar
   std::vector<Layer<Scalars>> layers;
   for (size_t i = 0; i < jobs.size(); ++i) {
     Layer<Scalars> job = jobs[i];
-    const int64_t k = args.group[i];
+    const int64_t group = args.group[i];
     const uint64_t step = next_step(args.steps[i], args.squares_only);
-    job.own = scalars_of(lr[k], groups[k], grad_factor, step);
-    job.trust = trust_rule(lr[k], groups[k]);
+    job.own = scalars_of(lr[group], groups[group], grad_factor, step);
+    job.trust = trust_rule(lr[group], groups[group]);
     tables.set(job, step);
     job.run = pick(job);
     job.norms = pick_norms(job);

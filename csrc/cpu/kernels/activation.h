@@ -6,7 +6,7 @@
 namespace memkern::MEMKERN_ISA {
 namespace {
 
-// Elements whose bits of one plane are one word.
+// Elements whose bits of one plane fill one word.
 constexpr int kWord = 64;
 constexpr int kVectors = kWord / kLanes;
 
@@ -34,24 +34,24 @@ MEMKERN_FN void encode_word(F (&u)[kVectors], const ThresholdsOfPlanes& table, u
   }
 }
 
-template <class T, int Bits> void encode_run(const ActivationJob& job, int64_t begin, int64_t end) {
+template <class T, int Bits> void encode_planes(const ActivationJob& job, int64_t begin, int64_t end) {
   for_blocks(job.layout, begin, end, [&](int64_t offset, int n, int64_t) MEMKERN_LAMBDA {
     const T* x = static_cast<const T*>(job.input) + offset;
     // All of a group's bytes are written, those past the last element with zeros.
     for (int start = 0; start < kGroup; start += kWord) {
       F u[kVectors];
-      uint64_t words[Bits], used = ~uint64_t{0};
+      uint64_t words[Bits], used_bits = ~uint64_t{0};
       if (const int left = n - start; left >= kWord) {
         for (int v = 0; v < kVectors; ++v) u[v] = load(x + start + v * kLanes);
       } else {
-        used = left > 0 ? (uint64_t{1} << left) - 1 : 0;
-        T all[kWord] = {};
-        if (left > 0) std::memcpy(all, x + start, left * sizeof(T));
-        for (int v = 0; v < kVectors; ++v) u[v] = load(all + v * kLanes);
+        used_bits = left > 0 ? (uint64_t{1} << left) - 1 : 0;
+        T padded[kWord] = {};
+        if (left > 0) std::memcpy(padded, x + start, left * sizeof(T));
+        for (int v = 0; v < kVectors; ++v) u[v] = load(padded + v * kLanes);
       }
       encode_word<Bits>(u, *job.thresholds, words);
       for (int p = 0; p < Bits; ++p) {
-        words[p] &= used;
+        words[p] &= used_bits;
         std::memcpy(job.codes + p * job.plane + (offset + start) / 8, &words[p], 8);
       }
     }
@@ -74,7 +74,7 @@ MEMKERN_FN void for_planes(const ActivationJob& job, int64_t begin, int64_t end,
   });
 }
 
-template <class T, int Bits> void levels_run(const ActivationJob& job, int64_t begin, int64_t end) {
+template <class T, int Bits> void multiply_by_levels(const ActivationJob& job, int64_t begin, int64_t end) {
   const LevelTable<Bits> table(job.levels);
   const T* grad = static_cast<const T*>(job.input);
   T* result = static_cast<T*>(job.result);
@@ -83,7 +83,8 @@ template <class T, int Bits> void levels_run(const ActivationJob& job, int64_t b
                        MEMKERN_LAMBDA { store_to(result + i, load_from(grad + i) * table.at(bits)); });
 }
 
-template <class T, class Y> void two_branch_run(const ActivationJob& job, int64_t begin, int64_t end) {
+template <class T, class Y>
+void multiply_by_two_branch(const ActivationJob& job, int64_t begin, int64_t end) {
   const TwoBranch two_branch = *job.two_branch;
   const T* grad = static_cast<const T*>(job.input);
   const Y* output = static_cast<const Y*>(job.output);
@@ -105,26 +106,26 @@ template <class Call> auto with_bits(int bits, Call f) {
 
 }  // namespace
 
-decltype(ActivationJob::run) encode_kernel(FloatType x, int bits) {
+decltype(ActivationJob::run) pick_encode_kernel(FloatType x, int bits) {
   return with_type(x, [&](auto t) {
     return with_bits(bits, [](auto b) -> decltype(ActivationJob::run) {
-      return encode_run<decltype(t), decltype(b)::value>;
+      return encode_planes<decltype(t), decltype(b)::value>;
     });
   });
 }
 
-decltype(ActivationJob::run) levels_kernel(FloatType grad, int bits) {
+decltype(ActivationJob::run) pick_levels_kernel(FloatType grad, int bits) {
   return with_type(grad, [&](auto t) {
     return with_bits(bits, [](auto b) -> decltype(ActivationJob::run) {
-      return levels_run<decltype(t), decltype(b)::value>;
+      return multiply_by_levels<decltype(t), decltype(b)::value>;
     });
   });
 }
 
-decltype(ActivationJob::run) two_branch_kernel(FloatType grad, FloatType output) {
+decltype(ActivationJob::run) pick_two_branch_kernel(FloatType grad, FloatType output) {
   return with_type(grad, [&](auto t) {
     return with_type(output, [](auto y) -> decltype(ActivationJob::run) {
-      return two_branch_run<decltype(t), decltype(y)>;
+      return multiply_by_two_branch<decltype(t), decltype(y)>;
     });
   });
 }

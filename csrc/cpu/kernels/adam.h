@@ -10,13 +10,13 @@ struct AdamRule {
   static MEMKERN_FN F param(F p, F m, F w, const Scalars& s) { return adam_param(p, m, w, s); }
 };
 
-// Updates blocks of a tensor whose moments are codes, for Adam and LAMB. Rule: the parameter's update.
+// Updates blocks of a tensor whose moments are in codes, for Adam and LAMB. Rule: the parameter's update.
 //
 // Cycles per 16 elements on Zen 5: 9 for the update, as many as its root and division take alone, 7 for the
 // codes, 4 for what a block of 128 needs once. On Zen 4: 21 for the update (root and division: 16), 16 for
 // the codes, and 36 in all, as they overlap.
 template <class P, class G, StateKind Kind, class Rule>
-void adam_run(const Job<typename Rule::Scalars>& job, int64_t begin, int64_t end) {
+void adam_update_8bit(const Job<typename Rule::Scalars>& job, int64_t begin, int64_t end) {
   const typename Rule::Scalars s = *job.scalars;
   constexpr bool kPower = Kind == StateKind::kPower;
   const P* start = static_cast<const P*>(job.param) + begin * job.layout.block;
@@ -67,7 +67,7 @@ void adam_run(const Job<typename Rule::Scalars>& job, int64_t begin, int64_t end
 }
 
 template <class P, class G, class Rule>
-void adam_run_fp32(const Job<typename Rule::Scalars>& job, int64_t begin, int64_t end) {
+void adam_update_fp32(const Job<typename Rule::Scalars>& job, int64_t begin, int64_t end) {
   const typename Rule::Scalars s = *job.scalars;
   for_blocks(job.layout, begin, end, [&](int64_t offset, int n, int64_t) MEMKERN_LAMBDA {
     const Weights<P> weights(job, offset);
@@ -84,19 +84,19 @@ void adam_run_fp32(const Job<typename Rule::Scalars>& job, int64_t begin, int64_
   });
 }
 
-// The function for a tensor's dtypes and codec: adam_run or adam_run_fp32.
-template <class Rule> auto adam_runs(const StepTensor& t) {
+// Picks adam_update_8bit or adam_update_fp32, for a tensor's dtypes and codec.
+template <class Rule> auto pick_adam_update(const StepTensor& t) {
   return with_types(t, [&](auto p, auto g) -> decltype(Job<typename Rule::Scalars>::run) {
     using P = decltype(p);
     using G = decltype(g);
-    if (t.kind == StateKind::kPower) return adam_run<P, G, StateKind::kPower, Rule>;
-    if (t.kind == StateKind::kDynamic) return adam_run<P, G, StateKind::kDynamic, Rule>;
-    return adam_run_fp32<P, G, Rule>;
+    if (t.kind == StateKind::kPower) return adam_update_8bit<P, G, StateKind::kPower, Rule>;
+    if (t.kind == StateKind::kDynamic) return adam_update_8bit<P, G, StateKind::kDynamic, Rule>;
+    return adam_update_fp32<P, G, Rule>;
   });
 }
 
 }  // namespace
 
-decltype(AdamJob::run) adam_kernel(const StepTensor& t) { return adam_runs<AdamRule>(t); }
+decltype(AdamJob::run) pick_adam_kernel(const StepTensor& t) { return pick_adam_update<AdamRule>(t); }
 
 }  // namespace memkern::MEMKERN_ISA

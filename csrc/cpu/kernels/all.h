@@ -14,20 +14,20 @@
 namespace memkern::MEMKERN_ISA {
 
 const Kernels kKernels{
-    .adam = adam_kernel,
-    .lion = lion_kernel,
-    .sgd = sgd_kernel,
-    .lamb = lamb_kernel,
-    .lamb_norms = lamb_norms,
-    .lars = lars_kernel,
-    .lars_norms = lars_norms,
-    .muon_momentum = muon_momentum_kernel,
-    .muon_apply = muon_apply_kernel,
-    .codec = codec_kernel,
-    .squares = squares_kernel,
-    .encode = encode_kernel,
-    .levels = levels_kernel,
-    .two_branch = two_branch_kernel,
+    .adam = pick_adam_kernel,
+    .lion = pick_lion_kernel,
+    .sgd = pick_sgd_kernel,
+    .lamb = pick_lamb_kernel,
+    .lamb_norms = pick_lamb_norms,
+    .lars = pick_lars_kernel,
+    .lars_norms = pick_lars_norms,
+    .muon_momentum = pick_muon_momentum_kernel,
+    .muon_apply = pick_muon_apply_kernel,
+    .codec = pick_codec_kernel,
+    .squares = pick_squares_kernel,
+    .encode = pick_encode_kernel,
+    .levels = pick_levels_kernel,
+    .two_branch = pick_two_branch_kernel,
 };
 
 }  // namespace memkern::MEMKERN_ISA

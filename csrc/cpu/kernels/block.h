@@ -21,15 +21,16 @@ template <class Call> auto with_type(FloatType t, Call f) {
   return t == FloatType::kBf16 ? f(bf16()) : t == FloatType::kFp16 ? f(fp16()) : f(float());
 }
 
+// A vector of which memory has the first `count` lanes: loaded with zeros for the others, and stored.
 template <class T> MEMKERN_FN auto load_part(const T* p, int count) {
-  T all[kLanes] = {};
-  std::memcpy(all, p, count * sizeof(T));
-  return load(all);
+  T padded[kLanes] = {};
+  std::memcpy(padded, p, count * sizeof(T));
+  return load(padded);
 }
 template <class T, class X> MEMKERN_FN void store_part(T* p, X x, int count) {
-  T all[kLanes];
-  store(all, x);
-  std::memcpy(p, all, count * sizeof(T));
+  T padded[kLanes];
+  store(padded, x);
+  std::memcpy(p, padded, count * sizeof(T));
 }
 
 // Calls body(i, load, store) for each vector of [0, n). In a short last one, lanes past n load 0 and store
@@ -158,10 +159,11 @@ template <class Code> constexpr int kLevels = kIsSigned<Code> ? kPowerLevelsSign
 
 // A moment's absmax over its finite values: of unsigned ones, which are not negative, the maximum.
 __attribute__((noinline)) float largest_finite(const float* values, int n, bool is_signed) {
-  float found = 0.0f;
+  float largest = 0.0f;
   for (int i = 0; i < n; ++i)
-    if (memkern::is_finite(values[i])) found = memkern::max(is_signed ? fabsf(values[i]) : values[i], found);
-  return found;
+    if (memkern::is_finite(values[i]))
+      largest = memkern::max(is_signed ? fabsf(values[i]) : values[i], largest);
+  return largest;
 }
 
 // A block that is updated but not quantized yet. Its values are in a buffer, from `place` on. Blocks are
@@ -175,7 +177,7 @@ struct PendingBlock {
 };
 constexpr int kBatch = 2;
 
-// For each of the blocks [begin, end): update(pending, block), which sets the factors, and later
+// Calls update(pending, block), which sets the factors, for each of the blocks [begin, end), and later
 // encode(pending).
 template <class Update, class Encode> MEMKERN_FN void for_batches(const BlockLayout& layout, int64_t begin,
                                                                   int64_t end, Update&& update,
@@ -246,7 +248,7 @@ template <class Code, StateKind Kind> struct Moment {
   }
 };
 
-// Encodes the values of a block into power codes with a dither, vector by vector: signed ones, then unsigned.
+// Encode the values of a block into power codes with a dither, vector by vector: signed and unsigned ones.
 template <class Encoder> struct SignedWriter {
   int8_t* codes;
   const float* values;

@@ -6,18 +6,18 @@ namespace memkern::MEMKERN_ISA {
 namespace {
 
 MEMKERN_FN bool all_finite(const float* values, int n) {
-  F zeros(0.0f);  // sum of 0 * value: NaN where a value is NaN or infinite
+  F zeros(0.0f);  // the sum of 0 * value: NaN where a value is NaN or infinite
   for_vectors(n, [&](int i, auto load_from, auto)
                      MEMKERN_LAMBDA { zeros = zeros + load_from(values + i) * F(0.0f); });
   float lane[kLanes];
   store(lane, zeros);
-  for (float each : lane)
-    if (each != each) return false;
+  for (float sum : lane)
+    if (sum != sum) return false;
   return true;
 }
 
 template <class T, class Code, StateKind Kind>
-void quantize_run(const CodecJob& job, int64_t begin, int64_t end) {
+void quantize_blocks(const CodecJob& job, int64_t begin, int64_t end) {
   alignas(64) float values[kBuffer];
   const auto gather = [&](PendingBlock& b, int64_t block) MEMKERN_LAMBDA {
     const T* x = static_cast<const T*>(job.values) + b.offset;
@@ -42,7 +42,7 @@ void quantize_run(const CodecJob& job, int64_t begin, int64_t end) {
 }
 
 template <class T, class Code, StateKind Kind>
-void dequantize_run(const CodecJob& job, int64_t begin, int64_t end) {
+void dequantize_blocks(const CodecJob& job, int64_t begin, int64_t end) {
   for_blocks(job.layout, begin, end, [&](int64_t offset, int n, int64_t block) MEMKERN_LAMBDA {
     T* x = static_cast<T*>(job.values) + offset;
     const Moment<Code, Kind> moment(job.codes, job.scale, 1.0f, offset, block, nullptr);
@@ -51,18 +51,20 @@ void dequantize_run(const CodecJob& job, int64_t begin, int64_t end) {
   });
 }
 
-template <class T, class Code> decltype(CodecJob::run) codec_run(StateKind kind, bool quantize) {
+template <class T, class Code> decltype(CodecJob::run) pick_for_types(StateKind kind, bool quantize) {
   if (kind == StateKind::kPower)
-    return quantize ? quantize_run<T, Code, StateKind::kPower> : dequantize_run<T, Code, StateKind::kPower>;
-  return quantize ? quantize_run<T, Code, StateKind::kDynamic> : dequantize_run<T, Code, StateKind::kDynamic>;
+    return quantize ? quantize_blocks<T, Code, StateKind::kPower>
+                    : dequantize_blocks<T, Code, StateKind::kPower>;
+  return quantize ? quantize_blocks<T, Code, StateKind::kDynamic>
+                  : dequantize_blocks<T, Code, StateKind::kDynamic>;
 }
 
 }  // namespace
 
-decltype(CodecJob::run) codec_kernel(StateKind kind, FloatType values, bool is_signed, bool quantize) {
+decltype(CodecJob::run) pick_codec_kernel(StateKind kind, FloatType values, bool is_signed, bool quantize) {
   return with_type(values, [&](auto t) {
     using T = decltype(t);
-    return is_signed ? codec_run<T, int8_t>(kind, quantize) : codec_run<T, uint8_t>(kind, quantize);
+    return is_signed ? pick_for_types<T, int8_t>(kind, quantize) : pick_for_types<T, uint8_t>(kind, quantize);
   });
 }
 

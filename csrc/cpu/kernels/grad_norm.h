@@ -6,10 +6,10 @@
 namespace memkern::MEMKERN_ISA {
 namespace {
 
-template <class T> void squares_run(const SquaresJob& job, int64_t begin, int64_t end) {
+template <class T> void sum_squares(const SquaresJob& job, int64_t begin, int64_t end) {
   for_blocks(job.layout, begin, end, [&](int64_t offset, int n, int64_t chunk) MEMKERN_LAMBDA {
     const T* x = static_cast<const T*>(job.values) + offset;
-    // Two sums, so that an addition need not wait for the one before it.
+    // Two sums, so that an addition does not wait for the one before it.
     SquareSum even, odd;
     int i = 0;
     for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
@@ -23,8 +23,8 @@ template <class T> void squares_run(const SquaresJob& job, int64_t begin, int64_
 
 }  // namespace
 
-decltype(SquaresJob::run) squares_kernel(FloatType values) {
-  return with_type(values, [](auto x) -> decltype(SquaresJob::run) { return squares_run<decltype(x)>; });
+decltype(SquaresJob::run) pick_squares_kernel(FloatType values) {
+  return with_type(values, [](auto x) -> decltype(SquaresJob::run) { return sum_squares<decltype(x)>; });
 }
 
 }  // namespace memkern::MEMKERN_ISA

@@ -59,7 +59,7 @@ struct CodecJob {
   void (*run)(const CodecJob&, int64_t begin, int64_t end);
 };
 
-// Those thresholds that flip a bit of plane p: threshold[first[p]] to threshold[first[p + 1] - 1].
+// The thresholds that flip a bit of plane p are threshold[first[p]] to threshold[first[p + 1] - 1].
 struct ThresholdsOfPlanes {
   int symmetry, bits;
   int first[kMaxBits + 1];

@@ -15,12 +15,12 @@ struct LambRule {
 // squares are summed in a loop of their own, from a buffer: in one loop, sums that depend on a division fill
 // the core's queues, and 16 elements take 15 cycles instead of 13 (Zen 5; with AVX2 33 instead of 26).
 template <class P, class G, StateKind Kind>
-Squares lamb_norms_run(const LambJob& job, int64_t begin, int64_t end) {
+Squares lamb_norms(const LambJob& job, int64_t begin, int64_t end) {
   constexpr bool kPower = Kind == StateKind::kPower;
   SquareSum params, updates;
   alignas(64) float decayed[kBuffer], update[kBuffer];
   const LambScalars s = *job.scalars;
-  // mask: sets lanes past n to 0 (masked_by): with eps = 0 the update there is 0 / 0.
+  // mask (masked_by) sets lanes past n to 0, as with eps = 0 their update is 0 / 0.
   const auto put = [&](int i, F x, F m, F v, F g, auto mask) MEMKERN_LAMBDA {
     adam_moments(m, v, adam_gradient(g, x, s), s);
     x = lamb_decayed(x, s);
@@ -59,15 +59,15 @@ Squares lamb_norms_run(const LambJob& job, int64_t begin, int64_t end) {
 
 }  // namespace
 
-decltype(LambJob::run) lamb_kernel(const StepTensor& t) { return adam_runs<LambRule>(t); }
+decltype(LambJob::run) pick_lamb_kernel(const StepTensor& t) { return pick_adam_update<LambRule>(t); }
 
-Norms<LambJob> lamb_norms(const StepTensor& t) {
+Norms<LambJob> pick_lamb_norms(const StepTensor& t) {
   return with_types(t, [&](auto p, auto g) -> Norms<LambJob> {
     using P = decltype(p);
     using G = decltype(g);
-    if (t.kind == StateKind::kPower) return lamb_norms_run<P, G, StateKind::kPower>;
-    if (t.kind == StateKind::kDynamic) return lamb_norms_run<P, G, StateKind::kDynamic>;
-    return lamb_norms_run<P, G, StateKind::kFp32>;
+    if (t.kind == StateKind::kPower) return lamb_norms<P, G, StateKind::kPower>;
+    if (t.kind == StateKind::kDynamic) return lamb_norms<P, G, StateKind::kDynamic>;
+    return lamb_norms<P, G, StateKind::kFp32>;
   });
 }
 

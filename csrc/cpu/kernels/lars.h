@@ -14,7 +14,7 @@ struct LarsRule {
 // Sums of squares of the parameters and, in the classic form, of the gradients, else of the new moments,
 // which are not stored. Lanes past the end of a short vector are 0 in all of them.
 template <class P, class G, StateKind Kind>
-Squares lars_norms_run(const LarsJob& job, int64_t begin, int64_t end) {
+Squares lars_norms(const LarsJob& job, int64_t begin, int64_t end) {
   const LarsScalars s = *job.scalars;
   SquareSum params, updates;
   const auto add_moment = [&](F x, F g, F m) MEMKERN_LAMBDA {
@@ -50,15 +50,15 @@ Squares lars_norms_run(const LarsJob& job, int64_t begin, int64_t end) {
 
 }  // namespace
 
-decltype(LarsJob::run) lars_kernel(const StepTensor& t) { return lion_runs<LarsRule>(t); }
+decltype(LarsJob::run) pick_lars_kernel(const StepTensor& t) { return pick_lion_update<LarsRule>(t); }
 
-Norms<LarsJob> lars_norms(const StepTensor& t) {
+Norms<LarsJob> pick_lars_norms(const StepTensor& t) {
   return with_types(t, [&](auto p, auto g) -> Norms<LarsJob> {
     using P = decltype(p);
     using G = decltype(g);
-    if (t.kind == StateKind::kPower) return lars_norms_run<P, G, StateKind::kPower>;
-    if (t.kind == StateKind::kDynamic) return lars_norms_run<P, G, StateKind::kDynamic>;
-    return lars_norms_run<P, G, StateKind::kFp32>;
+    if (t.kind == StateKind::kPower) return lars_norms<P, G, StateKind::kPower>;
+    if (t.kind == StateKind::kDynamic) return lars_norms<P, G, StateKind::kDynamic>;
+    return lars_norms<P, G, StateKind::kFp32>;
   });
 }
 

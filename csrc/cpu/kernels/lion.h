@@ -11,10 +11,10 @@ struct LionRule {
   static MEMKERN_FN void update(F& p, F g, F& m, const Scalars& s) { lion_update(p, g, m, s); }
 };
 
-// Updates blocks of a tensor whose moment is codes, for Lion, SGD and LARS. Rule: the update of the parameter
-// and the moment.
+// Updates blocks of a tensor whose moment is in codes, for Lion, SGD and LARS. Rule: the update of the
+// parameter and the moment.
 template <class P, class G, StateKind Kind, class Rule>
-void lion_run(const Job<typename Rule::Scalars>& job, int64_t begin, int64_t end) {
+void lion_update_8bit(const Job<typename Rule::Scalars>& job, int64_t begin, int64_t end) {
   const typename Rule::Scalars s = *job.scalars;
   const P* start = static_cast<const P*>(job.param) + begin * job.layout.block;
   alignas(64) float buffer[kBuffer + kPage];
@@ -39,7 +39,7 @@ void lion_run(const Job<typename Rule::Scalars>& job, int64_t begin, int64_t end
 }
 
 template <class P, class G, class Rule>
-void lion_run_fp32(const Job<typename Rule::Scalars>& job, int64_t begin, int64_t end) {
+void lion_update_fp32(const Job<typename Rule::Scalars>& job, int64_t begin, int64_t end) {
   const typename Rule::Scalars s = *job.scalars;
   for_blocks(job.layout, begin, end, [&](int64_t offset, int n, int64_t) MEMKERN_LAMBDA {
     const Weights<P> weights(job, offset);
@@ -54,19 +54,19 @@ void lion_run_fp32(const Job<typename Rule::Scalars>& job, int64_t begin, int64_
   });
 }
 
-// The function for a tensor's dtypes and codec: lion_run or lion_run_fp32.
-template <class Rule> auto lion_runs(const StepTensor& t) {
+// Picks lion_update_8bit or lion_update_fp32, for a tensor's dtypes and codec.
+template <class Rule> auto pick_lion_update(const StepTensor& t) {
   return with_types(t, [&](auto p, auto g) -> decltype(Job<typename Rule::Scalars>::run) {
     using P = decltype(p);
     using G = decltype(g);
-    if (t.kind == StateKind::kPower) return lion_run<P, G, StateKind::kPower, Rule>;
-    if (t.kind == StateKind::kDynamic) return lion_run<P, G, StateKind::kDynamic, Rule>;
-    return lion_run_fp32<P, G, Rule>;
+    if (t.kind == StateKind::kPower) return lion_update_8bit<P, G, StateKind::kPower, Rule>;
+    if (t.kind == StateKind::kDynamic) return lion_update_8bit<P, G, StateKind::kDynamic, Rule>;
+    return lion_update_fp32<P, G, Rule>;
   });
 }
 
 }  // namespace
 
-decltype(LionJob::run) lion_kernel(const StepTensor& t) { return lion_runs<LionRule>(t); }
+decltype(LionJob::run) pick_lion_kernel(const StepTensor& t) { return pick_lion_update<LionRule>(t); }
 
 }  // namespace memkern::MEMKERN_ISA

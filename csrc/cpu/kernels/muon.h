@@ -7,7 +7,7 @@ namespace memkern::MEMKERN_ISA {
 namespace {
 
 template <class G, StateKind Kind>
-void muon_momentum_run(const Job<MuonScalars>& job, int64_t begin, int64_t end) {
+void muon_momentum_8bit(const Job<MuonScalars>& job, int64_t begin, int64_t end) {
   const MuonScalars s = *job.scalars;
   bf16* const updates = static_cast<bf16*>(static_cast<const MuonJob&>(job).update);
   alignas(64) float buffer[kBuffer];
@@ -27,7 +27,7 @@ void muon_momentum_run(const Job<MuonScalars>& job, int64_t begin, int64_t end) 
   });
 }
 
-template <class G> void muon_momentum_run_fp32(const Job<MuonScalars>& job, int64_t begin, int64_t end) {
+template <class G> void muon_momentum_fp32(const Job<MuonScalars>& job, int64_t begin, int64_t end) {
   const MuonScalars s = *job.scalars;
   bf16* const updates = static_cast<bf16*>(static_cast<const MuonJob&>(job).update);
   for_blocks(job.layout, begin, end, [&](int64_t offset, int n, int64_t) MEMKERN_LAMBDA {
@@ -41,7 +41,7 @@ template <class G> void muon_momentum_run_fp32(const Job<MuonScalars>& job, int6
   });
 }
 
-template <class P> void muon_apply_run(const Job<MuonScalars>& job, int64_t begin, int64_t end) {
+template <class P> void muon_apply_blocks(const Job<MuonScalars>& job, int64_t begin, int64_t end) {
   const MuonScalars s = *job.scalars;
   const bf16* const updates = static_cast<const bf16*>(static_cast<const MuonJob&>(job).update);
   for_blocks(job.layout, begin, end, [&](int64_t offset, int n, int64_t) MEMKERN_LAMBDA {
@@ -55,18 +55,18 @@ template <class P> void muon_apply_run(const Job<MuonScalars>& job, int64_t begi
 
 }  // namespace
 
-decltype(Job<MuonScalars>::run) muon_momentum_kernel(const StepTensor& t) {
+decltype(Job<MuonScalars>::run) pick_muon_momentum_kernel(const StepTensor& t) {
   return with_type(t.grad_type, [&](auto g) -> decltype(Job<MuonScalars>::run) {
     using G = decltype(g);
-    if (t.kind == StateKind::kPower) return muon_momentum_run<G, StateKind::kPower>;
-    if (t.kind == StateKind::kDynamic) return muon_momentum_run<G, StateKind::kDynamic>;
-    return muon_momentum_run_fp32<G>;
+    if (t.kind == StateKind::kPower) return muon_momentum_8bit<G, StateKind::kPower>;
+    if (t.kind == StateKind::kDynamic) return muon_momentum_8bit<G, StateKind::kDynamic>;
+    return muon_momentum_fp32<G>;
   });
 }
 
-decltype(Job<MuonScalars>::run) muon_apply_kernel(const StepTensor& t) {
+decltype(Job<MuonScalars>::run) pick_muon_apply_kernel(const StepTensor& t) {
   return with_types(
-      t, [](auto p, auto) -> decltype(Job<MuonScalars>::run) { return muon_apply_run<decltype(p)>; });
+      t, [](auto p, auto) -> decltype(Job<MuonScalars>::run) { return muon_apply_blocks<decltype(p)>; });
 }
 
 }  // namespace memkern::MEMKERN_ISA

@@ -12,6 +12,6 @@ struct SgdRule {
 
 }  // namespace
 
-decltype(SgdJob::run) sgd_kernel(const StepTensor& t) { return lion_runs<SgdRule>(t); }
+decltype(SgdJob::run) pick_sgd_kernel(const StepTensor& t) { return pick_lion_update<SgdRule>(t); }
 
 }  // namespace memkern::MEMKERN_ISA

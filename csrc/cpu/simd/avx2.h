@@ -49,8 +49,8 @@ MEMKERN_FN F copysign(F magnitude, F sign) {
 MEMKERN_FN Mask greater(F a, F b) { return {_mm256_cmp_ps(a.v, b.v, _CMP_GT_OQ)}; }
 MEMKERN_FN uint32_t bits_of(Mask mask) { return static_cast<uint32_t>(_mm256_movemask_ps(mask.m)); }
 MEMKERN_FN __m256i lanes_of(uint32_t bits) {
-  const __m256i each = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
-  return _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(static_cast<int>(bits)), each), each);
+  const __m256i lane_bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+  return _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(static_cast<int>(bits)), lane_bit), lane_bit);
 }
 MEMKERN_FN Mask mask_of(uint32_t bits) { return {_mm256_castsi256_ps(lanes_of(bits))}; }
 MEMKERN_FN Mask is_nan(F x) { return {_mm256_cmp_ps(x.v, x.v, _CMP_UNORD_Q)}; }

@@ -24,9 +24,9 @@ inline Isa best_isa() {
 #elif defined(MEMKERN_X86)
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("fma")) {
-    const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    return wide ? Isa::kAvx512 : Isa::kAvx2;
+    const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    return has_avx512 ? Isa::kAvx512 : Isa::kAvx2;
   }
 #endif
   return Isa::kGeneric;
@@ -36,10 +36,10 @@ inline Isa best_isa() {
 // that one process can compare them; this costs nothing beside a step.
 inline Isa cpu_isa() {
   static const Isa best = best_isa();
-  const char* named = std::getenv("MEMKERN_CPU_ISA");
-  if (!named) return best;
-  if (!std::strcmp(named, "generic")) return Isa::kGeneric;
-  if (!std::strcmp(named, "avx2") && best == Isa::kAvx512) return Isa::kAvx2;
+  const char* requested = std::getenv("MEMKERN_CPU_ISA");
+  if (!requested) return best;
+  if (!std::strcmp(requested, "generic")) return Isa::kGeneric;
+  if (!std::strcmp(requested, "avx2") && best == Isa::kAvx512) return Isa::kAvx2;
   return best;
 }
 

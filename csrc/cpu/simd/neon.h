@@ -14,7 +14,7 @@ struct F {
   MEMKERN_FN explicit F(float x) : F(vdupq_n_f32(x), vdupq_n_f32(x)) {}
   MEMKERN_FN explicit F(int x) : F(static_cast<float>(x)) {}
 };
-// All bits of a lane that is chosen are 1, of another 0.
+// A chosen lane has all bits 1, another one all bits 0.
 struct Mask {
   uint32x4_t low, high;
 };
@@ -55,13 +55,13 @@ MEMKERN_FN F copysign(F magnitude, F sign) {
   return select({bit, bit}, sign, magnitude);
 }
 MEMKERN_FN Mask lanes_of(uint32_t bits) {
-  const uint32x4_t each = {1, 2, 4, 8}, all = vdupq_n_u32(bits);
-  return {vtstq_u32(all, each), vtstq_u32(all, vshlq_n_u32(each, 4))};
+  const uint32x4_t lane_bit = {1, 2, 4, 8}, repeated = vdupq_n_u32(bits);
+  return {vtstq_u32(repeated, lane_bit), vtstq_u32(repeated, vshlq_n_u32(lane_bit, 4))};
 }
 MEMKERN_FN Mask mask_of(uint32_t bits) { return lanes_of(bits); }
 MEMKERN_FN uint32_t bits_of(Mask mask) {
-  const uint32x4_t each = {1, 2, 4, 8};
-  return vaddvq_u32(vorrq_u32(vandq_u32(mask.low, each), vandq_u32(mask.high, vshlq_n_u32(each, 4))));
+  const uint32x4_t lane_bit = {1, 2, 4, 8};
+  return vaddvq_u32(vorrq_u32(vandq_u32(mask.low, lane_bit), vandq_u32(mask.high, vshlq_n_u32(lane_bit, 4))));
 }
 MEMKERN_FN Mask is_nan(F x) {
   return {vmvnq_u32(vceqq_f32(x.low, x.low)), vmvnq_u32(vceqq_f32(x.high, x.high))};
