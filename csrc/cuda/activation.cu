@@ -12,7 +12,7 @@
 
 namespace memkern {
 
-// Writes codes and, unless Fn < 0, the activation's results.
+// Writes codes and, unless Fn is -1, the results of activation number Fn.
 template <int Fn> __global__ void __launch_bounds__(kThreads)
     encode_vectors(Elementwise t, float a, float b, const __grid_constant__ EncodeTable table) {
   const int64_t vector = vector_of_thread();
@@ -131,25 +131,25 @@ static __global__ void __launch_bounds__(kThreads)
 
 namespace {
 
-EncodeTable encode_table(const Thresholds& from) {
-  EncodeTable table{from.count, from.bits, from.symmetry};
-  for (int i = 0; i < from.count; ++i) {
-    table.threshold[i] = from.threshold[i];
-    for (int p = 0; p < from.bits; ++p) table.flip[i] |= (from.flip[i] >> p & 1u) << 8 * p;
+EncodeTable encode_table(const Thresholds& thresholds) {
+  EncodeTable table{thresholds.count, thresholds.bits, thresholds.symmetry};
+  for (int i = 0; i < thresholds.count; ++i) {
+    table.threshold[i] = thresholds.threshold[i];
+    for (int p = 0; p < thresholds.bits; ++p) table.flip[i] |= (thresholds.flip[i] >> p & 1u) << 8 * p;
   }
   return table;
 }
 
-// Sorts a table's thresholds by plane. Returns false where PlaneThresholds has no room for them.
-bool thresholds_by_plane(const Thresholds& from, PlaneThresholds& thresholds) {
-  if (from.symmetry != kOdd) return false;
-  for (auto& plane : thresholds.of_plane) std::ranges::fill(plane, std::numeric_limits<float>::infinity());
+// Sorts a table's thresholds by plane. Returns false where by_plane has no room for them.
+bool thresholds_by_plane(const Thresholds& table, PlaneThresholds& by_plane) {
+  if (table.symmetry != kOdd) return false;
+  for (auto& plane : by_plane.of_plane) std::ranges::fill(plane, std::numeric_limits<float>::infinity());
   int count[kMaxBits] = {};
-  for (int i = 0; i < from.count; ++i)
-    for (int p = 0; p < from.bits; ++p)
-      if (from.flip[i] >> p & 1) {
-        if (count[p] == flips_of_plane(from.bits, p)) return false;
-        thresholds.of_plane[p][count[p]++] = from.threshold[i];
+  for (int i = 0; i < table.count; ++i)
+    for (int p = 0; p < table.bits; ++p)
+      if (table.flip[i] >> p & 1) {
+        if (count[p] == flips_of_plane(table.bits, p)) return false;
+        by_plane.of_plane[p][count[p]++] = table.threshold[i];
       }
   return true;
 }
@@ -234,11 +234,11 @@ std::tuple<Tensor, Tensor> few_bit_forward_cuda(Tensor x, int64_t fn, double a, 
   Tensor codes = new_tensor(x, {bits, plane_bytes(numel)}, ScalarType::Byte);
   const Elementwise t = elementwise(x, &y, codes, numel);
   with_activation(fn, [&](auto number) {
-    const float first = static_cast<float>(a), second = static_cast<float>(b);
+    const float a_fp32 = static_cast<float>(a), b_fp32 = static_cast<float>(b);
     if constexpr (kHasFastForward<number()>)
-      if (fast_forward<number()>(x, t, first, second, table, scope.stream)) return;
-    launch_checked("few_bit_forward", encode_vectors<number()>, blocks_for(t), scope.stream, t, first, second,
-                   encode_table(table));
+      if (fast_forward<number()>(x, t, a_fp32, b_fp32, table, scope.stream)) return;
+    launch_checked("few_bit_forward", encode_vectors<number()>, blocks_for(t), scope.stream, t, a_fp32,
+                   b_fp32, encode_table(table));
   });
   return {y, codes};
 }

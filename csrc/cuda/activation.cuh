@@ -1,5 +1,5 @@
-// What kernels of few-bit activations share: the functions, codes in bit planes, a thread's vectors. A thread
-// processes a vector of 8 elements, whose bits in a plane are one byte.
+// What kernels of few-bit activations share: the activations, codes in bit planes, a thread's vectors. A
+// thread processes a vector of 8 elements, whose bits in a plane are one byte.
 #pragma once
 #include "common/activation_args.h"
 #include "core/activation.h"
@@ -15,7 +15,7 @@ namespace memkern {
 MEMKERN_DEVICE float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
 // a, b: softplus' beta and threshold, leaky ReLU's slope, hardtanh's bounds, ELU's and CELU's alpha,
-// threshold's threshold and value, the shrinking functions' lambd and that in the dtype of x.
+// threshold's threshold and value, the shrinking functions' lambd and lambd rounded to the dtype of x.
 template <int Fn> MEMKERN_DEVICE float activate(float x, float a, float b) {
   if constexpr (Fn == kGelu) return x * 0.5f * (1.0f + erff(x * 0x1.6a09e6p-1f));  // sqrt(1/2)
   if constexpr (Fn == kGeluTanh) {
@@ -84,17 +84,17 @@ MEMKERN_DEVICE Parts warp_parts(int64_t vector) {
   return {(vector - warp_lane()) * kVector + warp_lane() * (kVector / 2), kWarp * kVector / 2};
 }
 
-// Calls work(at, vector) for a thread's share of so many vectors: first the full ones, then the others. `at`
-// is a Span or, with InParts in full warps, Parts.
+// Calls work(at, vector) for a thread's share of `vectors` vectors: first the full ones, then the others.
+// `at` is a Span or, with InParts in full warps, Parts.
 template <int Threads, bool InParts = false, class Work>
 MEMKERN_DEVICE void for_each_vector(const Elementwise& t, int64_t vectors, Work&& work) {
-  const uint32_t all = static_cast<uint32_t>(vectors), step = gridDim.x * Threads;
+  const uint32_t count = static_cast<uint32_t>(vectors), step = gridDim.x * Threads;
   const uint32_t full = t.aligned ? static_cast<uint32_t>(t.numel / kVector) : 0;
   uint32_t vector = blockIdx.x * Threads + threadIdx.x;
   if constexpr (InParts)
     for (; vector < full / kWarp * kWarp; vector += step) work(warp_parts(vector), vector);
   for (; vector < full; vector += step) work(full_span(vector), vector);
-  for (; vector < all; vector += step) work(span_of_vector(t, vector), vector);
+  for (; vector < count; vector += step) work(span_of_vector(t, vector), vector);
 }
 
 // The codes of up to 8 elements.
@@ -152,15 +152,15 @@ MEMKERN_DEVICE void store_planes(const Elementwise& t, int bits, const Parts&, i
   const int lane = warp_lane();
   const bool odd = lane % 2 != 0;
   const Planes first = planes & kFirstHalf, second = planes >> 4 & kFirstHalf;
-  const Planes other = __shfl_xor_sync(kAllLanes, odd ? first : second, 1);
+  const Planes received = __shfl_xor_sync(kAllLanes, odd ? first : second, 1);
   store_planes(t, bits, vector - lane + lane / 2 + (odd ? kWarp / 2 : 0),
-               odd ? other | second << 4 : first | other << 4);
+               odd ? received | second << 4 : first | received << 4);
 }
 MEMKERN_DEVICE Planes load_planes(const Elementwise& t, int bits, const Parts&, int64_t vector) {
-  const Planes mine = load_planes(t, bits, vector);
+  const Planes own = load_planes(t, bits, vector);
   const int lane = warp_lane(), shift = lane % 2 * 4;
-  const Planes first = __shfl_sync(kAllLanes, mine, lane / 2),
-               second = __shfl_sync(kAllLanes, mine, kWarp / 2 + lane / 2);
+  const Planes first = __shfl_sync(kAllLanes, own, lane / 2),
+               second = __shfl_sync(kAllLanes, own, kWarp / 2 + lane / 2);
   return (first >> shift & kFirstHalf) | (second >> shift & kFirstHalf) << 4;
 }
 

@@ -8,9 +8,7 @@
 namespace memkern {
 
 using AdamGroup = StepGroup<AdamHyperparameters>;
-
 using AdamStepped = Stepped<AdamScalars>;
-
 using AdamTable = StepTable<AdamGroup, AdamStepped>;
 
 // One thread per tensor: increments its step and computes its scalars.
@@ -18,9 +16,9 @@ static __global__ void adam_prologue(AdamTable table) {
   const int i = blockIdx.x * kThreads + threadIdx.x;
   if (i >= table.count || skipped(*table.header)) return;
   const TensorRecord& t = table.tensors[i];
-  const AdamGroup& k = table.groups[t.group];
+  const AdamGroup& group = table.groups[t.group];
   const uint64_t step = static_cast<uint64_t>(*t.step += 1.0f);
-  table.scalars[i] = {adam_scalars(read(k.lr), k.h, gradient_factor(*table.header), step),
+  table.scalars[i] = {adam_scalars(read(group.lr), group.h, gradient_factor(*table.header), step),
                       static_cast<uint32_t>(step)};
 }
 

@@ -246,21 +246,20 @@ template <class Scalars, class P, class G, Loads How, StateKind Kind = StateKind
 
 // The magnitudes of a vector's moments.
 struct AdamRange {
-  float m_least, m_most, v_least, v_most;  // m_most is NaN if any m is
+  float m_min, m_max, v_min, v_max;  // m_max is NaN if any m is
 
   MEMKERN_DEVICE explicit AdamRange(const AdamVector& x)
-      : m_least(absmin(x.m)), m_most(absmax_or_nan<true>(x.m)) {
-    least_and_most(x.v, v_least, v_most);
+      : m_min(absmin(x.m)), m_max(absmax_or_nan<true>(x.m)) {
+    min_and_max(x.v, v_min, v_max);
   }
   // Whether roots and divisions of all 8 elements are within the range of Fast (fast_path.cuh).
   MEMKERN_DEVICE bool is_fast(float max_radicand) const {
-    return m_least >= kMinNumerator && m_most <= kMaxNumerator && v_least >= kMinRadicand &&
-           v_most <= max_radicand;
+    return m_min >= kMinNumerator && m_max <= kMaxNumerator && v_min >= kMinRadicand && v_max <= max_radicand;
   }
 };
 
-// Whether divisions by w + eps and the changes of a parameter are within that range too. `changes`: whether
-// these are rounded from approximations, where they have to be normal numbers or zero.
+// Whether divisions by w + eps and the changes of a parameter are within Fast's range too. `changes`: whether
+// the changes are rounded from approximations, for which they have to be normal numbers or zero.
 template <class Scalars> MEMKERN_DEVICE bool fast_scalars(const Scalars& s, bool changes) {
   return s.eps >= kMinDenominator && s.eps <= kMaxDenominator / 2 &&
          (!changes || s.step_size == 0.0f || fabsf(s.step_size) >= kMinStepSize);
@@ -268,40 +267,40 @@ template <class Scalars> MEMKERN_DEVICE bool fast_scalars(const Scalars& s, bool
 
 // Rounds parameters to bf16 without an exact root and an exact division, which would take seven instructions
 // more. The approximate change is off by at most 10 * 2^-24 of itself, so that the exact one is between 1 -
-// 2^-20 and 1 + 2^-20 times the approximate one. Where parameters with either change are rounded to the same
-// ones, these are the formula's; returns whether all are.
+// 2^-20 and 1 + 2^-20 times the approximate one. Where both ends of this range round to the same
+// parameter, it is the formula's; returns whether this is so for all elements.
 template <class Rule> MEMKERN_DEVICE bool adam_round_params(const AdamVector& x,
                                                             const typename Rule::Scalars& s,
                                                             float (&w)[kVector], Raw& rounded) {
-  typename Rule::Scalars less = s, more = s;
+  typename Rule::Scalars less = s, more = s;  // with the smallest and the largest possible change
   less.step_size = s.step_size * (1.0f - 0x1p-20f);
   more.step_size = s.step_size * (1.0f + 0x1p-20f);
-  float p[kVector], other_p[kVector];
+  float p_less[kVector], p_more[kVector];
 #pragma unroll
   for (int i = 0; i < kVector; ++i) {
     const Approximate old(x.p[i]), m(x.m[i]), root = sqrt(Approximate(x.v[i]));
     w[i] = static_cast<float>(root);
-    p[i] = static_cast<float>(Rule::param(old, m, root, less));
-    other_p[i] = static_cast<float>(Rule::param(old, m, root, more));
+    p_less[i] = static_cast<float>(Rule::param(old, m, root, less));
+    p_more[i] = static_cast<float>(Rule::param(old, m, root, more));
   }
   constexpr ConstantType<FloatType::kBf16> bf16;
-  rounded = to_raw(p, bf16);
-  const Raw other = to_raw(other_p, bf16);
+  rounded = to_raw(p_less, bf16);
+  const Raw rounded_more = to_raw(p_more, bf16);
   uint32_t differ = 0;
 #pragma unroll
-  for (int i = 0; i < kVector / 2; ++i) differ |= rounded.word[i] ^ other.word[i];
+  for (int i = 0; i < kVector / 2; ++i) differ |= rounded.word[i] ^ rounded_more.word[i];
   return differ == 0;
 }
 
 // For vectors outside of the fast range: their maxima over finite values, and which codes need a check.
-struct AdamCare {
-  bool zeros = false, infinite = false;
+struct AdamRareCases {
+  bool zeros = false, nonfinite = false;  // whether there may be any
 
-  MEMKERN_DEVICE void look(const AdamVector& x, float& m_absmax, float& v_absmax) {
+  MEMKERN_DEVICE void check(const AdamVector& x, float& m_absmax, float& v_absmax) {
     zeros = true;
     v_absmax = absmax_or_nan<false>(x.v);
     if (is_finite(m_absmax) && is_finite(v_absmax)) return;
-    infinite = true;
+    nonfinite = true;
     m_absmax = finite_absmax<true>(x.m);
     v_absmax = finite_absmax<false>(x.v);
   }
@@ -323,13 +322,13 @@ MEMKERN_DEVICE void adam_update_main_path(const TileWork<typename Rule::Stepped>
   at.for_each([&](AdamVector x) {
     const AdamRange range(x);
     const bool fast = range.is_fast(max_radicand);
-    float m_absmax = range.m_most, v_absmax = range.v_most, w[kVector];
-    AdamCare care;
+    float m_absmax = range.m_max, v_absmax = range.v_max, w[kVector];
+    AdamRareCases rare;
     if constexpr (kRounded) {
       Raw rounded;
       const bool certain = adam_round_params<Rule>(x, s, w, rounded);
       if (any_lane(!(fast && certain))) {
-        care.look(x, m_absmax, v_absmax);
+        rare.check(x, m_absmax, v_absmax);
         if (!(certain && max_radicand > 0.0f && in_fast_range_or_zero(x, m_absmax, v_absmax, s))) {
           adam_update_params<Rule, float>(x, w, s);
           rounded = to_raw(x.p, param_type);
@@ -340,7 +339,7 @@ MEMKERN_DEVICE void adam_update_main_path(const TileWork<typename Rule::Stepped>
       if (any_lane(!fast)) {
         with_float_type(x, kVector, m_absmax, v_absmax, s,
                         [&](auto number) { adam_update_params<Rule, decltype(number)>(x, w, s); });
-        care.look(x, m_absmax, v_absmax);
+        rare.check(x, m_absmax, v_absmax);
       } else {
         adam_update_params<Rule, Fast>(x, w, s);
       }
@@ -355,7 +354,8 @@ MEMKERN_DEVICE void adam_update_main_path(const TileWork<typename Rule::Stepped>
     SignedSums m_sums;
     Codes v_codes = encode_positive(w, v_factor, dithers, at.lane, v_sums),
           m_codes = encode_signed(x.m, m_factor, dithers, at.lane, m_sums);
-    if (any_lane(v_sums.least < 2 * kRootBias || m_sums.least < 2 * kSignedBias || care.zeros)) {
+    if (any_lane(v_sums.min_fraction < 2 * kRootBias || m_sums.min_fraction < 2 * kSignedBias ||
+                 rare.zeros)) {
       const auto root = [&](int i) { return kRounded ? sqrt(x.v[i]) : w[i]; };
       recompute_doubtful(v_sums, kRootBias, v_codes, [&](int i) {
         return static_cast<uint32_t>(power_encode_unsigned<kRootLevels>(root(i), v_factor, dither.u(i)));
@@ -365,7 +365,7 @@ MEMKERN_DEVICE void adam_update_main_path(const TileWork<typename Rule::Stepped>
         return static_cast<uint32_t>(static_cast<int>(code));
       });
       v_codes = clear_zeros(w, v_factor, v_codes);
-      if (care.infinite) {
+      if (rare.nonfinite) {
 #pragma unroll
         for (int i = 0; i < kVector; ++i) w[i] = root(i);
         m_codes = encode_exactly<Kind, true>(x.m, m_factor, 0, dither);

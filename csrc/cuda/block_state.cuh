@@ -176,8 +176,8 @@ MEMKERN_DEVICE Encoded estimate(const float (&x)[kVector], float factor, int j, 
   // and 2^-23 of the approximate one; for unsigned codes both sums with u are rounded too, by up to 2^-17
   // each.
   constexpr float kMaxError = Signed ? 127 * 0x1.8p-23f : 255 * 0x1.8p-23f + 0x1p-16f;
-  float farthest =
-      0.0f;  // the largest distance from the middle of a code's interval, whose ends are 0.5 away
+  // The largest distance from the middle of a code's interval, whose ends are 0.5 away.
+  float farthest = 0.0f;
   uint32_t code[kVector];
 #pragma unroll
   for (int i = 0; i < kVector; ++i) {
@@ -206,7 +206,7 @@ MEMKERN_DEVICE Encoded estimate(const float (&x)[kVector], float factor, int j, 
 }
 
 // Codes by the formulas of core/, for any values. j: the first element's index in its block. rounding:
-// Rounding, or DitherTable (main_path.cuh).
+// Rounding, or LaneDithers (main_path.cuh).
 template <StateKind Kind, bool Signed, class Dithers>
 MEMKERN_DEVICE Codes encode_exactly(const float (&x)[kVector], float factor, int j, const Dithers& rounding) {
   uint32_t code[kVector];

@@ -17,9 +17,9 @@ struct CodecTensor {
   bool aligned;  // values and codes start on 16 bytes
   bool mark_nonfinite = false;
 
-  // A lane's absmax where some value is not finite: of the finite ones; where such blocks are marked,
-  // infinity, so that the block's is too.
-  template <bool Signed> MEMKERN_DEVICE float absmax_of_rest(const float (&x)[kVector]) const {
+  // A lane's absmax where some value is not finite: that of the finite values, or infinity where such blocks
+  // are marked, so that the block's absmax is infinity too.
+  template <bool Signed> MEMKERN_DEVICE float absmax_of_nonfinite(const float (&x)[kVector]) const {
     return mark_nonfinite ? INFINITY : finite_absmax<Signed>(x);
   }
   MEMKERN_DEVICE void store_scale(int64_t block, float absmax) const {
@@ -56,7 +56,7 @@ template <StateKind Kind, bool Signed> __global__ void __launch_bounds__(kThread
         float vector_max = absmax_or_nan<Signed>(x);
         if (!is_finite(vector_max)) {
           finite = false;
-          vector_max = t.absmax_of_rest<Signed>(x);
+          vector_max = t.absmax_of_nonfinite<Signed>(x);
         }
         absmax = fmaxf(absmax, vector_max);
       }
@@ -73,7 +73,7 @@ template <StateKind Kind, bool Signed> __global__ void __launch_bounds__(kThread
 // ---- power codes, rounded to the nearest, of full blocks in aligned arrays: what is saved for a backward
 // pass
 
-// Vectors of a thread block's tile. They follow one another; the last tile has fewer.
+// Vectors of a thread block's tile, which follow one another. The last tile has fewer.
 constexpr int kVectorsPerThread = 8, kCodecTile = kVectorsPerThread * kThreads;
 
 // The vectors of a thread block: `end` of them from `start` on; lane: the thread's place in its block.
@@ -103,19 +103,19 @@ template <FloatType Type, bool Signed> __global__ void __launch_bounds__(kThread
   constexpr uint32_t kDoubt = Signed ? kSignedBias : kBias<kLevels, false>;
   const CodecTile tile(t.blocks);
   const ScaleFormula formula = scale_formula<Signed>();
-  int mine = static_cast<int>(threadIdx.x);
+  int index = static_cast<int>(threadIdx.x);
   // The next vector is loaded before this one is used.
-  Raw next = arrived(load_raw(t.values, type, tile.span(mine)), t.blocks);
-  for (int first = 0; first < tile.end; first += kThreads, mine += kThreads) {
+  Raw next = arrived(load_raw(t.values, type, tile.span(index)), t.blocks);
+  for (int first = 0; first < tile.end; first += kThreads, index += kThreads) {
     const Raw raw = next;
-    next = load_raw(t.values, type, tile.span(mine + kThreads));
+    next = load_raw(t.values, type, tile.span(index + kThreads));
     float x[kVector];
     to_floats(raw, type, x);
 #pragma unroll
     for (float& each : x) each = storable<Signed>(each);
     float absmax = absmax_or_nan<Signed>(x);
     const bool finite = is_finite(absmax);
-    if (any_lane(!finite) && !finite) absmax = t.absmax_of_rest<Signed>(x);
+    if (any_lane(!finite) && !finite) absmax = t.absmax_of_nonfinite<Signed>(x);
     float scale = max_over_lanes(absmax, kBlockLanes / 2);
     const float factor = formula.factor(scale);
     std::conditional_t<Signed, SignedSums, PositiveSums> sums;
@@ -128,9 +128,9 @@ template <FloatType Type, bool Signed> __global__ void __launch_bounds__(kThread
     });
     if (any_lane(!finite || (!Signed && factor == 0.0f)))
       codes = encode_exactly<StateKind::kPower, Signed>(x, factor, 0, Rounding{true, 0});
-    if (mine >= tile.end) continue;
-    if (tile.lane == 0) t.store_scale(tile.vector(mine) / kBlockLanes, scale);
-    store_codes(t.codes, tile.span(mine), codes);
+    if (index >= tile.end) continue;
+    if (tile.lane == 0) t.store_scale(tile.vector(index) / kBlockLanes, scale);
+    store_codes(t.codes, tile.span(index), codes);
   }
 }
 
@@ -150,20 +150,20 @@ template <FloatType Type, bool Signed> __global__ void __launch_bounds__(kThread
     else
       return tile.span(i);
   };
-  for (int mine = static_cast<int>(threadIdx.x); mine - static_cast<int>(threadIdx.x) < tile.end;
-       mine += kDecodedTogether * kThreads) {
+  for (int index = static_cast<int>(threadIdx.x); index - static_cast<int>(threadIdx.x) < tile.end;
+       index += kDecodedTogether * kThreads) {
     Codes codes[kDecodedTogether];
     float scale[kDecodedTogether];
 #pragma unroll
     for (int k = 0; k < kDecodedTogether; ++k) {
-      codes[k] = load_codes(t.codes, place(mine + k * kThreads));
-      scale[k] = __ldcs(t.scale + tile.vector(mine + k * kThreads) / kBlockLanes);
+      codes[k] = load_codes(t.codes, place(index + k * kThreads));
+      scale[k] = __ldcs(t.scale + tile.vector(index + k * kThreads) / kBlockLanes);
     }
 #pragma unroll
     for (int k = 0; k < kDecodedTogether; ++k) {
       float x[kVector];
       decode<StateKind::kPower, Signed>(codes[k], formula.unit(scale[k]), x);
-      if (mine + k * kThreads < tile.end) store_floats(t.values, type, place(mine + k * kThreads), x);
+      if (index + k * kThreads < tile.end) store_floats(t.values, type, place(index + k * kThreads), x);
     }
   }
 }

@@ -54,14 +54,14 @@ MEMKERN_DEVICE float fp16_to_float(uint32_t bits) {
 
 // Minimum and maximum of the bf16 numbers in two words; of a number and a NaN, the number.
 MEMKERN_DEVICE uint32_t min_bf16x2(uint32_t a, uint32_t b) {
-  uint32_t least;
-  asm("min.bf16x2 %0, %1, %2;" : "=r"(least) : "r"(a), "r"(b));
-  return least;
+  uint32_t smaller;
+  asm("min.bf16x2 %0, %1, %2;" : "=r"(smaller) : "r"(a), "r"(b));
+  return smaller;
 }
 MEMKERN_DEVICE uint32_t max_bf16x2(uint32_t a, uint32_t b) {
-  uint32_t most;
-  asm("max.bf16x2 %0, %1, %2;" : "=r"(most) : "r"(a), "r"(b));
-  return most;
+  uint32_t larger;
+  asm("max.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+  return larger;
 }
 MEMKERN_DEVICE uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
   uint32_t sum;

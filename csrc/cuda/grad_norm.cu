@@ -113,7 +113,7 @@ void grad_norm_cuda(Tensor norm, const Tensors& grads, const std::optional<Tenso
   MEMKERN_CHECK(norm.numel() == 1 && norm.scalar_type() == ScalarType::Double,
                 "norm must be float64 of one element on the gradients' device");
   const StepHeader header = header_of(grad_scale, std::nullopt, std::nullopt, 0.0, norm);
-  Tensors values;  // what the tables point to
+  Tensors values;  // keeps the memory that the table points to
   std::vector<NormTensor> tensors;
   for (size_t i = 0; i < grads.size(); ++i) {
     MEMKERN_CHECK(same_device(grads[i], norm), name_of("grads", i), " must be on norm's device");

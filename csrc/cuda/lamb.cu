@@ -8,7 +8,6 @@
 namespace memkern {
 
 using LambGroup = StepGroup<LambHyperparameters>;
-
 using LambStepped = Stepped<LambScalars>;
 
 struct LambRule {
@@ -28,9 +27,9 @@ static __global__ void lamb_prologue(LambTable table) {
   const int i = blockIdx.x * kThreads + threadIdx.x;
   if (i >= table.count || skipped(*table.header)) return;
   const TensorRecord& t = table.tensors[i];
-  const LambGroup& k = table.groups[t.group];
+  const LambGroup& group = table.groups[t.group];
   const uint64_t step = static_cast<uint64_t>(*t.step + 1.0f);
-  table.scalars[i] = {lamb_scalars(read(k.lr), k.h, gradient_factor(*table.header), step),
+  table.scalars[i] = {lamb_scalars(read(group.lr), group.h, gradient_factor(*table.header), step),
                       static_cast<uint32_t>(step)};
 }
 
@@ -59,7 +58,7 @@ MEMKERN_DEVICE Squares lamb_norms_main_path(const TileWork<LambStepped>& work, P
     const AdamRange range(x);
     const int n = at.count();
     if (any_lane(!range.is_fast(max_radicand)) || at.any_half()) {
-      with_float_type(x, n, range.m_most, absmax_or_nan<false>(x.v), at.s,
+      with_float_type(x, n, range.m_max, absmax_or_nan<false>(x.v), at.s,
                       [&](auto number) { lamb_squares<decltype(number)>(sum, x, n, at.s); });
     } else if (n > 0) {
       lamb_squares<Fast>(sum, x, kVector, at.s);

@@ -8,7 +8,6 @@
 namespace memkern {
 
 using LarsGroup = StepGroup<LarsHyperparameters>;
-
 using LarsStepped = Stepped<LarsScalars>;
 
 struct LarsRule {
@@ -27,9 +26,9 @@ static __global__ void lars_prologue(LarsTable table) {
   const int i = blockIdx.x * kThreads + threadIdx.x;
   if (i >= table.count || skipped(*table.header)) return;
   const TensorRecord& t = table.tensors[i];
-  const LarsGroup& k = table.groups[t.group];
+  const LarsGroup& group = table.groups[t.group];
   const uint64_t step = static_cast<uint64_t>(*t.step + 1.0f);
-  table.scalars[i] = {lars_scalars(read(k.lr), k.h, gradient_factor(*table.header), step),
+  table.scalars[i] = {lars_scalars(read(group.lr), group.h, gradient_factor(*table.header), step),
                       static_cast<uint32_t>(step)};
 }
 

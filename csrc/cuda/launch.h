@@ -15,8 +15,8 @@ namespace memkern {
 // kernels run. They give the same bits: to find a fault, or to measure what a fast path gains.
 inline bool fast_paths() {
   static const bool fast = [] {
-    const char* const given = std::getenv("MEMKERN_CUDA_FAST");
-    return given == nullptr || std::string_view(given) != "0";
+    const char* const setting = std::getenv("MEMKERN_CUDA_FAST");
+    return setting == nullptr || std::string_view(setting) != "0";
   }();
   return fast;
 }
@@ -80,8 +80,8 @@ inline int64_t multiprocessors() { return device_attribute(cudaDevAttrMultiProce
 
 // Thread blocks of `threads` threads, with few registers, that the current device runs at once.
 inline int64_t resident_blocks(int threads) {
-  const int64_t room = device_attribute(cudaDevAttrMaxThreadsPerMultiProcessor);
-  return std::min<int64_t>(room, kResidentThreads) / threads * multiprocessors();
+  const int64_t max_threads = device_attribute(cudaDevAttrMaxThreadsPerMultiProcessor);
+  return std::min<int64_t>(max_threads, kResidentThreads) / threads * multiprocessors();
 }
 
 // The blocks of a tensor for a codec, on the current device.

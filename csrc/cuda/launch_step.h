@@ -49,7 +49,8 @@ std::vector<StepGroup<Hyperparameters>> group_records(const StepArgs& args,
   return records;
 }
 
-inline TensorRecord tensor_record(const StepTensor& job, const Tensor& step, int64_t group, int tile) {
+inline TensorRecord tensor_record(const StepTensor& job, const Tensor& step, int64_t group,
+                                  int tile_elements) {
   check_blocks(job.layout);
   TensorRecord r{};
   r.param = job.param;
@@ -59,7 +60,7 @@ inline TensorRecord tensor_record(const StepTensor& job, const Tensor& step, int
   r.v_scale = job.v_scale;
   r.step = static_cast<float*>(step.data_ptr());
   r.numel = job.layout.numel;
-  r.blocks = blocks_of(job.layout, tile);
+  r.blocks = blocks_of(job.layout, tile_elements);
   r.kind = job.kind;
   r.param_type = job.param_type;
   r.grad_type = job.grad_type;
@@ -101,6 +102,8 @@ template <class Group, class Scalars> struct UploadedStep {
   } plain, master;
 };
 
+// Brings a step's table to the device. first: a tensor of the step (upload_table). step_blocks: thread blocks
+// of the step's kernels that a multiprocessor has room for.
 template <class Group, class Scalars>
 UploadedStep<Group, Scalars> upload_step(const char* op, const StepHeader& header,
                                          const std::vector<Group>& groups, const StepEntries& entries,
@@ -170,13 +173,14 @@ template <class Group, class Scalars, class... Args>
 void launch_tiles(const char* op, const UploadedStep<Group, Scalars>& step,
                   const TileKernels<Group, Scalars, Args...>& kernels, cudaStream_t stream,
                   std::type_identity_t<Args>... args) {
-  const auto launch_codecs = [&](const auto& kinds, const KernelsOfCodecs<Group, Scalars, Args...>& of) {
+  const auto launch_codecs = [&](const auto& kinds,
+                                 const KernelsOfCodecs<Group, Scalars, Args...>& codec_kernels) {
     bool with_fp32 = true;  // the first launch
     const auto launch = [&](auto kernel) {
       launch_checked(op, kernel, step.tiles, stream, step.table, std::exchange(with_fp32, false), args...);
     };
-    if (kinds.power || (kinds.fp32 && !kinds.dynamic)) launch(of.power);
-    if (kinds.dynamic) launch(of.dynamic);
+    if (kinds.power || (kinds.fp32 && !kinds.dynamic)) launch(codec_kernels.power);
+    if (kinds.dynamic) launch(codec_kernels.dynamic);
   };
   launch_codecs(step.plain, kernels.plain);
   launch_codecs(step.master, kernels.master);

@@ -10,7 +10,7 @@ struct NormTensor {
   double* sum;
   int64_t numel;
   FloatType type;
-  int32_t unused;  // no padding, whose bytes would be undefined
+  int32_t unused;  // in place of padding, whose bytes would be undefined
 };
 
 // Two launches: *sum is the sum of squares of each array, in fp64, or 0 where the step is skipped.

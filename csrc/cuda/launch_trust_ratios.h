@@ -8,14 +8,14 @@
 namespace memkern {
 
 inline StepEntries layer_entries(const std::vector<StepTensor>& jobs, const StepArgs& args) {
-  StepEntries all;
+  StepEntries layers;
   for (size_t i = 0; i < jobs.size(); ++i) {
-    add_layers(all.tensors, jobs[i], args.trust_ratios[i]);
+    add_layers(layers.tensors, jobs[i], args.trust_ratios[i]);
     const int64_t count = args.trust_ratios[i].numel();
-    all.steps.insert(all.steps.end(), count, args.steps[i]);
-    all.group.insert(all.group.end(), count, args.group[i]);
+    layers.steps.insert(layers.steps.end(), count, args.steps[i]);
+    layers.group.insert(layers.group.end(), count, args.group[i]);
   }
-  return all;
+  return layers;
 }
 
 // A step in two passes, with the layers' trust ratios between them: launches that write its table, the

@@ -9,7 +9,6 @@ namespace memkern {
 
 using LionGroup = StepGroup<LionHyperparameters>;
 using LionStepped = Stepped<LionScalars>;
-
 using LionTable = StepTable<LionGroup, LionStepped>;
 
 // One thread per tensor: increments its step and computes its scalars.
@@ -17,8 +16,8 @@ static __global__ void lion_prologue(LionTable table) {
   const int i = blockIdx.x * kThreads + threadIdx.x;
   if (i >= table.count || skipped(*table.header)) return;
   const TensorRecord& t = table.tensors[i];
-  const LionGroup& k = table.groups[t.group];
-  table.scalars[i] = {lion_scalars(read(k.lr), k.h, gradient_factor(*table.header)),
+  const LionGroup& group = table.groups[t.group];
+  table.scalars[i] = {lion_scalars(read(group.lr), group.h, gradient_factor(*table.header)),
                       static_cast<uint32_t>(*t.step += 1.0f)};
 }
 

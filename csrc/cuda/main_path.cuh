@@ -149,10 +149,9 @@ template <StateKind Kind, class P, class G, Loads How, int Moments = 2> struct L
     return kCopied ? Alignment::kVector : alignment_of(grad);
   }
 
-  // Calls work(loaded) for each vector, which returns the lane's scale, to be stored, or nothing. The next
-  // vectors are on their way before: in registers the next alone, as there are no more; four thread blocks of
-  // a multiprocessor that load ahead hide more of the memory's latency than the five that there are registers
-  // for without.
+  // Calls work(loaded) for each vector; it returns the lane's scale, to be stored, or nothing. Later vectors
+  // are loaded before: into registers only the next one, as there are no more registers. Four thread blocks
+  // of a multiprocessor that load ahead hide more of the memory's latency than five that do not.
   template <class Work> MEMKERN_DEVICE void for_each_loaded(Work&& work) {
     if constexpr (kCopied)
       for_each_copied(work);
@@ -161,7 +160,7 @@ template <StateKind Kind, class P, class G, Loads How, int Moments = 2> struct L
   }
 
  private:
-  const Tile& tile;  // in shared memory, as what follows: registers are scarce
+  const Tile& tile;  // in shared memory, like what the next four point to: registers are scarce
   const TensorRecord& record;
   const float *m_decay, *w_decay;
   const Blocks& blocks;
@@ -181,11 +180,11 @@ template <StateKind Kind, class P, class G, Loads How, int Moments = 2> struct L
     return 1.0f;
   }
 
-  // The scale of a later iteration's block, if the group has one.
+  // The scale of the group's block `iterations` iterations later, or null if there is none.
   MEMKERN_DEVICE float* scale_of(int iterations) const {
-    const int after = left - iterations * tile.block_stride;  // blocks from that one on
-    if (after <= 0) return nullptr;
-    return half.pick(record.m_scale, record.v_scale) + (tile.first_block + (tile.blocks - after));
+    const int blocks_left = left - iterations * tile.block_stride;  // from that block on
+    if (blocks_left <= 0) return nullptr;
+    return half.pick(record.m_scale, record.v_scale) + (tile.first_block + (tile.blocks - blocks_left));
   }
   MEMKERN_DEVICE float load_scale(int iterations) const {
     const float* const scale = scale_of(iterations);
@@ -197,13 +196,13 @@ template <StateKind Kind, class P, class G, Loads How, int Moments = 2> struct L
   // stored at the end.
   template <class Work> MEMKERN_DEVICE void for_each_iteration(Work&& work) {
     constexpr bool kStores = !std::is_void_v<decltype(work())>;
-    const int mine = lane % kBatch;
-    float next = kScarce<P, G, How> ? 0.0f : load_scale(mine);
-    for (int after = iterations(); after > 0; after -= kBatch) {
-      if (kScarce<P, G, How>) next = load_scale(mine);
+    const int own_iteration = lane % kBatch;
+    float next = kScarce<P, G, How> ? 0.0f : load_scale(own_iteration);
+    for (int remaining = iterations(); remaining > 0; remaining -= kBatch) {
+      if (kScarce<P, G, How>) next = load_scale(own_iteration);
       units = decay() * next / formula.squared_levels;
-      if (!kScarce<P, G, How>) next = load_scale(kBatch + mine);
-      const int count = after < kBatch ? after : kBatch;
+      if (!kScarce<P, G, How>) next = load_scale(kBatch + own_iteration);
+      const int count = remaining < kBatch ? remaining : kBatch;
       for (iteration = 0; iteration < count; ++iteration, left -= stride()) {
         if constexpr (kStores) {
           const float scale = work();
@@ -213,12 +212,12 @@ template <StateKind Kind, class P, class G, Loads How, int Moments = 2> struct L
         }
       }
       if constexpr (kStores)
-        if (float* const to = scale_of(mine - count)) __stcs(to, units);
+        if (float* const address = scale_of(own_iteration - count)) __stcs(address, units);
     }
   }
 
-  // Moves `ahead` to the block of an iteration that much later. Where the group has none it keeps its vector:
-  // a load that hits the cache takes fewer instructions than a branch around it.
+  // Moves `ahead` on by so many iterations. Where the group has no block there, `ahead` keeps its vector: a
+  // load that hits the cache takes fewer instructions than a branch around it.
   MEMKERN_DEVICE void find_next(int iterations) {
     const bool more = left > iterations * stride();
     if (kFull || !ragged) {
@@ -351,16 +350,16 @@ MEMKERN_DEVICE float absmin(const float (&x)[kVector]) {
 
 // The smallest and the largest of non-negative numbers. Their bits are compared as integers, three in one
 // instruction on sm_90. A NaN then compares above infinity, or below 0.
-MEMKERN_DEVICE void least_and_most(const float (&x)[kVector], float& least, float& most) {
-  int low = static_cast<int>(bits_of(x[0])), high = low;
+MEMKERN_DEVICE void min_and_max(const float (&x)[kVector], float& min_value, float& max_value) {
+  int min_bits = static_cast<int>(bits_of(x[0])), max_bits = min_bits;
 #pragma unroll
   for (int i = 1; i < kVector; ++i) {
-    const int next = static_cast<int>(bits_of(x[i]));
-    low = low < next ? low : next;
-    high = high > next ? high : next;
+    const int bits = static_cast<int>(bits_of(x[i]));
+    min_bits = min_bits < bits ? min_bits : bits;
+    max_bits = max_bits > bits ? max_bits : bits;
   }
-  least = float_of(static_cast<uint32_t>(low));
-  most = float_of(static_cast<uint32_t>(high));
+  min_value = float_of(static_cast<uint32_t>(min_bits));
+  max_value = float_of(static_cast<uint32_t>(max_bits));
 }
 
 }  // namespace memkern

@@ -25,8 +25,8 @@ static __global__ void muon_prologue(MuonTable table) {
   const int i = blockIdx.x * kThreads + threadIdx.x;
   if (i >= table.count || skipped(*table.header)) return;
   const TensorRecord& t = table.tensors[i];
-  const MuonGroup& k = table.groups[t.group];
-  table.scalars[i] = {muon_scalars(read(k.lr), k.h, gradient_factor(*table.header), 1.0),
+  const MuonGroup& group = table.groups[t.group];
+  table.scalars[i] = {muon_scalars(read(group.lr), group.h, gradient_factor(*table.header), 1.0),
                       static_cast<uint32_t>(*t.step += 1.0f)};
 }
 
@@ -87,26 +87,26 @@ static void muon_momentum(const Tensors& updates, const Tensors& sums, const Ste
     launch_tiles(op, step, kernels, scope.stream);
   }
 
-  Tensors values;  // what the table points to
-  std::vector<NormTensor> matrices;
+  Tensors values;  // keeps the memory that the table points to
+  std::vector<NormTensor> norm_tensors;
   for (size_t i = 0; i < updates.size(); ++i) {
-    const Matrices of(updates[i]);
+    const Matrices matrices(updates[i]);
     values.push_back(with_whole_matrices(updates[i]));
     const auto* first = static_cast<const uint16_t*>(values.back().data_ptr());
     auto* sum = static_cast<double*>(sums[i].data_ptr());
-    for (int64_t k = 0; k < of.count; ++k)
-      matrices.push_back({first + k * of.each, sum + k, of.each, FloatType::kBf16, 0});
+    for (int64_t k = 0; k < matrices.count; ++k)
+      norm_tensors.push_back({first + k * matrices.numel, sum + k, matrices.numel, FloatType::kBf16, 0});
   }
   // A name of its own: two tables of one name, array and count would overwrite each other at every step.
-  if (!matrices.empty())
-    launch_sums("muon_momentum_: squares", header, matrices, args.params[0], scope.stream);
+  if (!norm_tensors.empty())
+    launch_sums("muon_momentum_: squares", header, norm_tensors, args.params[0], scope.stream);
 }
 
 // ---- parameters
 
 // The hyperparameters of muon_apply_'s groups: one for each tensor, as each has a ratio of its own.
 struct MuonRatio {
-  MuonHyperparameters h;
+  MuonHyperparameters muon;
   double ratio;
 };
 using MuonRatioTable = StepTable<StepGroup<MuonRatio>, MuonStepped>;
@@ -115,8 +115,9 @@ static __global__ void muon_apply_prologue(MuonRatioTable table) {
   const int i = blockIdx.x * kThreads + threadIdx.x;
   if (i >= table.count || skipped(*table.header)) return;
   const TensorRecord& t = table.tensors[i];
-  const StepGroup<MuonRatio>& k = table.groups[t.group];
-  table.scalars[i] = {muon_scalars(read(k.lr), k.h.h, 1.0, k.h.ratio), static_cast<uint32_t>(*t.step)};
+  const StepGroup<MuonRatio>& group = table.groups[t.group];
+  table.scalars[i] = {muon_scalars(read(group.lr), group.h.muon, 1.0, group.h.ratio),
+                      static_cast<uint32_t>(*t.step)};
 }
 
 template <class P> MEMKERN_DEVICE void muon_apply_tile(const TileWork<MuonStepped>& work, P param_type) {
@@ -152,12 +153,12 @@ static void muon_apply(const Tensors& updates, const Doubles& ratios, const Step
   check_count("ratios", ratios.size(), 1, tensors.size());
   if (tensors.empty()) return;
   const StepHeader header = header_of(args);
-  const auto of_groups = group_records(args, groups);
+  const auto muon_groups = group_records(args, groups);
   std::vector<StepGroup<MuonRatio>> records;
   StepEntries entries{{}, {args.steps.begin(), args.steps.end()}, {}};
   for (size_t i = 0; i < tensors.size(); ++i) {
-    const MuonGroup& k = of_groups[args.group[i]];
-    records.push_back({k.lr, {k.h, ratios[i]}});
+    const MuonGroup& group = muon_groups[args.group[i]];
+    records.push_back({group.lr, {group.h, ratios[i]}});
     entries.group.push_back(static_cast<int64_t>(i));
     StepTensor job = tensors[i];
     job.grad = tensors[i].update;

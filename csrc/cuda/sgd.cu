@@ -9,7 +9,6 @@ namespace memkern {
 
 using SgdGroup = StepGroup<SgdHyperparameters>;
 using SgdStepped = Stepped<SgdScalars>;
-
 using SgdTable = StepTable<SgdGroup, SgdStepped>;
 
 // One thread per tensor: increments its step and computes its scalars.
@@ -17,9 +16,9 @@ static __global__ void sgd_prologue(SgdTable table) {
   const int i = blockIdx.x * kThreads + threadIdx.x;
   if (i >= table.count || skipped(*table.header)) return;
   const TensorRecord& t = table.tensors[i];
-  const SgdGroup& k = table.groups[t.group];
+  const SgdGroup& group = table.groups[t.group];
   const uint64_t step = static_cast<uint64_t>(*t.step += 1.0f);
-  table.scalars[i] = {sgd_scalars(read(k.lr), k.h, gradient_factor(*table.header), step),
+  table.scalars[i] = {sgd_scalars(read(group.lr), group.h, gradient_factor(*table.header), step),
                       static_cast<uint32_t>(step)};
 }
 

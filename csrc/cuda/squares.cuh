@@ -12,7 +12,7 @@ MEMKERN_DEVICE void add_square(double& sum, float x) {
   sum = ::fma(wide, wide, sum);
 }
 
-// Adds the squares of a vector's elements. Those past its end are 0.
+// Adds the squares of a vector's elements; elements past its end are 0.
 //
 // Where fp64 is slow, four squares are added in fp32 first: each is rounded once, and so are two additions on
 // its way, so that the sum's relative error is at most 3 * 2^-24 and that of its root, a norm, 9e-8. 4
@@ -39,14 +39,14 @@ MEMKERN_DEVICE double sum_over_warp(double x) {
 
 // The sum over all threads of a thread block, in every thread. All of them call it.
 template <int Threads = kThreads> MEMKERN_DEVICE double sum_over_block(double x) {
-  __shared__ double of_warp[Threads / kWarp];
+  __shared__ double warp_sums[Threads / kWarp];
   x = sum_over_warp(x);
   __syncthreads();  // until all threads have read the sums of an earlier call
-  if (threadIdx.x % kWarp == 0) of_warp[threadIdx.x / kWarp] = x;
+  if (threadIdx.x % kWarp == 0) warp_sums[threadIdx.x / kWarp] = x;
   __syncthreads();
   double sum = 0.0;
 #pragma unroll
-  for (int i = 0; i < Threads / kWarp; ++i) sum += of_warp[i];
+  for (int i = 0; i < Threads / kWarp; ++i) sum += warp_sums[i];
   return sum;
 }
 

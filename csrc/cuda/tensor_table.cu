@@ -30,12 +30,12 @@ template <int Bytes> void write_chunk(char* to, const char* from, size_t bytes, 
 }
 
 void write(char* to, const char* from, size_t bytes, cudaStream_t stream) {
-  for (size_t done = 0; done < bytes; done += kLargeChunk) {
-    const size_t n = std::min<size_t>(bytes - done, kLargeChunk);
+  for (size_t offset = 0; offset < bytes; offset += kLargeChunk) {
+    const size_t n = std::min<size_t>(bytes - offset, kLargeChunk);
     if (n <= kSmallChunk)
-      write_chunk<kSmallChunk>(to + done, from + done, n, stream);
+      write_chunk<kSmallChunk>(to + offset, from + offset, n, stream);
     else
-      write_chunk<kLargeChunk>(to + done, from + done, n, stream);
+      write_chunk<kLargeChunk>(to + offset, from + offset, n, stream);
   }
 }
 
@@ -59,8 +59,8 @@ class TableMemory {
     void* data = nullptr;
     if (const cudaError_t status = cudaMalloc(&data, bytes); status == cudaErrorMemoryAllocation) {
       cudaGetLastError();
-      of_torch_ = new_bytes(like, bytes);
-      data = of_torch_->data_ptr();
+      torch_memory_ = new_bytes(like, bytes);
+      data = torch_memory_->data_ptr();
     } else {
       check_cuda(status, "cudaMalloc");
     }
@@ -71,18 +71,18 @@ class TableMemory {
  private:
   // cudaFree waits for the kernels that may still read it.
   void release() {
-    if (data_ && !of_torch_) {
+    if (data_ && !torch_memory_) {
       const RelaxedCapture relaxed;
       cudaFree(data_);
     }
-    of_torch_.reset();
+    torch_memory_.reset();
     data_ = nullptr;
     bytes_ = 0;
   }
 
   char* data_ = nullptr;
   size_t bytes_ = 0;
-  std::optional<Tensor> of_torch_;
+  std::optional<Tensor> torch_memory_;
 };
 
 // The key of a cached table: op, device, stream, a tensor of the step, and the number of tensors. It finds
@@ -111,17 +111,17 @@ struct TableCache {
 };
 
 TableCache& cache() {
-  static TableCache* found = new TableCache;  // never freed: at exit CUDA may be gone before its memory is
-  return *found;
+  static TableCache* tables = new TableCache;  // never freed: at exit CUDA may be gone before its memory is
+  return *tables;
 }
 
 CachedTable& TableCache::find(const TableKey& key) {
-  const auto found = places.find(key);
-  if (found == places.end()) {
+  const auto place = places.find(key);
+  if (place == places.end()) {
     tables.emplace_front().key = key;
     places[key] = tables.begin();
   } else {
-    tables.splice(tables.begin(), tables, found->second);
+    tables.splice(tables.begin(), tables, place->second);
   }
   return tables.front();
 }
@@ -138,15 +138,15 @@ void TableCache::make_room(size_t more) {
 
 DeviceTable upload_table(const TableImage& image, size_t scratch, const char* op, const Tensor& first,
                          size_t count, cudaStream_t stream) {
-  const std::vector<char>& now = image.bytes();
-  const size_t bytes = now.size() + scratch;
+  const std::vector<char>& new_image = image.bytes();
+  const size_t bytes = new_image.size() + scratch;
   std::unique_lock lock(cache().mutex);
   if (is_capturing(stream)) {
     // In memory of the graph's own pool, and all of it: a replay does not depend on what other steps leave
     // behind.
     Tensor memory = new_bytes(first, bytes);
     char* data = static_cast<char*>(memory.data_ptr());
-    write(data, now.data(), now.size(), stream);
+    write(data, new_image.data(), new_image.size(), stream);
     return {data, memory, std::move(lock)};
   }
   CachedTable& table = cache().find({op, first.get_device(), id_of(stream), first.data_ptr(), count});
@@ -158,19 +158,19 @@ DeviceTable upload_table(const TableImage& image, size_t scratch, const char* op
     cache().bytes += bytes;
   }
   // From the first to the last 16 bytes that differ.
-  size_t begin = 0, end = now.size();
+  size_t begin = 0, end = new_image.size();
   if (table.image.size() == end) {
-    const auto same = [&](size_t offset) {
-      return memcmp(now.data() + offset, table.image.data() + offset, sizeof(uint4)) == 0;
+    const auto is_same = [&](size_t offset) {
+      return memcmp(new_image.data() + offset, table.image.data() + offset, sizeof(uint4)) == 0;
     };
-    while (begin < end && same(begin)) begin += sizeof(uint4);
-    while (begin < end && same(end - sizeof(uint4))) end -= sizeof(uint4);
+    while (begin < end && is_same(begin)) begin += sizeof(uint4);
+    while (begin < end && is_same(end - sizeof(uint4))) end -= sizeof(uint4);
   }
   if (begin < end) {
     table.image.clear();
-    write(table.memory.data() + begin, now.data() + begin, end - begin, stream);
+    write(table.memory.data() + begin, new_image.data() + begin, end - begin, stream);
   }
-  table.image = now;
+  table.image = new_image;
   return {table.memory.data(), std::nullopt, std::move(lock)};
 }
 

@@ -13,12 +13,13 @@ namespace memkern {
 // The threads of a thread block. With 64 in place of 128, at as many resident threads, steps take 0.93 to
 // 0.97 of the time on an H200, and GELU and codecs 1.00 to 1.03.
 constexpr int kThreads = 64;
-// Thread blocks that a multiprocessor has room for: of kernels with few registers, where it runs 2,048
-// threads at once (resident_blocks() in launch.h); of a step, with up to 96 registers a thread; of one with
-// two moments whose next vectors are on their way (main_path.cuh), with up to 128; of codecs.
+// Thread blocks that a multiprocessor has room for. kResidentBlocks: with few registers a thread, where it
+// runs 2,048 threads at once (resident_blocks() in launch.h). kStepBlocks: of a step, with up to 96
+// registers. kAheadBlocks: of a step that loads two moments ahead (main_path.cuh), with up to 128.
+// kCodecBlocks: of codecs.
 constexpr int kResidentThreads = 2048, kResidentBlocks = kResidentThreads / kThreads;
-constexpr int kStepBlocks = 640 / kThreads;
-constexpr int kAheadBlocks = 512 / kThreads;
+constexpr int kStepBlocks = 640 / kThreads, kAheadBlocks = 512 / kThreads;
+constexpr int kCodecBlocks = 1024 / kThreads;
 // As kAheadBlocks, with master weights: with room for as many, ptxas spills registers of the loop for sm_80
 // to sm_89.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
@@ -32,7 +33,6 @@ constexpr int kNormBlocks = kAheadBlocks;
 #else
 constexpr int kNormBlocks = kStepBlocks;
 #endif
-constexpr int kCodecBlocks = 1024 / kThreads;
 constexpr int kWarp = 32;
 constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 
@@ -40,7 +40,7 @@ constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 // for divergence at each shuffle, two instructions, and the stack entries for divergent lanes.
 MEMKERN_DEVICE bool any_lane(bool yes) { return __any_sync(kAllLanes, yes); }
 
-// A number that is the same in all lanes, for the same reason: a loop's count.
+// Tells the compiler, for the same reason, that x is the same in all lanes: for the count of a loop.
 MEMKERN_DEVICE int same_in_all_lanes(int x) { return __reduce_max_sync(kAllLanes, x); }
 
 constexpr int kTileElements = 16384;  // at most
@@ -58,7 +58,7 @@ constexpr int kRunTiles = 128;
 struct Blocks {
   int64_t segment, blocks;
   int32_t blocks_per_segment, block;
-  int32_t tile_blocks, tile_elements;  // of a tile; the latter where there are no blocks
+  int32_t tile_blocks, tile_elements;  // of a tile; tile_elements where states have no blocks
 };
 
 // Blocks of 128 elements that all are full: consecutive then, whatever the rows are. Kernels with a path of
@@ -71,8 +71,8 @@ MEMKERN_FN bool have_full_vectors(const Blocks& b) {
          b.block > kFullBlock / 2;
 }
 
-// Waits for what was loaded before a loop that loads a vector ahead, and returns it: combined with a zero
-// that the compiler cannot know to be one.
+// Waits for what was loaded before a loop that loads a vector ahead, and returns it. To that end it is
+// combined with a zero that the compiler does not know to be 0.
 //
 // ptxas waits for a loaded register at its first use, on one of six barriers that loads count on. For the
 // first vector that use would be inside of the loop: every iteration would wait there, on a barrier that the
@@ -116,16 +116,16 @@ inline int64_t tiles_of(const Blocks& b) { return ceil_div(b.blocks, b.tile_bloc
 // each round of the search compares 32 candidates.
 MEMKERN_DEVICE int find_tensor(const uint32_t* first_tiles, int count, uint32_t tile) {
   const int lane = threadIdx.x % kWarp;
-  int found = 0;
+  int tensor = 0;
   while (count > 1) {
     const int stride = (count + kWarp - 1) / kWarp, i = lane * stride;
-    const unsigned before = __ballot_sync(kAllLanes, i < count && first_tiles[found + i] <= tile);
+    const unsigned before = __ballot_sync(kAllLanes, i < count && first_tiles[tensor + i] <= tile);
     const int last = 31 - __clz(before);
-    found += last * stride;
+    tensor += last * stride;
     count -= last * stride;
     if (count > stride) count = stride;
   }
-  return found;
+  return tensor;
 }
 
 // The lanes of a warp that process a block together: 2^shift of them, at least two.
@@ -177,9 +177,9 @@ struct Tile {
     const int64_t first_tile = tile - tile % kRunTiles, run = first_tile * b.tile_blocks,
                   left = b.blocks - run;
     const int in_run = static_cast<int>(tile - first_tile), tile_blocks = b.tile_blocks;
-    const int64_t most = int64_t{kRunTiles} * tile_blocks;
-    const int run_blocks = static_cast<int>(left < most ? left : most),
-              run_tiles = left < most ? (run_blocks + tile_blocks - 1) / tile_blocks : kRunTiles;
+    const int64_t max_blocks = int64_t{kRunTiles} * tile_blocks;
+    const int run_blocks = static_cast<int>(left < max_blocks ? left : max_blocks),
+              run_tiles = left < max_blocks ? (run_blocks + tile_blocks - 1) / tile_blocks : kRunTiles;
     first_block = run + in_run * group.groups();
     blocks = run_blocks - in_run * group.groups();
     block_stride = run_tiles * group.groups();

@@ -10,8 +10,8 @@ namespace memkern {
 
 // Stores the sums over all threads of a tile.
 MEMKERN_DEVICE void store_squares(Squares* partial, const Squares& mine) {
-  const Squares all{sum_over_block(mine.param), sum_over_block(mine.update)};
-  if (threadIdx.x == 0) partial[blockIdx.x] = all;
+  const Squares total{sum_over_block(mine.param), sum_over_block(mine.update)};
+  if (threadIdx.x == 0) partial[blockIdx.x] = total;
 }
 
 constexpr int kRatioThreads = 1024;  // a layer of 10^9 elements has 61,000 tiles

@@ -111,12 +111,12 @@ MEMKERN_DEVICE DitherTable& dither_table() {
 
 // The sums of a vector's codes, and the smallest of their fractions, which has the 15 or 16 bits of Fraction.
 template <uint32_t Fraction> struct Sums {
-  uint32_t bits[kVector], least = Fraction;
+  uint32_t bits[kVector], min_fraction = Fraction;
 
   MEMKERN_DEVICE void set(int i, float sum) {
     bits[i] = bits_of(sum);
     const uint32_t fraction = bits[i] & Fraction;
-    least = least < fraction ? least : fraction;
+    min_fraction = min_fraction < fraction ? min_fraction : fraction;
   }
   MEMKERN_DEVICE bool in_doubt(int i, uint32_t bias) const { return (bits[i] & Fraction) < 2 * bias; }
 };
@@ -169,8 +169,8 @@ MEMKERN_DEVICE Codes encode_signed(const float (&m)[kVector], float factor, cons
   return codes_of(sums, m);
 }
 
-// The codes rounded to the nearest: with a dither of 1/2. Of unsigned codes, x is not negative, and factor
-// not 0 where x is not.
+// The codes rounded to the nearest: with a dither of 1/2. Unsigned codes are of x >= 0, and only of zeros if
+// factor is 0.
 MEMKERN_DEVICE Codes encode_to_nearest(const float (&x)[kVector], float factor, SignedSums& sums) {
 #pragma unroll
   for (int i = 0; i < kVector; ++i)
@@ -190,7 +190,7 @@ MEMKERN_DEVICE Codes encode_to_nearest(const float (&x)[kVector], float factor, 
 template <uint32_t Fraction, class Formula>
 MEMKERN_DEVICE void recompute_doubtful(const Sums<Fraction>& sums, uint32_t bias, Codes& codes,
                                        Formula&& formula) {
-  if (!any_lane(sums.least < 2 * bias)) return;
+  if (!any_lane(sums.min_fraction < 2 * bias)) return;
 #pragma unroll
   for (int i = 0; i < kVector; ++i) {
     if (!any_lane(sums.in_doubt(i, bias))) continue;
