@@ -1,4 +1,4 @@
-"""Every op: its schema and its fake; and of each optimizer's step what differs from the others'.
+"""Every op's schema and fake implementation, and a record of each optimizer's step: its moments, options and scalars.
 
 Plain Python, nothing imported but the standard library: ``csrc/generate.py`` runs this file to write the same schemas
 and tables for C++ (``csrc/common/schemas.h``, ``csrc/core/hyperparameters.h``). Fakes import torch when they run.
@@ -33,22 +33,22 @@ class StepArgs(NamedTuple):
 
     params: Sequence[Tensor]  # n: float32, bfloat16 or float16, dense
     grads: Sequence[Tensor]  # n: of the parameters' shapes
-    moments: Sequence[Tensor] = ()  # n of each moment, one moment after the other: codes, or float32
-    scales: Sequence[Tensor] = ()  # of those moments that are codes, in their order: float32, one per block
+    moments: Sequence[Tensor] = ()  # the first moments of all n, then the second ones: codes, or float32
+    scales: Sequence[Tensor] = ()  # of the moments in codes, in the order of moments: float32, one per block
     steps: Sequence[Tensor] = ()  # n: float32 of one element
     trust_ratios: Sequence[Tensor] = ()  # n: float32, one per layer; none where the optimizer has none
-    weight_states: Sequence[Tensor] = ()  # of those tensors that have one, in their order: see weight_storage
+    weight_states: Sequence[Tensor] = ()  # of the tensors whose weight_storage has one, in their order
     group: Sequence[int] = ()  # n: the number of each tensor's group
     lr: Sequence[Tensor] = ()  # a float32 or float64 tensor of one element per group
-    hyperparameters: Sequence[float] = ()  # those of StepOp.hyperparameters, one group after the other
+    hyperparameters: Sequence[float] = ()  # the values of StepOp.hyperparameters, one group after the other
     codec: Sequence[int] = ()  # per group: memkern.quant.codec.CODECS
     block_size: Sequence[int] = ()  # per group
     weight_storage: Sequence[int] = ()  # per group: memkern.quant.codec.WEIGHTS; empty: all to the nearest
     grad_scale: Tensor | None = None  # a GradScaler's: gradients are divided by it
     found_inf: Tensor | None = None  # a GradScaler's: the step is skipped whole where it is not 0
     grad_norm: Tensor | None = None  # the norm of all gradients, unscaled
-    max_grad_norm: float = 0.0  # what gradients are clipped to, where there is a grad_norm
-    # (layers of all tensors, 2) float64: sums of squares reduced elsewhere, used instead of the op's own.
+    max_grad_norm: float = 0.0  # the norm to which gradients are clipped, where grad_norm is given
+    # (layers of all tensors, 2) float64: sums of squares over all ranks, used instead of the op's own.
     squares: Tensor | None = None
     squares_only: bool = False  # the op's own sums are written to squares, and nothing else is changed
 
@@ -61,15 +61,15 @@ class StepArgs(NamedTuple):
         return self.weight_storage[group] if self.weight_storage else 0
 
     def with_groups_of_one(self, more: Sequence[float]) -> StepArgs:
-        """The same with a group for each tensor; ``more``: a further hyperparameter of each, the last of its group."""
+        """The same with a group for each tensor, which ends with that tensor's further hyperparameter of ``more``."""
         width = len(self.hyperparameters) // max(1, len(self.lr))
         return self._replace(
             group=[*range(len(self.group))],
             lr=[self.lr[k] for k in self.group],
             hyperparameters=[
-                x
-                for k, last in zip(self.group, more, strict=True)
-                for x in (*self.hyperparameters[k * width : (k + 1) * width], last)
+                value
+                for k, further in zip(self.group, more, strict=True)
+                for value in (*self.hyperparameters[k * width : (k + 1) * width], further)
             ],
             codec=[self.codec[k] for k in self.group],
             block_size=[self.block_size[k] for k in self.group],

@@ -10,10 +10,10 @@ magnitude ``s``.
     as ``w = sqrt(v)``. The nearest code is ``q = sign(x) * rint(sqrt(a))`` where signed (N = 127), and where not
     (N = 255) ``q = min(255, max(1, floor(sqrt(a) + u)))`` for ``x > 0``, else 0, with ``u = 1/2``.
 
-    The optimizers round both moments with the dither ``u`` below. w, unsigned, by the formula above: without bias in
-    w. m, signed, without bias in its value: ``q = floor(sqrt(a))``, one more where
-    ``a - q * q >= (1 - u) * (2 * q + 1)``, with u clamped to [2^-14, 1 - 2^-14], and then m's sign. To the nearest code
-    both would freeze: v loses 0.1 % a step and never crosses half a code, nor does m below a tenth of the codes.
+    The optimizers round both moments with the dither ``u`` below. w (unsigned) takes the formula above, which then has
+    no bias in w. m (signed) has no bias in its value: ``q = floor(sqrt(a))``, plus one where
+    ``a - q * q >= (1 - u) * (2 * q + 1)``, with u clamped to [2^-14, 1 - 2^-14], and m's sign. Rounded to the nearest
+    code both would freeze: v loses 0.1 % a step and never crosses half a code, nor does m below a tenth of the codes.
 ``dynamic``
     The dynamic tree map of Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (arXiv 2110.02861):
     the nearest of 256 fixed values, entry for entry those of bitsandbytes. A code is the entry's index less that of 0,
@@ -60,17 +60,17 @@ ACTIVATIONS = {
 PLAIN, EVEN, ODD = 0, 1, 2
 """Symmetry of a derivative d: none; d(-x) = d(x); d(-x) = c - d(x)."""
 
-# Of an activation's table: memkern/fewbit/levels.py.
+# Limits of an activation's table (memkern/fewbit/levels.py).
 MAX_BITS = 4
 MAX_THRESHOLDS = 64
 MAX_COEFFICIENTS = 16
 
 PLANE_ALIGNMENT = 16
-"""A bit plane is padded to a multiple of so many bytes."""
+"""A bit plane is padded to a multiple of this many bytes."""
 
 
 def plane_bytes(numel: int) -> int:
-    """Bytes of one bit plane of so many elements."""
+    """Bytes of one bit plane of ``numel`` elements."""
     return -(-numel // (8 * PLANE_ALIGNMENT)) * PLANE_ALIGNMENT
 
 
@@ -83,7 +83,7 @@ DITHER_J = 2654435769
 DITHER_STEP = 1640531527
 DITHER_SHIFT = 8
 DITHER_CLAMP = 2.0**-14
-"""Signed codes keep u so far from 0 and 1: memkern/reference/blockwise.py says why."""
+"""Signed codes keep u at least this far from 0 and 1: memkern/reference/blockwise.py says why."""
 
 WEIGHTS = {"nearest": 0, "stochastic": 1, "bf16+8": 2, "bf16+16": 3}
 """How a step stores a parameter, and the numbers that stand for it in op arguments: rounded to the nearest value of its
@@ -106,8 +106,8 @@ WEIGHT_DROPPED_BITS = {"stochastic": 16, "bf16+8": 8, "bf16+16": 0}
 WEIGHT_J = 1779033703
 WEIGHT_STEP = 3144134277
 LEAST_NORM = 2.0**-100
-"""A weight's norm up to this makes no trust ratio. A zeroed bf16 layer keeps errors beside its zeros, numbers below
-2^-133: a ratio made of them would never let it start again."""
+"""A weight's norm of at most this counts as 0 in trust ratios. A zeroed bf16 layer keeps errors beside its zeros,
+numbers below 2^-133: with a ratio made of them it would never start again."""
 
 DYNAMIC_EXPONENTS = 7
 """Decades of the dynamic map, 10^-7 to 1; decade i holds 2^i entries (of each sign) or 2^(i + 1) (unsigned)."""
@@ -122,8 +122,8 @@ def to_fp32(x: float) -> float:
 
 
 LARGEST_MARKED_SCALE = to_fp32(3.3e38)
-"""Of quantize_blockwise with mark_nonfinite. Decoding rounds: from a scale of finfo.max, as of a mask, it would come to
-infinity."""
+"""The largest scale that quantize_blockwise stores with mark_nonfinite: from finfo.max, which masks hold, decoding
+would round up to infinity."""
 
 
 def _down_to_fp32(x: float) -> float:

@@ -1,4 +1,4 @@
-"""Activations whose derivative is kept in a few bits per element.
+"""The ops of activations whose derivative is kept in a few bits per element.
 
 Codes are bit planes: byte i of plane p holds bit p of the codes of elements 8i to 8i + 7, in memory order. A plane is
 padded with zeros to a multiple of 16 bytes, so that ``bits`` planes take ``bits / 8`` bytes per element and less than
@@ -19,8 +19,8 @@ from ..quant.codec import ACTIVATIONS, MAX_BITS, MAX_COEFFICIENTS, MAX_THRESHOLD
 from ..quant.layout import FLOATS, arithmetic, is_dense, memory_order, same_layout
 from .blockwise import sqrt
 
-# In fp64 for gradcheck; kernels are for FLOATS.
-WIDE_TOO = (*FLOATS, torch.float64)
+# fp64 is for gradcheck; kernels take FLOATS alone.
+FLOATS_AND_FP64 = (*FLOATS, torch.float64)
 
 _FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "gelu": F.gelu,
@@ -71,7 +71,7 @@ def check_function(fn: int) -> None:
 
 
 def check_table(bits: int, thresholds: Sequence[float], flips: Sequence[int], symmetry: int) -> None:
-    """Raises ValueError unless these are a table of levels."""
+    """Raises ValueError unless these make a table of codes."""
     if not 1 <= bits <= MAX_BITS:
         raise ValueError(f"bits must be from 1 to {MAX_BITS}, got {bits}")
     if len(thresholds) != len(flips) or len(thresholds) > MAX_THRESHOLDS:
@@ -99,7 +99,7 @@ def check_values(x: Tensor, name: str, dtypes: Sequence[torch.dtype] = FLOATS) -
 def few_bit_encode(x: Tensor, bits: int, thresholds: Sequence[float], flips: Sequence[int], symmetry: int) -> Tensor:
     """The codes of a dense tensor: uint8 of shape (bits, bytes of a plane)."""
     check_table(bits, thresholds, flips, symmetry)
-    check_values(x, "x", WIDE_TOO)
+    check_values(x, "x", FLOATS_AND_FP64)
     code = torch.zeros(plane_bytes(x.numel()) * 8, dtype=torch.uint8, device=x.device)
     table = Levels(bits, (), tuple(thresholds), tuple(flips), symmetry)
     code[: x.numel()] = table.codes(memory_order(x))
@@ -129,15 +129,15 @@ def few_bit_forward(
 ) -> tuple[Tensor, Tensor]:
     """The activation of a dense tensor, and the codes of its derivative.
 
-    The C++ backend's too, with its own ``encode``: on a part of a tensor torch's operations give other bits than on the
-    whole, so no kernel of ours can stand for them.
+    The C++ backend calls this with its own ``encode``: torch's operations give other bits on a part of a tensor than on
+    the whole, so no kernel of ours can replace them.
     """
     check_function(fn)
     return activate(x, fn, a, b), encode(x, bits, thresholds, flips, symmetry)
 
 
 def check_codes(codes: Tensor, numel: int) -> None:
-    """Raises unless ``codes`` are the bit planes of so many elements."""
+    """Raises unless ``codes`` are the bit planes of ``numel`` elements."""
     if codes.dtype != torch.uint8 or codes.dim() != 2 or not codes.is_contiguous():
         raise TypeError(f"codes must be contiguous uint8 with a row per bit, got {codes.dtype} {codes.shape}")
     if not 1 <= codes.shape[0] <= MAX_BITS or codes.shape[1] != plane_bytes(numel):
@@ -148,7 +148,7 @@ def check_codes(codes: Tensor, numel: int) -> None:
 
 
 def check_levels(grad: Tensor, codes: Tensor, levels: Sequence[float], dtypes: Sequence[torch.dtype] = FLOATS) -> None:
-    """Raises unless these are arguments of :func:`few_bit_backward`."""
+    """Raises unless :func:`few_bit_backward` takes these arguments."""
     check_values(grad, "grad", dtypes)
     check_codes(codes, grad.numel())
     if len(levels) != 2 ** codes.shape[0]:
@@ -158,7 +158,7 @@ def check_levels(grad: Tensor, codes: Tensor, levels: Sequence[float], dtypes: S
 def check_from_output(
     grad: Tensor, output: Tensor, codes: Tensor, falling: Sequence[float], rising: Sequence[float]
 ) -> None:
-    """Raises unless these are arguments of :func:`few_bit_backward_from_output`."""
+    """Raises unless :func:`few_bit_backward_from_output` takes these arguments."""
     check_values(grad, "grad")
     check_codes(codes, grad.numel())
     if codes.shape[0] != 1:
@@ -177,8 +177,8 @@ def check_from_output(
 
 @torch.no_grad()
 def few_bit_backward(grad: Tensor, codes: Tensor, levels: Sequence[float]) -> Tensor:
-    """grad times its element's level: one fp32 product, rounded once. ``grad`` lies in memory as the input did."""
-    check_levels(grad, codes, levels, WIDE_TOO)
+    """grad times the level of each element's code: one fp32 product. ``grad`` has the input's order in memory."""
+    check_levels(grad, codes, levels, FLOATS_AND_FP64)
     wide = arithmetic(grad.dtype)
     table = torch.tensor([to_fp32(v) for v in levels], dtype=wide, device=grad.device)
     result = torch.empty_like(grad)
@@ -200,15 +200,15 @@ def few_bit_backward_from_output(
 ) -> Tensor:
     """grad times the derivative, in fp32, that a TwoBranch (memkern.fewbit.levels) has for the output and one bit."""
     check_from_output(grad, output, codes, falling, rising)
-    t = memory_order(output).float() - to_fp32(minimum)
-    s = sqrt(torch.where(t > 0, t, 0))
-    side = decode(codes, grad.numel()) == 1
-    choose = lambda rises, falls: torch.where(side, to_fp32(rises), to_fp32(falls))  # noqa: E731
+    above = memory_order(output).float() - to_fp32(minimum)
+    root = sqrt(torch.where(above > 0, above, 0))
+    is_rising = decode(codes, grad.numel()) == 1
+    choose = lambda rises, falls: torch.where(is_rising, to_fp32(rises), to_fp32(falls))  # noqa: E731
     reach = choose(rising_reach, falling_reach)
-    z = torch.minimum(s, reach) * choose(2 / rising_reach, 2 / falling_reach) - 1.0
-    d = choose(rising[0], falling[0])
-    for r, f in zip(rising[1:], falling[1:], strict=True):
-        d = d * z + choose(r, f)
+    z = torch.minimum(root, reach) * choose(2 / rising_reach, 2 / falling_reach) - 1.0
+    derivative = choose(rising[0], falling[0])
+    for rises, falls in zip(rising[1:], falling[1:], strict=True):
+        derivative = derivative * z + choose(rises, falls)
     result = torch.empty_like(grad)
-    memory_order(result).copy_(memory_order(grad).float() * d)
+    memory_order(result).copy_(memory_order(grad).float() * derivative)
     return result

@@ -23,7 +23,7 @@ from .state import (
 
 
 def adam_moments(m: Tensor, v: Tensor, g: Tensor, beta1: float, beta2: float) -> tuple[Tensor, Tensor]:
-    """m = m + (1 - beta1) g; v = v + (1 - beta2) g g, of moments that come in decayed: times beta1 and beta2."""
+    """m = m + (1 - beta1) g; v = v + (1 - beta2) g g, of moments that are already times beta1 and beta2."""
     return m + number(1 - beta1, g) * g, v + (number(1 - beta2, g) * g) * g
 
 
@@ -43,7 +43,7 @@ def adam_step_(args: StepArgs) -> None:
 
 
 def amsgrad_step_(args: StepArgs) -> None:
-    """Adam's with the largest v so far in place of v: Reddi et al., "On the Convergence of Adam" (arXiv 1904.09237)."""
+    """Adam's step with the largest v so far for v: Reddi et al., "On the Convergence of Adam" (arXiv 1904.09237)."""
     _step(AMSGRAD_STEP, args)
 
 
@@ -53,7 +53,7 @@ def _step(op: StepOp, args: StepArgs) -> None:
     if skipped(args.found_inf):
         return
     for t in tensors_of(op, args):
-        h, (exp_avg, exp_avg_sq, *largest), (m_scale, v_scale, *_) = t.h, t.moments, t.scales
+        h, (exp_avg, exp_avg_sq, *amsgrad), (m_scale, v_scale, *_) = t.h, t.moments, t.scales
         step = next_step(t)
         x = t.load_param()
         g = gradient(t.grad, t.layout, h.maximize, factor)
@@ -66,11 +66,11 @@ def _step(op: StepOp, args: StepArgs) -> None:
         m, v = adam_moments(m, v, g, h.beta1, h.beta2)
         # m^ / (sqrt(v^) + eps) with both corrections taken out: root2 / bias1 * m / (sqrt(v) + root2 * eps).
         root2, bias1 = adam_corrections(h.beta1, h.beta2, step)
-        above = v
-        for max_exp_avg_sq in largest:  # amsgrad's, none otherwise
-            above = torch.maximum(load_moment(max_exp_avg_sq, None, t.layout, t.codec), v)
-            store_moment(above, max_exp_avg_sq, None, t.layout, t.codec, step)
-        x = x - number(t.lr * root2 / bias1, x) * adam_direction(m, above, h.eps * root2)
+        largest_v = v
+        for max_exp_avg_sq in amsgrad:  # one tensor with amsgrad, else none
+            largest_v = torch.maximum(load_moment(max_exp_avg_sq, None, t.layout, t.codec), v)
+            store_moment(largest_v, max_exp_avg_sq, None, t.layout, t.codec, step)
+        x = x - number(t.lr * root2 / bias1, x) * adam_direction(m, largest_v, h.eps * root2)
         t.store_param(x, step)
         store_moment(m, exp_avg, m_scale, t.layout, t.codec, step)
         store_moment(v, exp_avg_sq, v_scale, t.layout, t.codec, step)

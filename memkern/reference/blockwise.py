@@ -30,7 +30,7 @@ def sqrt(x: Tensor) -> Tensor:
 
 
 def number(value: float, x: Tensor) -> float:
-    """A number as it meets the values x: rounded to fp32 unless they are fp64."""
+    """A number for arithmetic with x: rounded to fp32 unless x is fp64."""
     return value if x.dtype == torch.float64 else to_fp32(value)
 
 
@@ -57,12 +57,12 @@ def from_blocks(blocks: Tensor, layout: BlockLayout, out: Tensor) -> None:
 def dither(block: int, step: int, device: torch.device) -> Tensor:
     """The dither u in [0, 1) of each position of a block, fp32."""
     j = torch.arange(block, device=device, dtype=torch.int64)
-    h = (j * C.DITHER_J + step * C.DITHER_STEP) % 2**32
-    return (h >> C.DITHER_SHIFT).float() * 2.0**-24
+    bits = (j * C.DITHER_J + step * C.DITHER_STEP) % 2**32
+    return (bits >> C.DITHER_SHIFT).float() * 2.0**-24
 
 
 def weight_random(block: int, step: int, bits: int, device: torch.device) -> Tensor:
-    """Whole numbers from 0 to below 2^bits, int32, that weights are rounded with at each position of a block."""
+    """Random whole numbers below 2^bits, int32, with which weights are rounded at each position of a block."""
     j = torch.arange(block, device=device, dtype=torch.int64)
     return ((j * C.WEIGHT_J + step * C.WEIGHT_STEP) % 2**32 >> (32 - bits)).int()
 
@@ -96,7 +96,7 @@ def power_levels(signed: bool) -> int:
 
 
 def holdable(x: Tensor, signed: bool) -> Tensor:
-    """Which values codes can stand for: finite ones, and where unsigned negative ones, as 0."""
+    """Which values codes can hold: finite ones, and where codes are unsigned all negative ones, as 0."""
     return x.isfinite() if signed else x.isfinite() | (x < 0)
 
 
@@ -113,28 +113,28 @@ def encode(
         keep_positive: whether an unsigned x above zero takes at least the smallest code above zero where the nearest
             would be zero's. (Power codes always do.)
     """
-    finite = holdable(x, signed)
-    magnitude = torch.where(finite, x.abs() if signed else torch.where(x > 0, x, 0), 0)
+    valid = holdable(x, signed)
+    magnitude = torch.where(valid, x.abs() if signed else torch.where(x > 0, x, 0), 0)
     scale = magnitude.amax(1) if x.numel() else x.new_zeros(x.shape[0])
     levels = power_levels(signed)
     # A tensor over a tensor: number / tensor would be reciprocal() * number, which rounds twice.
     factor = scale.new_tensor(1 if codec == DYNAMIC else levels * levels) / scale
     usable = factor.isfinite()[:, None]
-    t = magnitude * torch.where(usable, factor[:, None], 0)
+    scaled = magnitude * torch.where(usable, factor[:, None], 0)
     if codec != DYNAMIC:
         if signed:
-            q = torch.where(finite & usable, torch.copysign(round_signed(t, u), x), 0)
+            q = torch.where(valid & usable, torch.copysign(round_signed(scaled, u), x), 0)
             return q.to(torch.int8), scale
-        q = (sqrt(t) + (0.5 if u is None else u)).floor().clamp(1, levels)
+        q = (sqrt(scaled) + (0.5 if u is None else u)).floor().clamp(1, levels)
         q = torch.where(magnitude > 0, q, 0)
-        q = torch.where(finite, q, levels)
+        q = torch.where(valid, q, levels)
         return torch.where(usable, q, 0).to(torch.uint8), scale
     _, midpoints = _dynamic_tables(signed, x.device)
-    index = torch.bucketize(torch.copysign(t, x) if signed else t, midpoints)
+    index = torch.bucketize(torch.copysign(scaled, x) if signed else scaled, midpoints)
     q = (index - C.dynamic_zero(signed)) % 256
     if keep_positive and not signed:
         q = torch.where(magnitude > 0, q.clamp(min=1), q)
-    q = torch.where(finite, q, 0 if signed else 255)
+    q = torch.where(valid, q, 0 if signed else 255)
     q = torch.where(usable, q, 0).to(torch.uint8)
     return (q.view(torch.int8) if signed else q), scale
 
@@ -145,8 +145,8 @@ def decode(q: Tensor, scale: Tensor, codec: int, decay: float = 1.0) -> Tensor:
     unit = to_fp32(decay) * scale
     if codec != DYNAMIC:
         levels = power_levels(signed)
-        qf = q.float()
-        return (unit / (levels * levels))[:, None] * (qf * qf.abs())
+        q = q.float()
+        return (unit / (levels * levels))[:, None] * (q * q.abs())
     table, _ = _dynamic_tables(signed, q.device)
     return table[(q.view(torch.uint8).long() + C.dynamic_zero(signed)) % 256] * unit[:, None]
 

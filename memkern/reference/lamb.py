@@ -27,8 +27,8 @@ def lamb_step_(args: StepArgs) -> None:
         return
     for t in tensors_of(LAMB_STEP, args):
         h, (exp_avg, exp_avg_sq), (m_scale, v_scale) = t.h, t.moments, t.scales
-        ratio = t.trust_ratios
-        assert ratio is not None
+        ratios = t.trust_ratios
+        assert ratios is not None
         step = next_step(t)
         x = t.load_param()
         g = gradient(t.grad, t.layout, h.maximize, factor)
@@ -45,13 +45,13 @@ def lamb_step_(args: StepArgs) -> None:
         squares = squares_of_layers(t, x, update)
         if t.squares_only:
             continue
-        ratio.fill_(1.0)
+        ratios.fill_(1.0)
         if h.weight_decay != 0 or h.always_adapt:
-            x_norm, norm = squares.sqrt().unbind(1)
-            ratio.copy_(ratio_or_one(x_norm, norm, x_norm / norm))
+            x_norm, update_norm = squares.sqrt().unbind(1)
+            ratios.copy_(ratio_or_one(x_norm, update_norm, x_norm / update_norm))
             if h.trust_clip:
-                ratio.clamp_(max=1.0)
-        x = x - of_blocks(t.lr * ratio.double(), t.layout, x) * update
+                ratios.clamp_(max=1.0)
+        x = x - of_blocks(t.lr * ratios.double(), t.layout, x) * update
         t.store_param(x, step)
         store_moment(m, exp_avg, m_scale, t.layout, t.codec, step)
         store_moment(v, exp_avg_sq, v_scale, t.layout, t.codec, step)

@@ -31,8 +31,8 @@ def lars_step_(args: StepArgs) -> None:
         return
     for t in tensors_of(LARS_STEP, args):
         h, (exp_avg,), (m_scale,) = t.h, t.moments, t.scales
-        ratio = t.trust_ratios
-        assert ratio is not None
+        ratios = t.trust_ratios
+        assert ratios is not None
         step = next_step(t)
         classic = h.trust_coeff != 0
         adapt = h.weight_decay != 0 or h.always_adapt != 0
@@ -42,21 +42,22 @@ def lars_step_(args: StepArgs) -> None:
         m = number(h.momentum, x) * load_moment(exp_avg, m_scale, t.layout, t.codec)
         if not classic:
             m = m + number(1.0 - h.momentum, x) * d
-        x_norm, norm = squares_of_layers(t, x, g if classic else m).sqrt().unbind(1)
+        x_norm, update_norm = squares_of_layers(t, x, g if classic else m).sqrt().unbind(1)
         if t.squares_only:
             continue
-        ratio.fill_(1.0)
+        ratios.fill_(1.0)
         if adapt:
-            found = h.trust_coeff * x_norm / (norm + x_norm * h.weight_decay + h.eps) if classic else x_norm / norm
-            found = ratio_or_one(x_norm, norm, found)
+            numerator = h.trust_coeff * x_norm if classic else x_norm
+            denominator = update_norm + x_norm * h.weight_decay + h.eps if classic else update_norm
+            ratio = ratio_or_one(x_norm, update_norm, numerator / denominator)
             if h.trust_clip:
-                found = (found / t.lr if classic else found).clamp(max=1.0)
-            ratio.copy_(found)
+                ratio = (ratio / t.lr if classic else ratio).clamp(max=1.0)
+            ratios.copy_(ratio)
         if classic:
-            d = of_blocks(ratio, t.layout, x) * d
+            d = of_blocks(ratios, t.layout, x) * d
             # As in torch.optim.SGD, the first step's gradient is not dampened.
             m = m + number(1.0 if step == 1 else 1.0 - h.dampening, x) * d
         update = d + number(h.momentum, x) * m if h.nesterov else m
-        rate = of_blocks(t.lr * (torch.ones_like(ratio) if classic else ratio).double(), t.layout, x)
+        rate = of_blocks(t.lr * (torch.ones_like(ratios) if classic else ratios).double(), t.layout, x)
         t.store_param(x - rate * update, step)
         store_moment(m, exp_avg, m_scale, t.layout, t.codec, step)

@@ -38,11 +38,11 @@ def fma(x: Tensor, y: float, z: Tensor) -> Tensor:
     product, z = x.double() * y, z.double()  # the product is exact
     total = product + z
     part = total - product
-    error = (product - (total - part)) + (z - part)
+    error = (product - (total - part)) + (z - part)  # what rounding took from the sum (Knuth's two-sum)
     # Rounded to odd in fp64, the sum rounds to fp32 as the exact one does.
     inexact = (error != 0) & (total.view(torch.int64) & 1 == 0)
-    towards = torch.where(error > 0, math.inf, -math.inf).to(total)
-    return torch.where(inexact & total.isfinite(), torch.nextafter(total, towards), total).float()
+    direction = torch.where(error > 0, math.inf, -math.inf).to(total)
+    return torch.where(inexact & total.isfinite(), torch.nextafter(total, direction), total).float()
 
 
 def lerp(start: Tensor, end: Tensor, weight: float) -> Tensor:
@@ -108,7 +108,7 @@ def muon_momentum_(args: StepArgs, updates: Sequence[Tensor]) -> list[Tensor]:
 
 
 def check_newton_schulz(ns_coefficients: Sequence[float], ns_steps: int, eps: float) -> None:
-    """Raises unless the options are ones that Newton-Schulz iterations can have."""
+    """Raises ValueError unless Newton-Schulz iterations can have these options."""
     if len(ns_coefficients) != 3 or not all(math.isfinite(x) for x in ns_coefficients):
         raise ValueError(f"ns_coefficients must be three finite numbers, got {ns_coefficients!r}")
     if not isinstance(ns_steps, int) or not 1 <= ns_steps < 100:

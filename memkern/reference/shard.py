@@ -1,7 +1,7 @@
-"""A step of one rank's shard of a tensor of which other ranks have elements of the same blocks.
+"""A step of one rank's shard of a tensor, where other ranks have elements of the same blocks.
 
-Such a step runs twice. First on copies, where the largest value of each block is noted as this rank alone has it; the
-noted values are reduced over the ranks, and are what the run on the tensors themselves gets in their place.
+Such a step runs twice. The first run, on copies, notes the largest value of each block on this rank. The values are
+reduced over the ranks, and the second run, on the tensors themselves, takes the reduced ones in their place.
 """
 
 from __future__ import annotations
@@ -14,32 +14,32 @@ from ..schemas import StepArgs
 
 
 class Shard:
-    """A shard's step exchanges the largest magnitudes of its blocks with other ranks, one moment after the other."""
+    """The largest magnitudes of a shard's blocks, one tensor per moment: this rank's, and those of all ranks."""
 
     def __init__(self) -> None:
         self.noted: list[Tensor] = []
         self.reduced: list[Tensor] = []
-        self._asked = 0
+        self._calls = 0  # of of_all in this run
 
     def begin(self) -> None:
-        """Before each run."""
-        self.noted, self._asked = [], 0
+        """Starts a run: the first call of :meth:`of_all` is about the first moment again."""
+        self.noted, self._calls = [], 0
 
     def of_all(self, own: Tensor) -> Tensor:
         """The magnitudes of all ranks, or this rank's own while the others' are not known."""
-        self._asked += 1
+        self._calls += 1
         if self.reduced:
-            return self.reduced[self._asked - 1]
+            return self.reduced[self._calls - 1]
         self.noted.append(own.clone())
         return own
 
 
 class ShardLayout(BlockLayout):
-    """The blocks of a shard: as of any tensor, or, with ``places``, those elements of a whole tensor's blocks it has.
+    """The blocks of a shard: those of any tensor or, with ``places``, parts of the blocks of a whole tensor.
 
-    ``places[i]`` is where the shard's i-th element in memory lies in its blocks. ``numbers`` are those of its blocks
-    among the whole tensor's ``total``. ``cut``: other ranks have elements of the same blocks, and the scales are those
-    of the whole tensor.
+    ``places[i]`` is where the shard's i-th element in memory lies in its blocks. ``numbers`` are the numbers of its
+    blocks among the ``total`` of the whole tensor. ``cut``: other ranks have elements of the same blocks, and the
+    scales are those of the whole tensor.
     """
 
     shard: Shard
@@ -51,9 +51,9 @@ class ShardLayout(BlockLayout):
     @classmethod
     def of(cls, layout: BlockLayout, shard: Shard) -> ShardLayout:
         """A shard whose blocks are whole."""
-        made = cls(*layout)
-        made.shard, made.places, made.total, made.cut = shard, None, made.blocks, False
-        return made
+        own = cls(*layout)
+        own.shard, own.places, own.total, own.cut = shard, None, own.blocks, False
+        return own
 
     @classmethod
     def of_elements(cls, whole: BlockLayout, index: Tensor, shard: Shard, cut: bool) -> ShardLayout:
@@ -62,10 +62,10 @@ class ShardLayout(BlockLayout):
         column = index % segment
         number = index // segment * whole.blocks_per_segment + column // whole.block
         numbers, block = torch.unique(number, return_inverse=True)
-        made = cls(index.numel(), index.numel(), whole.block, (whole.blocks if cut else numbers.numel(),))
-        made.shard, made.numbers, made.total, made.cut = shard, numbers, whole.blocks, cut
-        made.places = block * whole.block + column % whole.block
-        return made
+        own = cls(index.numel(), index.numel(), whole.block, (whole.blocks if cut else numbers.numel(),))
+        own.shard, own.numbers, own.total, own.cut = shard, numbers, whole.blocks, cut
+        own.places = block * whole.block + column % whole.block
+        return own
 
     @property
     def blocks(self) -> int:
@@ -83,7 +83,7 @@ class ShardLayout(BlockLayout):
         memory_order(out).copy_(blocks.reshape(-1)[self.places])
 
     def layers_of_blocks(self, count: int) -> Tensor:
-        """The number of the layer, of ``count``, that each block is of; layers are whole blocks."""
+        """Each block's layer, from 0 to below ``count``; layers are whole blocks."""
         return self.numbers // max(1, self.total // count)
 
 
@@ -94,6 +94,6 @@ class ShardArgs(StepArgs):
 
     @classmethod
     def of(cls, args: StepArgs, layouts: list[ShardLayout]) -> ShardArgs:
-        made = cls(*args)
-        made.layouts = layouts
-        return made
+        shard_args = cls(*args)
+        shard_args.layouts = layouts
+        return shard_args

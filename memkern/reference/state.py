@@ -1,4 +1,4 @@
-"""Shared by the optimizer steps: checks, gradients, bias corrections, and moments read from and written to codes."""
+"""What the optimizers' steps share: checks, gradients, bias corrections, and moments read from and written to codes."""
 
 from __future__ import annotations
 
@@ -59,20 +59,18 @@ class StepTensor(NamedTuple):
 def tensors_of(op: StepOp, args: StepArgs) -> Iterator[StepTensor]:
     """The tensors of a step, one after the other."""
     groups, rates = op.of_groups(args), [float(t) for t in args.lr]
-    ranges = [*enumerate(op.moments)]
-    scales = [iter(args.scales_of(k, len(op.moments))) for k, _ in ranges]
+    numbers = range(len(op.moments))
+    scales = [iter(args.scales_of(k, len(op.moments))) for k in numbers]  # of each moment, for tensors with codes
     weight_states = iter(args.weight_states)
-    layers = 0  # of the tensors before it
+    layers = 0  # of the tensors so far
     for i, (p, g, group) in enumerate(zip(args.params, args.grads, args.group, strict=True)):
-        moments = [args.moment(k)[i] for k, _ in ranges]
-        first, layers = layers, layers + (len(args.trust_ratios[i]) if op.has_trust_ratios else 0)
+        moments = [args.moment(k)[i] for k in numbers]
+        first_layer, layers = layers, layers + (len(args.trust_ratios[i]) if op.has_trust_ratios else 0)
         yield StepTensor(
             param=p,
             grad=g.double() if p.dtype == torch.float64 else g,
             moments=moments,
-            scales=[
-                None if m.is_floating_point() else next(of_moment) for m, of_moment in zip(moments, scales, strict=True)
-            ],
+            scales=[None if m.is_floating_point() else next(s) for m, s in zip(moments, scales, strict=True)],
             step=args.steps[i],
             trust_ratios=args.trust_ratios[i] if op.has_trust_ratios else None,
             weight_state=next(weight_states) if args.storage_of(group) in WEIGHT_STATES else None,
@@ -81,7 +79,7 @@ def tensors_of(op: StepOp, args: StepArgs) -> Iterator[StepTensor]:
             codec=args.codec[group],
             lr=rates[group],
             h=groups[group],
-            squares=None if args.squares is None else args.squares[first:layers],
+            squares=None if args.squares is None else args.squares[first_layer:layers],
             squares_only=args.squares_only,
         )
 
@@ -96,30 +94,30 @@ def check_step(op: StepOp, args: StepArgs) -> None:
     """Raises before anything is changed unless all arguments fit together."""
     _check_groups(op, args)
     _check_lists(op, args)
-    used = 0
+    coded = 0  # tensors so far whose moments are codes
     for i, (p, g) in enumerate(zip(args.params, args.grads, strict=True)):
         if not 0 <= args.group[i] < len(args.lr):
             raise ValueError(f"group[{i}] must be from 0 to {len(args.lr) - 1}, got {args.group[i]}")
         for name, x in (("params", p), ("grads", g)):
             if x.dtype not in FLOATS and not x.dtype == p.dtype == torch.float64:
                 raise TypeError(f"{name}[{i}] must be float32, bfloat16 or float16, got {x.dtype}")
-        used += _check_states(op, args, i, used)
-    if len(args.scales) != used * len(op.moments):
+        coded += _check_states(op, args, i, coded)
+    if len(args.scales) != coded * len(op.moments):
         raise ValueError(
-            f"scales must have {used * len(op.moments)} entries, one per moment of codes, got {len(args.scales)}"
+            f"scales must have {coded * len(op.moments)} entries, one per moment of codes, got {len(args.scales)}"
         )
     _check_weights(args)
 
 
 def _check_groups(op: StepOp, args: StepArgs) -> None:
     groups = len(args.lr)
-    for name, values, each in (
+    for name, values, per_group in (
         ("hyperparameters", args.hyperparameters, len(op.hyperparameters)),
         ("codec", args.codec, 1),
         ("block_size", args.block_size, 1),
     ):
-        if len(values) != groups * each:
-            raise ValueError(f"{name} must have {groups * each} entries, {each} per group, got {len(values)}")
+        if len(values) != groups * per_group:
+            raise ValueError(f"{name} must have {groups * per_group} entries, {per_group} per group, got {len(values)}")
     if args.weight_storage and len(args.weight_storage) != groups:
         raise ValueError(f"weight_storage must have {groups} entries or none, got {len(args.weight_storage)}")
     for storage in args.weight_storage:
@@ -143,53 +141,53 @@ def _check_groups(op: StepOp, args: StepArgs) -> None:
 
 def _check_weights(args: StepArgs) -> None:
     """Checks the weight states, and that only bf16 parameters are stored in another way than to the nearest."""
-    given = iter(args.weight_states)
-    wanted = 0
+    states = iter(args.weight_states)
+    expected = 0
     for i, (p, group) in enumerate(zip(args.params, args.group, strict=True)):
         storage = args.storage_of(group)
         if storage and p.dtype != torch.bfloat16:
             raise TypeError(f"params[{i}] must be bfloat16 for weight_storage {storage}, got {p.dtype}")
         if storage not in WEIGHT_STATES:
             continue
-        wanted += 1
-        x, dtype = next(given, None), getattr(torch, WEIGHT_STATES[storage])
+        expected += 1
+        x, dtype = next(states, None), getattr(torch, WEIGHT_STATES[storage])
         if x is not None and (x.dtype != dtype or not same_layout(x, p)):
             raise ValueError(
-                f"weight_states[{wanted - 1}] must be {dtype} with the shape and strides of params[{i}], "
+                f"weight_states[{expected - 1}] must be {dtype} with the shape and strides of params[{i}], "
                 f"{tuple(p.shape)} and {p.stride()}, got {x.dtype}, {tuple(x.shape)} and {x.stride()}"
             )
-    if len(args.weight_states) != wanted:
+    if len(args.weight_states) != expected:
         raise ValueError(
-            f"weight_states must have {wanted} entries, one per parameter whose group stores one, "
+            f"weight_states must have {expected} entries, one per parameter whose group stores one, "
             f"got {len(args.weight_states)}"
         )
 
 
 def _check_lists(op: StepOp, args: StepArgs) -> None:
     n = len(args.params)
-    for name, values, each in (
+    for name, values, per_param in (
         ("grads", args.grads, 1),
         ("group", args.group, 1),
         ("moments", args.moments, len(op.moments)),
         ("steps", args.steps, 1),
         ("trust_ratios", args.trust_ratios, int(op.has_trust_ratios)),
     ):
-        if len(values) != n * each:
-            raise ValueError(f"{name} must have {n * each} entries, {each} per parameter, got {len(values)}")
+        if len(values) != n * per_param:
+            raise ValueError(f"{name} must have {n * per_param} entries, {per_param} per parameter, got {len(values)}")
     if (args.squares is not None or args.squares_only) and not op.has_trust_ratios:
         raise ValueError(f"squares and squares_only are of steps with trust ratios, which {op.name} has not")
 
 
-def _check_states(op: StepOp, args: StepArgs, i: int, used: int) -> bool:
+def _check_states(op: StepOp, args: StepArgs, i: int, coded_before: int) -> bool:
     """Checks tensor i's gradient, moments and scales; returns whether the moments are codes.
 
-    ``used``: how many tensors before it have codes.
+    ``coded_before``: how many tensors before it have moments in codes.
     """
     p, moments = args.params[i], [args.moment(k)[i] for k in range(len(op.moments))]
     layout = _layout(args, i)
     floats = arithmetic(p.dtype)
-    coded = moments[0].dtype != floats
-    if coded and p.dtype == torch.float64:
+    has_codes = moments[0].dtype != floats
+    if has_codes and p.dtype == torch.float64:
         raise TypeError(f"params[{i}] is float64 and must have float64 states, got {moments[0].dtype}")
     for name, x in [("grads", args.grads[i]), *zip(op.moments, moments, strict=True)]:
         if not same_layout(x, p):
@@ -199,18 +197,18 @@ def _check_states(op: StepOp, args: StepArgs, i: int, used: int) -> bool:
             )
     for k, (name, signed) in enumerate(op.moments.items()):
         codes = torch.int8 if signed else torch.uint8
-        if moments[k].dtype != (codes if coded else floats):
+        if moments[k].dtype != (codes if has_codes else floats):
             raise TypeError(
                 f"{name}[{i}] must be {codes} codes or {floats}, like the parameter's other states, "
                 f"got {moments[k].dtype}"
             )
-        if coded:
+        if has_codes:
             scales = args.scales_of(k, len(op.moments))
-            scale = scales[used] if used < len(scales) else None
+            scale = scales[coded_before] if coded_before < len(scales) else None
             if scale is None or scale.dtype != torch.float32 or tuple(scale.shape) != layout.scale_shape:
                 got = "none" if scale is None else f"{scale.dtype} of shape {tuple(scale.shape)}"
                 raise ValueError(f"the scale of {name}[{i}] must be float32 of shape {layout.scale_shape}, got {got}")
-    return coded
+    return has_codes
 
 
 def power_of(beta: float, step: int) -> float:
@@ -225,7 +223,7 @@ def power_of(beta: float, step: int) -> float:
 
 
 def next_step(t: StepTensor) -> int:
-    """Counts a tensor's step; the number of the step that begins."""
+    """The number of the step that begins; stores it unless only squares are computed."""
     if t.squares_only:
         return int(t.step) + 1
     t.step.add_(1)
@@ -253,7 +251,7 @@ def gradient_factor(grad_scale: Tensor | None, grad_norm: Tensor | None = None, 
 
 
 def gradient(grad: Tensor, layout: BlockLayout, maximize: int, factor: float) -> Tensor:
-    """The gradient in blocks, times ``factor``, which is rounded to fp32 where they are; negated to maximize."""
+    """The gradient in blocks, times ``factor`` (rounded to fp32 unless the blocks are fp64); negated to maximize."""
     g = to_blocks(grad, layout)
     return g * number(-factor if maximize else factor, g)
 
@@ -293,7 +291,7 @@ def encode_moment(x: Tensor, layout: BlockLayout, codec: int, signed: bool, step
     q, s = encode(x, codec, signed, u, keep_positive=True)
     if isinstance(layout, ShardLayout) and layout.cut:
         s = layout.shard.of_all(s.new_zeros(layout.total).index_copy_(0, layout.numbers, s))
-        # The scale of a block is its largest value: with that in a column of its own it is the whole block's.
+        # encode() takes the largest value of a row as its scale: a further column makes that the whole block's.
         x = torch.cat([x, s[layout.numbers][:, None]], 1)
         u = None if u is None else torch.nn.functional.pad(u, (0, 1))
         q = encode(x, codec, signed, u, keep_positive=True)[0][:, :-1]

@@ -1,4 +1,4 @@
-"""Shared by LAMB and LARS: sums of squares of a tensor's layers, and trust ratios."""
+"""What LAMB and LARS share: sums of squares of a tensor's layers, and trust ratios."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def check_trust_ratios(op: StepOp, args: StepArgs) -> None:
             )
 
 
-def _sums(x: Tensor, layout: BlockLayout, count: int) -> Tensor:
-    """The squares of x, in blocks, summed over each of ``count`` layers in fp64. The order of the sum is free."""
+def _sum_squares(x: Tensor, layout: BlockLayout, count: int) -> Tensor:
+    """The squares of x, in blocks, summed over each of ``count`` layers in fp64, in any order."""
     elements = torch.empty(layout.numel, dtype=x.dtype, device=x.device)
     from_blocks(x, layout, elements)
     squares = elements.double().square()
@@ -58,15 +58,15 @@ def _sums(x: Tensor, layout: BlockLayout, count: int) -> Tensor:
 def squares_of_layers(t: StepTensor, x: Tensor, update: Tensor) -> Tensor:
     """(layers, 2) fp64: the sums of squares of a parameter and of what is in the ratio's denominator, in blocks.
 
-    Those that were given to the step, or else the tensor's own; with squares_only these are stored.
+    The ones that the step was given, or else the tensor's own; with squares_only the own ones are stored.
     """
     assert t.trust_ratios is not None
     if t.squares is not None and not t.squares_only:
         return t.squares
-    found = torch.stack([_sums(y, t.layout, len(t.trust_ratios)) for y in (x, update)], 1)
+    own = torch.stack([_sum_squares(y, t.layout, len(t.trust_ratios)) for y in (x, update)], 1)
     if t.squares is not None:
-        t.squares.copy_(found)
-    return found
+        t.squares.copy_(own)
+    return own
 
 
 def ratio_or_one(x_norm: Tensor, norm: Tensor, ratio: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ def ratio_or_one(x_norm: Tensor, norm: Tensor, ratio: Tensor) -> Tensor:
 
 
 def of_blocks(values: Tensor, layout: BlockLayout, x: Tensor) -> Tensor:
-    """A number per layer as a column with one per block, in the dtype of x. Layers are whole blocks."""
+    """Spreads a number per layer into a column with one per block, in the dtype of x. Layers are whole blocks."""
     if isinstance(layout, ShardLayout) and values.numel() > 1:
         return values.to(x.dtype)[layout.layers_of_blocks(values.numel())][:, None]
     return values.to(x.dtype).repeat_interleave(layout.blocks // max(1, values.numel()))[:, None]

@@ -23,13 +23,13 @@ def float_of(u: Tensor) -> Tensor:
 
 
 def join_weight(p: Tensor, error: Tensor, dropped: int) -> Tensor:
-    """fp32 weights from bf16 weights and their stored errors; p itself where that would be NaN.
+    """fp32 weights from bf16 weights and their stored errors; p itself where the sum would be NaN.
 
-    No step leaves such an error, but p may be edited and keep it: 0 and a negative error are the bits of NaN.
+    No step leaves such an error, but p may be edited beside it: 0 and a negative error are the bits of a NaN.
     """
     p = p.float()
-    kept = float_of(bits_of(p) + (error.int() << dropped))
-    return torch.where(kept.isnan(), p, kept)
+    joined = float_of(bits_of(p) + (error.int() << dropped))
+    return torch.where(joined.isnan(), p, joined)
 
 
 def split_weight(x: Tensor, r: Tensor | int, dropped: int) -> tuple[Tensor, Tensor]:
