@@ -1,4 +1,4 @@
-"""memkern::few_bit_encode, few_bit_forward, few_bit_backward and few_bit_backward_from_output.
+"""Kernels of memkern::few_bit_encode, few_bit_forward, few_bit_backward and few_bit_backward_from_output.
 
 A tile is (BLOCK / 8, 8) elements in memory order, so that a row's bits of one plane are one byte. Tables are
 constexpr arguments: a kernel is compiled for each that a model uses.
@@ -54,7 +54,7 @@ def _plane_bytes(start, plane, BLOCK: tl.constexpr):
 
 @triton.jit
 def _elements_of_bytes(left, BLOCK: tl.constexpr):
-    """Of each of the tile's bytes the bits of elements before ``left``, in all four planes."""
+    """A mask for each of the tile's bytes: the bits of elements before ``left``, in all four planes."""
     n = tl.minimum(tl.maximum(left - 8 * tl.arange(0, BLOCK // 8), 0), 8)
     return ((1 << n) - 1).to(tl.uint32) * 0x01010101
 
@@ -164,14 +164,14 @@ def multiply_by_two_branch(
     output = pointer(output, start, output.dtype.element_ty, VECTOR)
     y = tl.load(output + offset, mask=mask, other=0.0).to(tl.float32)
     rising = _load_planes(codes, start, plane, 1, BLOCK) != 0
-    t = y - MINIMUM
-    s = tl.math.sqrt_rn(tl.where(t > 0, t, 0.0))
+    above = y - MINIMUM
+    root = tl.math.sqrt_rn(tl.where(above > 0, above, 0.0))
     reach = tl.where(rising, REACH[1], REACH[0])
-    z = tl.minimum(s, reach) * tl.where(rising, SCALE[1], SCALE[0]) - 1.0
-    d = tl.where(rising, RISING[0], FALLING[0])
+    z = tl.minimum(root, reach) * tl.where(rising, SCALE[1], SCALE[0]) - 1.0
+    derivative = tl.where(rising, RISING[0], FALLING[0])
     for i in tl.static_range(1, COUNT):
-        d = d * z + tl.where(rising, RISING[i], FALLING[i])
-    tl.store(result + offset, (g * d).to(result.dtype.element_ty), mask=mask)
+        derivative = derivative * z + tl.where(rising, RISING[i], FALLING[i])
+    tl.store(result + offset, (g * derivative).to(result.dtype.element_ty), mask=mask)
 
 
 def _fp32(numbers: Sequence[float]) -> tuple[float, ...]:
@@ -179,7 +179,7 @@ def _fp32(numbers: Sequence[float]) -> tuple[float, ...]:
 
 
 def _launch(kernel: Any, codes: Tensor, named: dict[str, Tensor], **constants: Any) -> None:
-    """Launches a kernel over floating-point tensors of the same strides."""
+    """Launches a kernel over floating-point tensors of the same strides, which ``named`` has by name."""
     floats = [*named.values()]
     numel, plane, device = floats[0].numel(), codes.shape[1], codes.device
     address_of(codes, "codes")
@@ -253,6 +253,6 @@ def few_bit_backward_from_output(
     _launch(
         multiply_by_two_branch, codes, {"grad": grad, "output": output, "result": result},
         MINIMUM=to_fp32(minimum), FALLING=_fp32(falling), RISING=_fp32(rising), REACH=_fp32(reach),
-        SCALE=_fp32([2 / each for each in reach]), COUNT=len(rising),
+        SCALE=_fp32([2 / r for r in reach]), COUNT=len(rising),
     )  # fmt: skip
     return result

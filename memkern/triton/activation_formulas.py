@@ -94,7 +94,7 @@ def expm1(x):
 @triton.jit
 def activate(x, A: tl.constexpr, B: tl.constexpr, FN: tl.constexpr):
     """A, B: softplus' beta and threshold, leaky ReLU's slope, hardtanh's bounds, ELU's and CELU's alpha, threshold's
-    threshold and value, the shrinking functions' lambd and that in the dtype of x."""
+    threshold and value, the shrinking functions' lambd and lambd rounded to the dtype of x."""
     if FN == GELU:
         y = x * 0.5 * (1.0 + tl.math.erf(x * 0.7071067811865476))
     elif FN == GELU_TANH:

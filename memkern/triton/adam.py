@@ -1,4 +1,4 @@
-"""memkern::adam_step_: Adam, AdamW and the moments that LAMB shares. Order of operations: memkern/reference/adam.py."""
+"""Kernels of memkern::adam_step_ (Adam, AdamW), which LAMB shares. Order of operations: memkern/reference/adam.py."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def adam_direction(m, v, eps, FAST: tl.constexpr):
 
 
 @triton.jit
-def adam_scalars(out, mask, lr, beta1, beta2, eps, grad_factor, n, corrected):
+def adam_scalars(out, mask, lr, beta1, beta2, eps, grad_factor, step, corrected):
     """Stores tensors' scalars except decays and RUN. Where not ``corrected``, there is no bias correction (LAMB)."""
-    root2 = tl.where(corrected, tl.sqrt(1.0 - st.power_of(beta2, n)), 1.0)
-    bias1 = tl.where(corrected, 1.0 - st.power_of(beta1, n), 1.0)
+    root2 = tl.where(corrected, tl.sqrt(1.0 - st.power_of(beta2, step)), 1.0)
+    bias1 = tl.where(corrected, 1.0 - st.power_of(beta1, step), 1.0)
     tl.store(out + st.GRAD_FACTOR, grad_factor.to(tl.float32), mask=mask)
     tl.store(out + st.BETA1, beta1.to(tl.float32), mask=mask)
     tl.store(out + st.ONE_MINUS_BETA1, (1.0 - beta1).to(tl.float32), mask=mask)
@@ -58,7 +58,7 @@ def adam_scalars(out, mask, lr, beta1, beta2, eps, grad_factor, n, corrected):
     tl.store(out + ROOT_BETA2, tl.sqrt(beta2).to(tl.float32), mask=mask)
     tl.store(out + EPS, (eps * root2).to(tl.float32), mask=mask)
     tl.store(out + STEP_SIZE, (lr * root2 / bias1).to(tl.float32), mask=mask)
-    st.store_step_offset(out, n, mask)
+    st.store_step_offset(out, step, mask)
 
 
 @triton.jit(do_not_specialize=["groups", "tensors"])
@@ -81,7 +81,8 @@ def adam_prologue(table, scalars, groups, tensors):
     tl.store(out + st.DECAY, tl.where(decoupled, 1.0 - lr * weight_decay, 1.0).to(tl.float32), mask=mask)
     tl.store(out + COUPLED_DECAY, tl.where(decoupled, 0.0, weight_decay).to(tl.float32), mask=mask)
     tl.store(out + st.RUN, tl.where(run, 1.0, 0.0), mask=mask)
-    adam_scalars(out, mask, lr, beta1, beta2, eps, tl.where(maximize, -factor, factor), step, mask | True)
+    factor = tl.where(maximize, -factor, factor)
+    adam_scalars(out, mask, lr, beta1, beta2, eps, factor, step, mask | True)  # all are corrected
 
 
 @triton.jit
@@ -181,6 +182,7 @@ def adam_tiles(
     TILES: tl.constexpr, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     VECTOR: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
+    """Updates parameters and moments, in a program's tiles of one tensor."""
     tensor, word, grad, layout, first_tile = st.find_work(table, groups, tensors, first, count, TILES)
     s = scalars + tensor * st.SCALARS
     addresses, grad_scalars, moment_scalars, param_scalars, u = adam_tensor(word, grad, s, tensors, BLOCK_SIZE, KIND)
@@ -189,15 +191,7 @@ def adam_tiles(
     for i in range(0, iterations):
         tile = tile_of(first_tile + i, layout, ROWS, BLOCK_SIZE, VECTOR, FLAT)
         p, m, v = adam_load(
-            addresses,
-            grad_scalars,
-            moment_scalars,
-            tile,
-            tables,
-            KIND,
-            PARAM_DTYPE,
-            GRAD_DTYPE,
-            VECTOR,
+            addresses, grad_scalars, moment_scalars, tile, tables, KIND, PARAM_DTYPE, GRAD_DTYPE, VECTOR
         )
         if has_fast_path(KIND):
             m_absmax, v_absmax = absmax_or_nan(m, True), absmax_or_nan(v, False)

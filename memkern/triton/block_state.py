@@ -53,13 +53,13 @@ def store_moment(x, address, scale, u, tile, tables, KIND: tl.constexpr, SIGNED:
     if KIND == FP32:
         tl.store(moment_pointer(address, tile[0], KIND, SIGNED, VECTOR) + tile[1], x, mask=tile[2])
     else:
-        codes, s = encode(x, u, tables, KIND, SIGNED, True)
-        store_codes(codes, s, address, scale, tile, KIND, SIGNED, VECTOR)
+        codes, absmax = encode(x, u, tables, KIND, SIGNED, True)
+        store_codes(codes, absmax, address, scale, tile, KIND, SIGNED, VECTOR)
 
 
 @triton.jit
-def store_codes(codes, s, address, scale, tile, KIND: tl.constexpr, SIGNED: tl.constexpr, VECTOR: tl.constexpr):
-    """Stores a tile's codes and its blocks' scales ``s``."""
+def store_codes(codes, absmax, address, scale, tile, KIND: tl.constexpr, SIGNED: tl.constexpr, VECTOR: tl.constexpr):
+    """Stores a tile's codes and its blocks' new scales ``absmax``."""
     at = moment_pointer(address, tile[0], KIND, SIGNED, VECTOR)
     tl.store(at + tile[1], codes, mask=tile[2])
-    tl.store(scale + tile[3], s, mask=tile[4])
+    tl.store(scale + tile[3], absmax, mask=tile[4])

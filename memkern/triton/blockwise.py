@@ -1,4 +1,4 @@
-"""memkern::quantize_blockwise and memkern::dequantize_blockwise."""
+"""Kernels of memkern::quantize_blockwise and memkern::dequantize_blockwise."""
 
 from __future__ import annotations
 
@@ -68,6 +68,7 @@ def dequantize_tiles(
 
 
 def shape_of(layout: BlockLayout, block_size: int, values: Tensor, codes: Tensor) -> dict[str, int]:
+    """The constexpr arguments of both kernels that depend on shapes and addresses."""
     block = next_power_of_two(block_size)
     return {
         "ROWS": rows_of(block),

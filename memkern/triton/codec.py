@@ -17,7 +17,7 @@ from torch import Tensor
 from ..quant import codec as C
 from .launch import allocate_outside_of_graphs
 
-# How a moment is stored: the KIND of a kernel.
+# How a moment is stored, the KIND of a kernel: fp32, or in codes, as 1 more than the codec's number in CODECS.
 FP32 = tl.constexpr(0)
 POWER = tl.constexpr(1)
 DYNAMIC = tl.constexpr(2)
@@ -32,7 +32,7 @@ _DITHER_SHIFT = tl.constexpr(C.DITHER_SHIFT)
 _DITHER_CLAMP = tl.constexpr(C.DITHER_CLAMP)
 _DYNAMIC_ZERO = tl.constexpr(C.dynamic_zero(True))
 _INF = tl.constexpr(float("inf"))
-_TINY = tl.constexpr(2.0**-100)
+_TINY = tl.constexpr(2.0**-100)  # the least t for which code_root is exact
 _SIGN_BIT = tl.constexpr(-(2**31))
 REFINE_ROOTS = tl.constexpr(torch.version.hip is not None)
 # For |c| < 2^22 the sum c + 1.5 * 2^23 is rounded to an integer, and its low bits are those of rint(c).
@@ -105,8 +105,8 @@ def _decode_dynamic(index, unit, tables, SIGNED: tl.constexpr):
 @triton.jit
 def dither(j, step_offset):
     """The dither u in [0, 1) of position j of a block; ``step_offset``: step * DITHER_STEP, uint32."""
-    h = j.to(tl.uint32) * _DITHER_J + step_offset
-    return (h >> _DITHER_SHIFT).to(tl.float32) * 5.9604644775390625e-08
+    bits = j.to(tl.uint32) * _DITHER_J + step_offset
+    return (bits >> _DITHER_SHIFT).to(tl.float32) * 5.9604644775390625e-08
 
 
 @triton.jit
@@ -129,11 +129,11 @@ def encode_power_signed(x, factor, u, DITHERED: tl.constexpr, IN_RANGE: tl.const
     """``u``: the dither, (1, block); not DITHERED, the nearest code. IN_RANGE: no x is 0, and all are finite."""
     a = tl.abs(x) * factor[:, None]
     if DITHERED:
-        # Of an approximate root the next lower whole number: off by one where a is next to a square at most, and there
-        # the comparison ends in the same code. a - q q is exact, rest (2 q + 1) rounded once. NaN for 0 and infinity.
-        rest = tl.minimum(tl.maximum(1.0 - u, _DITHER_CLAMP), 1.0 - _DITHER_CLAMP)
+        # q is the whole number below an approximate root: off by one only where a is next to a square, and there the
+        # comparison ends in the same code. a - q q is exact, one_minus_u (2 q + 1) rounded once. 0 and inf give NaN.
+        one_minus_u = tl.minimum(tl.maximum(1.0 - u, _DITHER_CLAMP), 1.0 - _DITHER_CLAMP)
         q = (tl.math.fma(a, tl.math.rsqrt(a), -0.5) + _TO_INT) - _TO_INT
-        up = tl.math.fma(-q, q, a) >= tl.math.fma(rest + rest, q, rest)
+        up = tl.math.fma(-q, q, a) >= tl.math.fma(one_minus_u + one_minus_u, q, one_minus_u)
         c = tl.where(up, q + 1.0, q)
     else:
         c = code_root(a)
@@ -151,12 +151,12 @@ def encode_power_unsigned(x, factor, u, LEVELS: tl.constexpr, IN_RANGE: tl.const
         return tl.maximum(tl.minimum(code_root(t) + u, 1.0 * LEVELS), 1.0).to(tl.int32).to(tl.uint8)
     else:
         usable = factor > 0
-        least = tl.where(usable, 1.0, 0.0)[:, None]
-        most = tl.where(usable, 1.0 * LEVELS, 0.0)[:, None]
+        lowest = tl.where(usable, 1.0, 0.0)[:, None]
+        highest = tl.where(usable, 1.0 * LEVELS, 0.0)[:, None]
         t = tl.maximum(t, _TINY, propagate_nan=tl.PropagateNan.ALL)
         q = code_root(t) + u
-        q = tl.minimum(q, most)  # the largest code for NaN
-        q = tl.maximum(q, tl.where(x > 0, least, 0.0))
+        q = tl.minimum(q, highest)  # the largest code for NaN
+        q = tl.maximum(q, tl.where(x > 0, lowest, 0.0))
         return q.to(tl.int32).to(tl.uint8)
 
 
@@ -164,37 +164,37 @@ def encode_power_unsigned(x, factor, u, LEVELS: tl.constexpr, IN_RANGE: tl.const
 def encode_dynamic(x, factor, tables, SIGNED: tl.constexpr, DITHERED: tl.constexpr):
     """The entry nearest to x / scale (a tie takes the lower one): computed, then corrected by two comparisons."""
     finite = tl.abs(x) < _INF
-    t = tl.where(finite, x, 0.0) * factor[:, None]
-    a = tl.abs(t)
-    # Decade i, from 10^-7 up, holds n entries a side, evenly spaced; entries nearer to zero come before it.
-    n = tl.full(a.shape, 1.0 if SIGNED else 2.0, tl.float32)
-    before = tl.where(a > 1e-7, 1.0, 0.0)
-    n = tl.where(a > 1e-7, n, 0.0)
-    inverse = tl.full(a.shape, 1e6, tl.float32)
+    scaled = tl.where(finite, x, 0.0) * factor[:, None]
+    magnitude = tl.abs(scaled)
+    # A decade, from 10^-7 up, has ``entries`` of each sign, evenly spaced; nearer to zero are ``entries_before``.
+    entries = tl.full(magnitude.shape, 1.0 if SIGNED else 2.0, tl.float32)
+    entries_before = tl.where(magnitude > 1e-7, 1.0, 0.0)
+    entries = tl.where(magnitude > 1e-7, entries, 0.0)
+    inverse = tl.full(magnitude.shape, 1e6, tl.float32)
     decade = 1e-6
     for _ in tl.static_range(6):
-        above = a > decade
-        before = tl.where(above, before + n, before)
-        n = tl.where(above, n + n, n)
+        above = magnitude > decade
+        entries_before = tl.where(above, entries_before + entries, entries_before)
+        entries = tl.where(above, entries + entries, entries)
         inverse = tl.where(above, inverse * 0.1, inverse)
         decade = decade * 10.0
-    rank = (before + tl.maximum((a * inverse - 0.1) * (n * 1.1111112), 0.0)).to(tl.int32)
+    rank = (entries_before + tl.maximum((magnitude * inverse - 0.1) * (entries * 1.1111112), 0.0)).to(tl.int32)
     if SIGNED:
-        rank = _DYNAMIC_ZERO + tl.where(t < 0, -rank, rank)
-    q = tl.minimum(tl.maximum(rank, 0), 254)
+        rank = _DYNAMIC_ZERO + tl.where(scaled < 0, -rank, rank)
+    index = tl.minimum(tl.maximum(rank, 0), 254)
     # The index is at most one off: by fp32 rounding near a boundary, and because a midpoint between two decades is not
     # the decade's edge.
     midpoints = tables + (256 if SIGNED else 768)
-    lower = (q > 0) & (t <= tl.load(midpoints + tl.maximum(q - 1, 0)))
-    q = tl.where(lower, q - 1, q)
-    q = tl.where(t > tl.load(midpoints + q), q + 1, q)
+    lower = (index > 0) & (scaled <= tl.load(midpoints + tl.maximum(index - 1, 0)))
+    index = tl.where(lower, index - 1, index)
+    index = tl.where(scaled > tl.load(midpoints + index), index + 1, index)
     usable = (factor > 0)[:, None]
     if DITHERED and not SIGNED:
-        q = tl.maximum(q, tl.where(x > 0, 1, 0))
+        index = tl.maximum(index, tl.where(x > 0, 1, 0))
     if SIGNED:
-        return tl.where(finite & usable, q - _DYNAMIC_ZERO, 0).to(tl.int8)
+        return tl.where(finite & usable, index - _DYNAMIC_ZERO, 0).to(tl.int8)
     else:
-        return tl.where(usable, tl.where(finite, q, 255), 0).to(tl.uint8)
+        return tl.where(usable, tl.where(finite, index, 255), 0).to(tl.uint8)
 
 
 @triton.jit

@@ -1,9 +1,9 @@
 """Correctly rounded roots and divisions without a range check of each. Mirror: ``csrc/cuda/fast_path.cuh``.
 
 ``sqrt_rn`` and ``div_rn`` are about ten instructions, of which four send operands outside of a middle range to a slow
-path. A kernel checks the range once for a tile (:func:`in_fast_range`) and does without these.
+path. A kernel checks the range once for a tile (:func:`in_fast_range`) and then uses functions without these four.
 
-No row of benchmarks/results times a GPU without this path.
+What that gains on a GPU is not known: benchmarks/results has no times without this path.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ MIN_DENOMINATOR, MAX_DENOMINATOR = tl.constexpr(2.0**-51), tl.constexpr(2.0**21)
 
 @triton.constexpr_function
 def has_fast_path(kind):
-    """Whether a step with states of a KIND does: with power codes, whose scales are maxima that the check needs too.
+    """Whether states of a KIND have it: power codes do, whose scales are maxima that the check needs too.
 
-    Not on AMD's GPUs, where each root is refined, which takes as long as their own.
+    Not on AMD's GPUs, where each root is refined, which takes as long as sqrt_rn.
     """
     return kind == POWER and not REFINE_ROOTS
 
@@ -40,8 +40,8 @@ def absmax_or_nan(x, SIGNED: tl.constexpr):
 
 
 @triton.jit
-def _of_access(x, VECTOR: tl.constexpr):
-    """(blocks, block) as (blocks, accesses, VECTOR): one thread has all of an access."""
+def _by_access(x, VECTOR: tl.constexpr):
+    """(blocks, block) as (blocks, accesses, VECTOR): one thread has all elements of an access."""
     return tl.reshape(x, (x.shape[0], x.shape[1] // VECTOR, VECTOR))
 
 
@@ -51,12 +51,12 @@ def in_fast_range(m, v, m_absmax, v_absmax, eps, mask, VECTOR: tl.constexpr, FLA
 
     Outside of the mask m and v are 0. FLAT: such a tile is a tensor's last, and counts as out of range.
     """
-    least_m = tl.min(_of_access(tl.abs(m), VECTOR), axis=2)
-    least_v = tl.min(_of_access(v, VECTOR), axis=2)
+    least_m = tl.min(_by_access(tl.abs(m), VECTOR), axis=2)
+    least_v = tl.min(_by_access(v, VECTOR), axis=2)
     small = (least_m < MIN_NUMERATOR) | (least_v < MIN_RADICAND)
     if not FLAT:
-        small = small & (tl.max(_of_access(mask.to(tl.int32), VECTOR), axis=2) != 0)
-    large = ((m_absmax <= MAX_NUMERATOR) & (v_absmax <= MAX_RADICAND)) == 0  # NaN is
+        small = small & (tl.max(_by_access(mask.to(tl.int32), VECTOR), axis=2) != 0)
+    large = ((m_absmax <= MAX_NUMERATOR) & (v_absmax <= MAX_RADICAND)) == 0  # so is NaN
     outside = tl.max(tl.max(small.to(tl.int32), axis=1) | large.to(tl.int32), axis=0)
     return (outside == 0) & (eps >= MIN_DENOMINATOR) & (eps <= MAX_DENOMINATOR / 2)
 

@@ -1,4 +1,4 @@
-"""memkern::grad_norm_: the global norm of gradients."""
+"""Kernels of memkern::grad_norm_: the global norm of gradients."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch import Tensor
 from ..quant.layout import FLOATS, is_dense
 from ..schemas import StepArgs
 from . import step_table as st
-from .launch import OPTIONS, guard
+from .launch import NORM_TILES, OPTIONS, guard
 from .squares import add_squares, slow_fp64, zero_squares
 from .tensor_table import plan_for
 from .tile import load_floats, tile_of
 
-_SUMS = tl.constexpr(4096)
+_SUMS = tl.constexpr(4096)  # partial sums that norm_total adds at a time
 
 
 @triton.jit(do_not_specialize=["groups", "tensors", "first", "count", "programs_before"])
@@ -65,10 +65,10 @@ def grad_norm_(norm: Tensor, grads: Sequence[Tensor], grad_scale: Tensor | None 
     grads = [g if is_dense(g.shape, g.stride()) else g.contiguous() for g in grads]
     args = StepArgs(params=(), grads=grads, grad_scale=grad_scale)
     check = partial(_check, norm, grads)
-    with guard(device), plan_for("grad_norm_", args, device, check, tiles=16, sums_per_program=1) as plan:
+    with guard(device), plan_for("grad_norm_", args, device, check, NORM_TILES, sums_per_program=1) as plan:
         table, sums = plan.memory.table, plan.memory.sums
         slow = slow_fp64(device)
         for launch in plan.launches:
-            run = launch.programs_before, *plan.sizes, launch.first, launch.count
-            launch(norm_tiles, table, sums, *run, SLOW_FP64=slow)
+            launch_args = launch.programs_before, *plan.sizes, launch.first, launch.count
+            launch(norm_tiles, table, sums, *launch_args, SLOW_FP64=slow)
         norm_total[(1,)](table, sums, norm, len(sums), **OPTIONS)

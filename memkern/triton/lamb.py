@@ -1,4 +1,4 @@
-"""memkern::lamb_step_: Adam's moments and direction, a trust ratio for each layer. Order: memkern/reference/lamb.py."""
+"""Kernels of memkern::lamb_step_: Adam's direction, a trust ratio for each layer. Order: memkern/reference/lamb.py."""
 
 from __future__ import annotations
 
@@ -107,12 +107,12 @@ def lamb_ratios(table, scalars, sums, programs_before, programs, groups, tensors
     )
     s = scalars + tensor * st.SCALARS
     if (tl.load(s + tr.ADAPT) != 0.0) & (passes != tr.FIRST):
-        yes = tensor >= 0
-        at = st.group_of(table, columns, tensors, tensor, yes)
+        always = tensor >= 0  # a mask that is true
+        at = st.group_of(table, columns, tensors, tensor, always)
         ratio = tr.ratio_or_one(p_norm, norm, p_norm / norm)
-        ratio = tr.clip_ratio(ratio, st.read_fp64(at + tr.TRUST_CLIP, yes) != 0.0).to(tl.float32)
+        ratio = tr.clip_ratio(ratio, st.read_fp64(at + tr.TRUST_CLIP, always) != 0.0).to(tl.float32)
         tl.store(tl.load(columns + st.TRUST_RATIO * tensors + tensor).to(tl.pointer_type(tl.float32)), ratio)
-        tl.store(s + st.RATE, (st.read_scalar(at, yes) * ratio.to(tl.float64)).to(tl.float32))
+        tl.store(s + st.RATE, (st.read_scalar(at, always) * ratio.to(tl.float64)).to(tl.float32))
 
 
 @triton.jit(do_not_specialize=["groups", "tensors", "first", "count"])
@@ -122,6 +122,7 @@ def lamb_tiles(
     TILES: tl.constexpr, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     VECTOR: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
+    """Second pass: updates parameters and moments."""
     tensor, word, grad, layout, first_tile = st.find_work(table, groups, tensors, first, count, TILES)
     s = scalars + tensor * st.SCALARS
     addresses, grad_scalars, moment_scalars, param_scalars, u = adam_tensor(word, grad, s, tensors, BLOCK_SIZE, KIND)

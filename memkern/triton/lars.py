@@ -1,4 +1,4 @@
-"""memkern::lars_step_, in the form of the LAMB paper and in its classic one. Order: memkern/reference/lars.py."""
+"""Kernels of memkern::lars_step_, LARS as in the LAMB paper and classic. Order: memkern/reference/lars.py."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def lars_norm_tiles(
     VECTOR: tl.constexpr, FLAT: tl.constexpr,
     SLOW_FP64: tl.constexpr,
 ):  # fmt: skip
-    """Sums of squares, in fp64, of the parameter and, classic, of the gradient, else of the moment that will be."""
+    """First pass: fp64 sums of squares of the parameter and, classic, of the gradient, else of the new moment."""
     tensor, word, grad, layout, first_tile = st.find_work(table, groups, tensors, first, count, TILES)
     s = scalars + tensor * st.SCALARS
     addresses, step_scalars = lion_addresses(word, grad, tensors), load_step_scalars(s)
@@ -111,14 +111,14 @@ def lars_ratios(table, scalars, sums, programs_before, programs, groups, tensors
     )
     s = scalars + tensor * st.SCALARS
     if (tl.load(s + tr.ADAPT) != 0.0) & (passes != tr.FIRST):
-        yes = tensor >= 0
-        at = st.group_of(table, columns, tensors, tensor, yes)
-        lr, weight_decay = st.read_scalar(at, yes), st.read_fp64(at + _GROUP_WEIGHT_DECAY, yes)
-        coeff, eps = st.read_fp64(at + _TRUST_COEFF, yes), st.read_fp64(at + _EPS, yes)
-        clip = st.read_fp64(at + tr.TRUST_CLIP, yes) != 0.0
+        always = tensor >= 0  # a mask that is true
+        at = st.group_of(table, columns, tensors, tensor, always)
+        lr, weight_decay = st.read_scalar(at, always), st.read_fp64(at + _GROUP_WEIGHT_DECAY, always)
+        coeff, eps = st.read_fp64(at + _TRUST_COEFF, always), st.read_fp64(at + _EPS, always)
+        clip = st.read_fp64(at + tr.TRUST_CLIP, always) != 0.0
         classic = coeff != 0.0
-        found = tl.where(classic, coeff * p_norm / (norm + p_norm * weight_decay + eps), p_norm / norm)
-        ratio = tr.ratio_or_one(p_norm, norm, found)
+        unclipped = tl.where(classic, coeff * p_norm / (norm + p_norm * weight_decay + eps), p_norm / norm)
+        ratio = tr.ratio_or_one(p_norm, norm, unclipped)
         ratio = tr.clip_ratio(tl.where(classic & clip, ratio / lr, ratio), clip).to(tl.float32)
         tl.store(tl.load(columns + st.TRUST_RATIO * tensors + tensor).to(tl.pointer_type(tl.float32)), ratio)
         tl.store(s + _GRAD_RATIO, tl.where(classic, ratio, 1.0))
@@ -132,6 +132,7 @@ def lars_tiles(
     TILES: tl.constexpr, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     VECTOR: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
+    """Second pass: updates parameters and moments."""
     tensor, word, grad, layout, first_tile = st.find_work(table, groups, tensors, first, count, TILES)
     s = scalars + tensor * st.SCALARS
     addresses, step_scalars = lion_addresses(word, grad, tensors), load_step_scalars(s)

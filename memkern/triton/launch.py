@@ -19,7 +19,9 @@ TILE = 2048 if torch.version.hip else 1024
 """Elements of a tile: 8 for each thread. With 16, Adam's kernel takes 150 to 200 registers instead of 90 to 125."""
 
 TILES = 8
-"""That a program of a step works on, one after the other."""
+"""Tiles that a program of a step works on, one after the other."""
+NORM_TILES = 16
+"""The same of norm_tiles, which reads one array alone."""
 
 
 def rows_of(block: int) -> int:
@@ -37,7 +39,7 @@ def cdiv(a: int, b: int) -> int:
 
 
 def address_of(x: torch.Tensor, name: str) -> int:
-    """Where a tensor's elements are: nowhere, if its storage was resized to nothing to save memory, as FSDP does."""
+    """The address of a tensor's elements. Raises where its storage was resized to nothing, as FSDP does for memory."""
     address = x.data_ptr()
     if not address and x.numel():
         raise RuntimeError(f"{name} has no memory: its storage has been freed")

@@ -36,7 +36,7 @@ def _layers(x: Tensor, count: int) -> list[Tensor]:
     """``count`` equal runs of the rows of a dense tensor."""
     if count == 1:
         return [x]
-    dim = max((st, d) for d, (st, sz) in enumerate(zip(x.stride(), x.shape, strict=True)) if sz != 1)[1]
+    dim = max((d for d in range(x.dim()) if x.shape[d] != 1), key=x.stride)  # the outermost in memory
     assert x.shape[dim] == row_count(x.shape, x.stride())
     return [*x.chunk(count, dim)]
 
@@ -44,8 +44,8 @@ def _layers(x: Tensor, count: int) -> list[Tensor]:
 def by_layer(op: StepOp, args: StepArgs) -> StepArgs:
     """The arguments of a step with an entry for each layer instead of each tensor."""
     counts = [len(ratios) for ratios in args.trust_ratios]
-    layers_of_coded = [n for x, n in zip(args.moment(0), counts, strict=True) if x.dtype != torch.float32]
-    layers_of_kept = [n for k, n in zip(args.group, counts, strict=True) if args.storage_of(k) in WEIGHT_STATES]
+    layers_of_codes = [n for x, n in zip(args.moment(0), counts, strict=True) if x.dtype != torch.float32]
+    layers_of_errors = [n for k, n in zip(args.group, counts, strict=True) if args.storage_of(k) in WEIGHT_STATES]
 
     def split(tensors: Sequence[Tensor]) -> list[Tensor]:
         repeated = counts * (len(tensors) // len(counts))
@@ -59,12 +59,12 @@ def by_layer(op: StepOp, args: StepArgs) -> StepArgs:
         grads=split(args.grads),
         moments=split(args.moments),
         scales=[
-            layer for x, n in zip(args.scales, layers_of_coded * len(op.moments), strict=True) for layer in x.chunk(n)
+            layer for x, n in zip(args.scales, layers_of_codes * len(op.moments), strict=True) for layer in x.chunk(n)
         ],
         steps=repeat(args.steps),
         trust_ratios=split(args.trust_ratios),
         weight_states=[
-            layer for x, n in zip(args.weight_states, layers_of_kept, strict=True) for layer in _layers(x, n)
+            layer for x, n in zip(args.weight_states, layers_of_errors, strict=True) for layer in _layers(x, n)
         ],
         group=repeat(args.group),
     )
@@ -98,11 +98,11 @@ def step_in_two_passes(op: StepOp, args: StepArgs, prologue: Any, norms: Any, ra
         if not args.squares_only:
             plan.prologue(increment_steps_of_tensors, table, scalars, *plan.sizes)
         for launch, reduction in zip(plan.launches, plan.reductions, strict=True):
-            run = launch.first, launch.count
+            slots = launch.first, launch.count
             programs = launch.programs_before, launch.programs
             if passes != SECOND.value:
-                squares_of = sums, launch.programs_before
-                launch(norms, table, scalars, tables, *squares_of, *plan.sizes, *run, SLOW_FP64=slow)
-            reduction(ratios, table, scalars, sums, *programs, *plan.sizes, *run, squares, passes)
+                partial_sums = sums, launch.programs_before
+                launch(norms, table, scalars, tables, *partial_sums, *plan.sizes, *slots, SLOW_FP64=slow)
+            reduction(ratios, table, scalars, sums, *programs, *plan.sizes, *slots, squares, passes)
             if not args.squares_only:
-                launch(update, table, scalars, tables, *plan.sizes, *run)
+                launch(update, table, scalars, tables, *plan.sizes, *slots)

@@ -1,4 +1,4 @@
-"""memkern::lion_step_. Order of operations: memkern/reference/lion.py."""
+"""Kernels of memkern::lion_step_. Order of operations: memkern/reference/lion.py."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BETA1 = st.word_of(LION_STEP, "beta1")
 _BETA2 = st.word_of(LION_STEP, "beta2")
 _WEIGHT_DECAY = st.word_of(LION_STEP, "weight_decay")
 _MAXIMIZE = st.word_of(LION_STEP, "maximize")
-# Where a tensor's rate is; step_table.py has the scalars that optimizers share.
+# Where a tensor's learning rate is; step_table.py has the scalars that optimizers share.
 _LR = st.scalar("lr")
 
 
@@ -66,14 +66,9 @@ def lion_addresses(word, grad, tensors):
 
 @triton.jit
 def lion_load(
-    addresses,
-    grad_factor,
-    tile,
-    KIND: tl.constexpr,
-    PARAM_DTYPE: tl.constexpr,
-    GRAD_DTYPE: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
+    addresses, grad_factor, tile,
+    KIND: tl.constexpr, PARAM_DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
     """Loads a tile; returns p, g, the moment as it is stored, and its scale."""
     param, grad, exp_avg, scales, weight_state = addresses
     p, p_state = load_weights(param, weight_state, tile, PARAM_DTYPE, VECTOR)
@@ -99,6 +94,7 @@ def lion_tiles(
     TILES: tl.constexpr, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     VECTOR: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
+    """Updates parameters and moments, in a program's tiles of one tensor."""
     tensor, word, grad, layout, first_tile = st.find_work(table, groups, tensors, first, count, TILES)
     s = scalars + tensor * st.SCALARS
     addresses, grad_factor = lion_addresses(word, grad, tensors), tl.load(s + st.GRAD_FACTOR)

@@ -1,4 +1,4 @@
-"""memkern::muon_momentum_ and memkern::muon_apply_. Order of operations: memkern/reference/muon.py."""
+"""Kernels of memkern::muon_momentum_ and memkern::muon_apply_. Order of operations: memkern/reference/muon.py."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from . import step_table as st
 from .block_state import dequantize, load_moment, load_scale, store_moment
 from .codec import dynamic_tables
 from .grad_norm import norm_tiles
-from .launch import TILES, guard
+from .launch import NORM_TILES, TILES, guard
 from .lion import lion_addresses
 from .squares import slow_fp64
 from .step_args import check_step
@@ -36,7 +36,7 @@ _MOMENTUM = st.scalar("momentum")  # the weight of the momentum in the update, w
 _WEIGHT = st.scalar("weight")  # of the gradient in the momentum
 _NESTEROV = st.scalar("nesterov")
 
-_LANES = tl.constexpr(1024)
+_LANES = tl.constexpr(1024)  # partial sums that norm_of_each adds at a time
 
 
 # ---- momentum
@@ -77,7 +77,7 @@ def muon_tiles(
     TILES: tl.constexpr, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     VECTOR: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
-    """Updates the momentum; the update is in the parameter's place."""
+    """Updates the momentum, and writes the update, whose address is in the parameter's place."""
     tensor, word, grad, layout, first_tile = st.find_work(table, groups, tensors, first, count, TILES)
     s = scalars + tensor * st.SCALARS
     result, grad, moment, scales, _ = lion_addresses(word, grad, tensors)
@@ -119,10 +119,10 @@ def muon_momentum_(updates: Sequence[Tensor], sums: Sequence[Tensor], args: Step
     if not args.params:
         return
     device = args.params[0].device
-    written = args._replace(params=updates, weight_states=[], weight_storage=[])
+    momentum_args = args._replace(params=updates, weight_states=[], weight_storage=[])
     check = partial(check_step, MUON_STEP, args, device)
     with guard(device):
-        with plan_for("muon_momentum_", written, device, check, TILES) as plan:
+        with plan_for("muon_momentum_", momentum_args, device, check, TILES) as plan:
             table, scalars, tables = plan.memory.table, plan.memory.scalars, dynamic_tables(device)
             plan.prologue(muon_prologue, table, scalars, *plan.sizes)
             for launch in plan.launches:
@@ -133,26 +133,26 @@ def muon_momentum_(updates: Sequence[Tensor], sums: Sequence[Tensor], args: Step
 def _sum_squares(updates: Sequence[Tensor], sums: Sequence[Tensor], args: StepArgs, device: torch.device) -> None:
     """The sum of squares of each matrix, or 0 where the step is skipped."""
     matrices: list[Tensor] = []
-    places: list[Tensor] = []
+    totals: list[Tensor] = []
     for u, total in zip(updates, sums, strict=True):
         if not u.numel():
             total.zero_()
         elif u.dim() == 2:
             matrices.append(u if is_dense(u.shape, u.stride()) else u.contiguous())
-            places.append(total)
+            totals.append(total)
         else:
             matrices += u.contiguous().flatten(0, -3).unbind()
-            places += total.view(-1).unbind()
+            totals += total.view(-1).unbind()
     if not matrices:
         return
-    of_matrices = StepArgs(params=(), grads=matrices, trust_ratios=places, found_inf=args.found_inf)
-    with plan_for("muon_squares", of_matrices, device, lambda: None, tiles=16, sums_per_program=1) as plan:
+    of_matrices = StepArgs(params=(), grads=matrices, trust_ratios=totals, found_inf=args.found_inf)
+    with plan_for("muon_squares", of_matrices, device, lambda: None, NORM_TILES, sums_per_program=1) as plan:
         table, partials = plan.memory.table, plan.memory.sums
         slow = slow_fp64(device)
         for launch, reduction in zip(plan.launches, plan.reductions, strict=True):
-            run = *plan.sizes, launch.first, launch.count
-            launch(norm_tiles, table, partials, launch.programs_before, *run, SLOW_FP64=slow)
-            reduction(norm_of_each, table, partials, launch.programs_before, launch.programs, *run)
+            launch_args = *plan.sizes, launch.first, launch.count
+            launch(norm_tiles, table, partials, launch.programs_before, *launch_args, SLOW_FP64=slow)
+            reduction(norm_of_each, table, partials, launch.programs_before, launch.programs, *launch_args)
 
 
 # ---- parameters
@@ -181,7 +181,7 @@ def muon_apply_tiles(
     TILES: tl.constexpr, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     VECTOR: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
-    """Updates the parameters; the orthogonalized updates are in the gradients' place."""
+    """Updates the parameters by the orthogonalized updates, whose addresses are in the gradients' place."""
     tensor, word, update, layout, first_tile = st.find_work(table, groups, tensors, first, count, TILES)
     s = scalars + tensor * st.SCALARS
     param, update, _, _, weight_state = lion_addresses(word, update, tensors)
@@ -206,9 +206,9 @@ def muon_apply_(updates: Sequence[Tensor], ratios: Sequence[float], args: StepAr
         return
     device = args.params[0].device
     # Ratios are the tensors' own, and the orthogonalized updates take the gradients' place.
-    applied = args.with_groups_of_one(ratios)._replace(grads=updates, moments=[], scales=[])
+    apply_args = args.with_groups_of_one(ratios)._replace(grads=updates, moments=[], scales=[])
     check = partial(check_step, MUON_STEP, args, device)
-    with guard(device), plan_for("muon_apply_", applied, device, check, TILES) as plan:
+    with guard(device), plan_for("muon_apply_", apply_args, device, check, TILES) as plan:
         table, scalars = plan.memory.table, plan.memory.scalars
         plan.prologue(muon_apply_prologue, table, scalars, *plan.sizes)
         for launch in plan.launches:

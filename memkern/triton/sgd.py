@@ -1,4 +1,4 @@
-"""memkern::sgd_step_. Order of operations: memkern/reference/sgd.py."""
+"""Kernels of memkern::sgd_step_. Order of operations: memkern/reference/sgd.py."""
 
 from __future__ import annotations
 
@@ -74,6 +74,7 @@ def sgd_tiles(
     TILES: tl.constexpr, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     VECTOR: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
+    """Updates parameters and moments, in a program's tiles of one tensor."""
     tensor, word, grad, layout, first_tile = st.find_work(table, groups, tensors, first, count, TILES)
     s = scalars + tensor * st.SCALARS
     addresses, grad_factor = lion_addresses(word, grad, tensors), tl.load(s + st.GRAD_FACTOR)

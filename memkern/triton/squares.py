@@ -15,14 +15,14 @@ import triton.language as tl
 
 # Bits of 2^-50 and 2^60. Where a tile's largest magnitude is between them no sum of four squares overflows in fp32,
 # and what its squares lose to underflow is at most 2^-40 of the sum of 1024 elements.
-_LEAST = tl.constexpr((127 - 50) << 23)
-_MOST = tl.constexpr((127 + 60) << 23)
+_MIN_BITS = tl.constexpr((127 - 50) << 23)
+_MAX_BITS = tl.constexpr((127 + 60) << 23)
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)  # magnitudes are in the order of these bits, infinity and NaN last
 _PER_THREAD = tl.constexpr(8)  # elements of a tile, see launch.TILE
 
 
 def is_slow(major: int, minor: int) -> bool:
-    """Whether fp64 runs at 1/64 of fp32's rate with a compute capability, not at 1/2. As in csrc/cuda/device.cuh."""
+    """Whether GPUs of a compute capability run fp64 at 1/64 of fp32's rate, not 1/2. As in csrc/cuda/device.cuh."""
     return (major, minor) not in ((7, 0), (8, 0), (9, 0), (10, 0))
 
 
@@ -61,7 +61,7 @@ def add_squares(total, x, SLOW_FP64: tl.constexpr):
         count: tl.constexpr = total.shape[0]
         distance: tl.constexpr = total.shape[1]
         largest = tl.max(x.to(tl.int32, bitcast=True) & _MAGNITUDE)
-        if (largest == 0) | ((largest >= _LEAST) & (largest <= _MOST)):
+        if (largest == 0) | ((largest >= _MIN_BITS) & (largest <= _MAX_BITS)):
             total += _sums_of_four(x * x, count, distance).to(tl.float64)
         else:
             wide = x.to(tl.float64)

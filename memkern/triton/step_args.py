@@ -16,6 +16,7 @@ from .launch import address_of
 
 
 def bits(x: float) -> int:
+    """The bits of an fp64 number."""
     return struct.unpack("q", struct.pack("d", x))[0]
 
 
@@ -35,7 +36,7 @@ def scalar_words(x: Tensor | None, name: str, device: torch.device) -> list[int]
 
 
 def header_and_group_words(args: StepArgs, device: torch.device) -> list[int]:
-    """The header and the groups."""
+    """The table's first words: its header and its groups."""
     words = scalar_words(args.grad_scale, "grad_scale", device)
     words += scalar_words(args.found_inf, "found_inf", device)
     words += scalar_words(args.grad_norm, "grad_norm", device)
@@ -50,17 +51,17 @@ def header_and_group_words(args: StepArgs, device: torch.device) -> list[int]:
 
 
 def signature_of(args: StepArgs) -> tuple[Any, ...]:
-    """The key of a plan, without addresses. Few objects: 1,000 shapes a step would start the garbage collector."""
-    both = args.params, args.grads
-    contiguous = [[*map(Tensor.is_contiguous, tensors)] for tensors in both]
+    """What a plan depends on beside addresses. Few objects: 1,000 shapes a step would start the garbage collector."""
+    params_and_grads = args.params, args.grads
+    contiguous = [[*map(Tensor.is_contiguous, tensors)] for tensors in params_and_grads]
     return (
         # States' dtypes are not needed: a state that becomes fp32 has no scale, so that the list of addresses differs.
-        [[x.dtype for x in tensors] for tensors in both],
-        [[*map(Tensor.numel, tensors)] for tensors in both],
+        [[x.dtype for x in tensors] for tensors in params_and_grads],
+        [[*map(Tensor.numel, tensors)] for tensors in params_and_grads],
         contiguous,
         [
             (x.shape, x.stride())
-            for tensors, dense in zip(both, contiguous, strict=True)
+            for tensors, dense in zip(params_and_grads, contiguous, strict=True)
             if not all(dense)
             for x in tensors
         ],
@@ -75,17 +76,17 @@ def signature_of(args: StepArgs) -> tuple[Any, ...]:
 
 
 KEPT = ("params", "moments", "scales", "steps", "trust_ratios", "weight_states")
-"""The tensors of which a plan keeps the addresses; it gets those of gradients each time."""
+"""The fields whose tensors' addresses a plan keeps; it gets the gradients' at each step."""
 
 
 def addresses_of(args: StepArgs, *names: str) -> list[int]:
-    """Of the tensors in these fields."""
-    found = [*map(Tensor.data_ptr, chain.from_iterable(getattr(args, name) for name in names))]
-    if 0 in found:  # what has no elements, or no memory
+    """The addresses of the tensors in the fields ``names``."""
+    addresses = [*map(Tensor.data_ptr, chain.from_iterable(getattr(args, name) for name in names))]
+    if 0 in addresses:  # of a tensor without elements, or without memory: address_of raises for the latter
         for name in names:
             for i, x in enumerate(getattr(args, name)):
                 address_of(x, f"{name}[{i}]")
-    return found
+    return addresses
 
 
 def check_step(op: StepOp, args: StepArgs, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Many tensors in one launch: the step's table on the device, and how a program finds its tensor there. Mirror:
+"""A step's table on the device, for many tensors in a launch, and how a program finds its tensor there. Mirror:
 ``csrc/cuda/step_table.cuh``.
 
 The table (``tensor_table.py`` fills it) is int64 words: a header; GROUP_WORDS for each group; the gradients' addresses;
@@ -65,7 +65,7 @@ SCALARS = tl.constexpr(len(_SCALARS))
 
 
 def scalar(name: str) -> tl.constexpr:
-    """The word of a scalar. Those of several optimizers follow; others are in their modules."""
+    """The word of a scalar among a tensor's. Below are those of several optimizers; modules have their own."""
     return tl.constexpr(_SCALARS.index(name))
 
 
@@ -80,7 +80,7 @@ RUN = scalar("run")  # 0 where the step is skipped
 STEP_OFFSET = scalar("step_offset")  # step * DITHER_STEP modulo 2^32, for the dither: the bits of a uint32
 WEIGHT_OFFSET = scalar("weight_offset")  # step * WEIGHT_STEP likewise, for the random bits of weights
 PROLOGUE_TENSORS = tl.constexpr(128)  # per program of the prologue
-_SEARCH = tl.constexpr(128)
+_SEARCH = tl.constexpr(128)  # slots that find_tensor compares at a time
 
 
 @triton.jit
@@ -92,7 +92,7 @@ def columns_of(table, groups, tensors):
 
 @triton.jit
 def tensors_of_program(table, groups, tensors):
-    """Of a program of the prologue: the columns, its tensors' indices, and their mask."""
+    """What a program of the prologue works on: the columns, its tensors' indices, and their mask."""
     _, columns = columns_of(table, groups, tensors)
     t = tl.program_id(0) * PROLOGUE_TENSORS + tl.arange(0, PROLOGUE_TENSORS)
     return columns, t, t < tensors
@@ -164,10 +164,10 @@ def read_scalar(at, mask):
     """A scalar argument, as fp64: the word at ``at``, and its kind in the word after it; 0 where absent."""
     word = tl.load(at, mask=mask, other=0)
     kind = tl.load(at + 1, mask=mask, other=0)
-    in32 = tl.load(word.to(tl.pointer_type(tl.float32)), mask=mask & (kind == AT_FP32), other=0.0)
-    in64 = tl.load(word.to(tl.pointer_type(tl.float64)), mask=mask & (kind == AT_FP64), other=0.0)
+    from_fp32 = tl.load(word.to(tl.pointer_type(tl.float32)), mask=mask & (kind == AT_FP32), other=0.0)
+    from_fp64 = tl.load(word.to(tl.pointer_type(tl.float64)), mask=mask & (kind == AT_FP64), other=0.0)
     value = tl.where(kind == VALUE, word, 0).to(tl.float64, bitcast=True)
-    return tl.where(kind == AT_FP64, in64, tl.where(kind == AT_FP32, in32.to(tl.float64), value))
+    return tl.where(kind == AT_FP64, from_fp64, tl.where(kind == AT_FP32, from_fp32.to(tl.float64), value))
 
 
 @triton.jit
@@ -190,10 +190,10 @@ def power_of(beta, step):
 @triton.jit
 def gradient_factor(table):
     """fp64: the factor of all gradients: 1 / grad_scale, times max_grad_norm / grad_norm where that is below 1."""
-    yes = tl.program_id(0) >= 0
-    factor = 1.0 / read_scalar(table + GRAD_SCALE, yes)
+    always = tl.program_id(0) >= 0  # a mask that is true
+    factor = 1.0 / read_scalar(table + GRAD_SCALE, always)
     factor = tl.where(tl.load(table + GRAD_SCALE + 1) == ABSENT, 1.0, factor)
-    clip = read_fp64(table + MAX_GRAD_NORM, yes) / (read_scalar(table + GRAD_NORM, yes) + 1e-6)
+    clip = read_fp64(table + MAX_GRAD_NORM, always) / (read_scalar(table + GRAD_NORM, always) + 1e-6)
     unclipped = (tl.load(table + GRAD_NORM + 1) == ABSENT) | (clip >= 1.0)
     return tl.where(unclipped, factor, factor * clip)
 

@@ -41,16 +41,8 @@ MAX_PLANS, MAX_WORDS, WORDS_PER_PLAN = 64, 1 << 20, 256
 """The plans that have not been used for the longest time are dropped where there are more than MAX_PLANS and they take
 more than MAX_WORDS words of 8 bytes. A plan's memory on the host counts as WORDS_PER_PLAN. So there may be some 3,500
 plans of one tensor each: StepInBackward has one for each parameter."""
-CONSTANTS = (
-    "KIND",
-    "PARAM_DTYPE",
-    "GRAD_DTYPE",
-    "TILES",
-    "ROWS",
-    "BLOCK_SIZE",
-    "VECTOR",
-    "FLAT",
-)  # of the kernels that plans launch
+CONSTANTS = ("KIND", "PARAM_DTYPE", "GRAD_DTYPE", "TILES", "ROWS", "BLOCK_SIZE", "VECTOR", "FLAT")
+"""The constexpr arguments of all kernels that plans launch, in the order of their parameters."""
 
 
 @dataclass
@@ -60,7 +52,7 @@ class Launch:
     programs: int
     first: int = 0
     count: int = 0
-    programs_before: int = 0  # of all launches before
+    programs_before: int = 0  # in the launches before this one
     constants: dict[str, Any] = field(default_factory=dict)  # of the kernel, in the order of its parameters
     options: dict[str, Any] = field(default_factory=lambda: OPTIONS)
     compiled: dict[tuple[Any, ...], Any] = field(default_factory=dict)
@@ -114,7 +106,7 @@ class Plan:
     stream, where it would wait anyway, unless that was destroyed and another one has its handle.
     """
 
-    last_step: torch.Event | None = None  # of a captured plan, whose memory is the graph's alone, there is none
+    last_step: torch.Event | None = None  # none for a captured plan, whose memory is the graph's alone
 
     def __init__(
         self,
@@ -131,7 +123,7 @@ class Plan:
         self.sizes = len(args.lr), len(args.grads)  # groups, tensors
         self.prologue = Launch(cdiv(len(args.grads), st.PROLOGUE_TENSORS.value))
         self.launches: list[Launch] = []
-        # Of LAMB and LARS, one for each of the launches: a program for each of its tensors adds that tensor's sums.
+        # For each of the launches one with a program per tensor, which adds that tensor's sums (LAMB, LARS, Muon).
         self.reductions: list[Launch] = []
         self.columns = self._columns(args, tiles)
         self.grads_at = st.HEADER_WORDS.value + self.sizes[0] * st.GROUP_WORDS.value
@@ -149,17 +141,17 @@ class Plan:
     def _columns(self, args: StepArgs, tiles: int) -> list[int]:
         n = len(args.grads)
         states, scales = [[0] * n, [0] * n], [[0] * n, [0] * n]
-        given = iter(args.scales)
+        given_scales = iter(args.scales)
         for k in range(self.moments):
             states[k] = [x.data_ptr() for x in args.moment(k)]
-            scales[k] = [0 if x.dtype == torch.float32 else next(given).data_ptr() for x in args.moment(k)]
+            scales[k] = [0 if x.dtype == torch.float32 else next(given_scales).data_ptr() for x in args.moment(k)]
         params = [p.data_ptr() for p in args.params] or [0] * n
         steps = [s.data_ptr() for s in args.steps] or [0] * n
         block_sizes = [args.block_size[i] for i in args.group] or [FLAT_BLOCK] * n
         layouts = [layout_of(x, b) for x, b in zip(args.params or args.grads, block_sizes, strict=True)]
-        given_weights = iter(args.weight_states)
+        given_weight_states = iter(args.weight_states)
         weight_states = [
-            next(given_weights).data_ptr() if args.storage_of(i) in WEIGHT_STATES else 0 for i in args.group
+            next(given_weight_states).data_ptr() if args.storage_of(i) in WEIGHT_STATES else 0 for i in args.group
         ] or [0] * n
         addresses = zip(params, self.grads, *states, weight_states, strict=True)
         order, first_programs = self._assign(args, layouts, [*addresses], tiles)
@@ -186,7 +178,7 @@ class Plan:
         self, args: StepArgs, layouts: Sequence[BlockLayout], addresses: Sequence[Iterable[int]], tiles: int
     ) -> tuple[list[int], list[int]]:
         """Groups the tensors into launches by their kernel's constants. Returns ORDER and FIRST_PROGRAM."""
-        members: dict[tuple[Any, ...], list[int]] = {}
+        tensors_by_constants: dict[tuple[Any, ...], list[int]] = {}
         for t, (g, layout) in enumerate(zip(args.grads, layouts, strict=True)):
             if layout.numel == 0:
                 continue
@@ -195,10 +187,10 @@ class Plan:
             p = args.params[t] if args.params else g
             coded = self.moments > 0 and args.moments[t].dtype != torch.float32
             storage = args.storage_of(args.group[t]) if args.params else 0
-            blocks = coded or storage > 0  # the random bits of weights come from the position in a block
+            in_blocks = coded or storage > 0  # the random bits of weights come from the position in a block
             kind = args.codec[args.group[t]] + 1 if coded else FP32.value
-            block = next_power_of_two(args.block_size[args.group[t]]) if blocks else FLAT_BLOCK
-            flat = not blocks or is_flat(layout, block)
+            block = next_power_of_two(args.block_size[args.group[t]]) if in_blocks else FLAT_BLOCK
+            flat = not in_blocks or is_flat(layout, block)
             if flat:
                 layout = layout._replace(segment=layout.numel, block=block)
             has_fp32_states = self.moments > 0 and not coded
@@ -214,11 +206,11 @@ class Plan:
                 vector,
                 flat,
             )
-            members.setdefault(key, []).append(t)
+            tensors_by_constants.setdefault(key, []).append(t)
         order: list[int] = []
         first_programs: list[int] = []
-        before = 0
-        for key, tensors in members.items():
+        programs_before = 0
+        for key, tensors in tensors_by_constants.items():
             constants = dict(zip(CONSTANTS, key, strict=True))
             elements = tiles * constants["ROWS"] * constants["BLOCK_SIZE"]
             first, programs = len(order), 0
@@ -230,9 +222,9 @@ class Plan:
                     layout.numel if constants["FLAT"] else layout.blocks * constants["BLOCK_SIZE"], elements
                 )
             options = options_of(constants["BLOCK_SIZE"])
-            self.launches.append(Launch(programs, first, len(tensors), before, constants, options))
-            self.reductions.append(Launch(len(tensors), first, len(tensors), before))
-            before += programs
+            self.launches.append(Launch(programs, first, len(tensors), programs_before, constants, options))
+            self.reductions.append(Launch(len(tensors), first, len(tensors), programs_before))
+            programs_before += programs
         return order, first_programs
 
 
@@ -279,7 +271,7 @@ def plan_for(
     """The plan of a step, cached or new, with its table on the device up to date: for a ``with`` statement.
 
     ``check`` raises unless the arguments fit together; it is called for a new plan only, before anything is changed.
-    ``tiles``: that one program works on, all of one tensor. ``sums_per_program``: fp64 words of ``memory.sums``.
+    ``tiles``: how many a program works on, all of one tensor. ``sums_per_program``: fp64 words of ``memory.sums``.
     """
     signature, addresses, grads = signature_of(args), addresses_of(args, *KEPT), addresses_of(args, "grads")
     if is_capturing(device):
@@ -321,7 +313,7 @@ def plan_for(
 def _captured_plan(op: str, args: StepArgs, device: torch.device, check: Callable[[], None], *plan_args: Any) -> Plan:
     """A new plan, for the CUDA graph that is being captured. Its memory cannot be allocated during the capture.
 
-    So each eager step leaves a spare DeviceTable of its sizes. The upload becomes a node of the graph, from pinned
+    So each eager step leaves a spare DeviceTable of its own sizes. The upload becomes a node of the graph, from pinned
     memory that nothing writes afterwards.
     """
     check()

@@ -1,4 +1,4 @@
-"""Shared by LAMB and LARS: sums of squares of tiles, norms of layers. Mirror: ``csrc/cuda/trust_ratio.cuh``.
+"""What LAMB and LARS share: sums of squares of tiles, norms of layers. Mirror: ``csrc/cuda/trust_ratio.cuh``.
 
 The step's table has an entry for each layer of a tensor. ADAPT: where its scalars say whether there is a ratio.
 TRUST_CLIP, ALWAYS_ADAPT, MAXIMIZE: where they are among a group's hyperparameters, the same place in both optimizers.
@@ -29,12 +29,12 @@ MAXIMIZE = _place_in_both("maximize")
 BOTH = tl.constexpr(0)
 FIRST = tl.constexpr(1)
 SECOND = tl.constexpr(2)
-_LANES = tl.constexpr(1024)
+_LANES = tl.constexpr(1024)  # partial sums that norms_of_layer adds at a time
 
 
 @triton.jit
 def next_step(columns, tensors, t, mask):
-    """The step being made, from 1 on. :func:`increment_steps_of_tensors` stores it, once for all layers of a tensor."""
+    """This step's number, from 1 on. :func:`increment_steps_of_tensors` stores it, once for all layers of a tensor."""
     at = tl.load(columns + st.STEP * tensors + t, mask=mask, other=0).to(tl.pointer_type(tl.float32))
     return (tl.load(at, mask=mask, other=0.0) + 1.0).to(tl.int64)
 
@@ -74,11 +74,8 @@ def norms_of_layer(columns, sums, programs_before, programs, tensors, first, cou
         at = sums + 2 * (programs_before + k + lane)
         params += tl.load(at, mask=k + lane < end, other=0.0)
         updates += tl.load(at + 1, mask=k + lane < end, other=0.0)
-    tensor, param, update = (
-        tl.load(slot + st.ORDER * tensors),
-        tl.sum(params, axis=0),
-        tl.sum(updates, axis=0),
-    )
+    tensor = tl.load(slot + st.ORDER * tensors)
+    param, update = tl.sum(params, axis=0), tl.sum(updates, axis=0)
     row = squares + 2 * tensor
     if passes == FIRST:
         tl.store(row, param)
@@ -96,7 +93,7 @@ def ratio_or_one(p_norm, norm, ratio):
 
 @triton.jit
 def clip_ratio(ratio, clip):
-    """At most 1 where ``clip``."""
+    """``ratio``, but at most 1 where ``clip``."""
     return tl.where(clip & (ratio > 1.0), 1.0, ratio)
 
 

@@ -58,13 +58,13 @@ def load_weights(address, state, tile, PARAM_DTYPE: tl.constexpr, VECTOR: tl.con
 def join_weights(p, state, PARAM_DTYPE: tl.constexpr):
     """The weights in fp32, from what :func:`load_weights` returns.
 
-    An error that no step left beside p must not make NaN of it.
+    An error that no step left beside p must not make a NaN of it: p itself then.
     """
     x = p.to(tl.float32)
     if PARAM_DTYPE == ERROR16 or PARAM_DTYPE == ERROR8:  # noqa: SIM109 (Triton has no `in`)
         error = state.to(tl.int32) << (_DROPPED8 if PARAM_DTYPE == ERROR8 else 0)
-        kept = (x.to(tl.int32, bitcast=True) + error).to(tl.float32, bitcast=True)
-        return tl.where(kept == kept, kept, x)
+        joined = (x.to(tl.int32, bitcast=True) + error).to(tl.float32, bitcast=True)
+        return tl.where(joined == joined, joined, x)
     else:
         return x
 
@@ -74,9 +74,9 @@ def random_of(s, BLOCK_SIZE: tl.constexpr, PARAM_DTYPE: tl.constexpr):
     """The random bits of a tensor's step for each position of a block, (1, BLOCK_SIZE); ``s``: its scalars."""
     if PARAM_DTYPE == STOCHASTIC or PARAM_DTYPE == ERROR8:  # noqa: SIM109
         offset = tl.load(s + st.WEIGHT_OFFSET).to(tl.uint32, bitcast=True)
-        h = tl.arange(0, BLOCK_SIZE).to(tl.uint32) * _J + offset
+        bits = tl.arange(0, BLOCK_SIZE).to(tl.uint32) * _J + offset
         shift: tl.constexpr = 32 - (_DROPPED8 if PARAM_DTYPE == ERROR8 else _DROPPED_STOCHASTIC)
-        return (h >> shift).to(tl.int32)[None, :]
+        return (bits >> shift).to(tl.int32)[None, :]
     else:
         return 0
 
@@ -92,10 +92,10 @@ def store_weights(x, address, state, r, tile, PARAM_DTYPE: tl.constexpr, VECTOR:
             _DROPPED_STOCHASTIC if PARAM_DTYPE == STOCHASTIC else (_DROPPED8 if PARAM_DTYPE == ERROR8 else 0)
         )
         finite = tl.abs(x) < _INF
-        kept: tl.constexpr = (
+        kept_bits: tl.constexpr = (
             _KEPT_STOCHASTIC if PARAM_DTYPE == STOCHASTIC else (_KEPT8 if PARAM_DTYPE == ERROR8 else -1)
         )
-        u = (x.to(tl.int32, bitcast=True) + r) & kept
+        u = (x.to(tl.int32, bitcast=True) + r) & kept_bits
         p = (u + 0x8000) & -0x10000
         store_floats(tl.where(finite, p.to(tl.float32, bitcast=True), x), address, tile, _BF16, VECTOR)
         if PARAM_DTYPE != STOCHASTIC:
