@@ -95,7 +95,7 @@ class StepOp(NamedTuple):
     scalars: tuple[str, ...]  # computed from these for each tensor: a struct in csrc/core, slots in Triton
     has_trust_ratios: bool = False
 
-    def of_groups(self, args: StepArgs) -> list[SimpleNamespace]:
+    def group_hyperparameters(self, args: StepArgs) -> list[SimpleNamespace]:
         """The hyperparameters of each group, by name."""
         names, values = self.hyperparameters, args.hyperparameters
         starts = range(0, len(values), len(names))

@@ -54,13 +54,13 @@ template <class L> struct Batch {
   }
 };
 
-// The second pass over one batch together with the first over the next. Each thread takes ranges of both,
-// half of the threads the second pass first and half the first: so threads wait for each other once per
-// batch, and while one computes and writes the other reads. Where cores share a last-level cache, the passes
-// one after the other take 1.02 to 1.07 times as long for GPT-2's shapes and 1.16 times for layers of 768 x
-// 768 (elsewhere as long); on two cores that many other processes want, where each wait is long, 1.4 times
-// for GPT-2's. Ranges have equally many elements, not pieces: where cores have a last-level cache each, that
-// makes 0.85 of the time. Four ranges for each thread: with 32, layers of 256 x 256 take 1.08 of the time.
+// Runs the second pass over one batch and the first over the next together. Threads take ranges of both
+// batches; half of the ranges begin with the second pass and half with the first. So threads wait for each
+// other once per batch, and while some compute and write, others read. Where cores share a last-level cache,
+// one pass after the other takes 1.02 to 1.07 times as long for GPT-2's shapes and 1.16 times for layers of
+// 768 x 768 (elsewhere as long); on two cores that many other processes want, where each wait is long, 1.4
+// times for GPT-2's. Ranges have equally many elements, not pieces: where cores have a last-level cache each,
+// that takes 0.85 of the time. Four ranges a thread: with 32, layers of 256 x 256 take 1.08 of the time.
 template <class L> void run_passes(Batch<L>& second, Batch<L>& first) {
   const int64_t pieces = (second.elements + first.elements) / kPieceElements;
   const int64_t threads = std::clamp<int64_t>(pieces, 1, torch::stable::get_num_threads());

@@ -87,7 +87,7 @@ template <FloatType Type, int Bits> __global__ void __launch_bounds__(kThreads)
   // Bits 2 p and 2 p + 1 of an index are from plane p.
   __shared__ float2 levels[1 << 2 * Bits];
   for (int i = threadIdx.x; i < 1 << 2 * Bits; i += kThreads) {
-    const auto code = [](int bits) {
+    const auto code = [](int bits) {  // from bits 0, 2, 4 and 6
       return (bits & 1) | (bits >> 1 & 2) | (bits >> 2 & 4) | (bits >> 3 & 8);
     };
     levels[i] = {table.level[code(i)], table.level[code(i >> 1)]};

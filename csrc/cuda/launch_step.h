@@ -119,11 +119,12 @@ UploadedStep<Group, Scalars> upload_step(const char* op, const StepHeader& heade
   UploadedStep<Group, Scalars> step;
   int64_t numel = 0;
   for (const StepTensor& tensor : entries.tensors) numel += tensor.layout.numel;
-  const int tile = tile_elements(numel, step_blocks * multiprocessors());
+  const int elements_per_tile = tile_elements(numel, step_blocks * multiprocessors());
   *image.at<StepHeader>(header_at) = header;
   std::copy(groups.begin(), groups.end(), image.at<Group>(groups_at));
   for (size_t i = 0; i < n; ++i) {
-    const TensorRecord r = tensor_record(entries.tensors[i], entries.steps[i], entries.group[i], tile);
+    const TensorRecord r =
+        tensor_record(entries.tensors[i], entries.steps[i], entries.group[i], elements_per_tile);
     image.at<const void*>(grads_at)[i] = entries.tensors[i].grad;
     image.at<uint32_t>(first_tiles_at)[i] = static_cast<uint32_t>(step.tiles);
     image.at<TensorRecord>(tensors_at)[i] = r;

@@ -15,7 +15,7 @@ namespace memkern {
 // elements are within the block: all, none or, of a vector in parts, the first 4. Lanes past the end of a
 // block load the block's first elements, which does not change the maximum, and store nothing.
 struct LaneVector {
-  uint32_t word;  // the distance, a multiple of 4, and n / 4: registers are scarce. kCopiedFull has no n
+  uint32_t word;  // the distance, a multiple of 4, plus n / 4 unless kCopiedFull: registers are scarce
 
   MEMKERN_DEVICE uint32_t offset() const { return word & ~3u; }
   MEMKERN_DEVICE int n() const { return static_cast<int>(word & 3u) * 4; }
@@ -31,8 +31,8 @@ template <class P> struct Loaded {
   Codes m, v;
 };
 
-// The vectors of a thread block in an iteration, where they are copied to shared memory: 16 bytes of a thread
-// in each array, so that its places are constants apart.
+// A thread block's vectors of an iteration, where they are copied to shared memory. Each array has 16 bytes
+// of each thread, so that a thread's places are constants apart.
 struct CopiedVectors {
   uint4 p[kThreads], g[kThreads], codes[kThreads];  // of m in the first half, of v in the second
   uint32_t word[kThreads];                          // LaneVector, where not all blocks are full
@@ -62,9 +62,9 @@ struct CopiedVector {
 template <class P, class G> constexpr bool kCanCopy =
     (kIsBf16<P> || std::is_same_v<P, Written>) && kIsBf16<G>;
 
-// How vectors are loaded: one ahead in registers, or by copies to shared memory. Where all blocks have 128
-// elements no lane keeps how many of its own are within: AdamW's iteration in bf16 takes 457 instructions
-// then, not 480 (sm_90).
+// How vectors are loaded: one ahead in registers, or by copies to shared memory. kCopiedFull: all blocks have
+// 128 elements, and lanes need not keep how many elements their vectors have, so that AdamW's iteration in
+// bf16 takes 457 instructions and not 480 (sm_90).
 enum class Loads { kAhead, kCopied, kCopiedFull };
 // Whether registers are too few for the next batch's scales and the stride: before sm_90 where blocks are not
 // full or vectors not copied, and for gradients of 16 bits that start anywhere.
@@ -88,7 +88,7 @@ template <StateKind Kind, class P, class G, Loads How, int Moments = 2> struct L
   G grad_type;
   MomentHalves half;
   ScaleFormula formula;
-  int lane, left;  // left: blocks from the group's on, with those of other groups
+  int lane, left;  // left: blocks of the run (Tile) from the group's on, with those of other groups
   LaneVector here, ahead;
 
   template <class Work>

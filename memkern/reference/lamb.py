@@ -15,7 +15,7 @@ from .state import (
     store_moment,
     tensors_of,
 )
-from .trust import check_trust_ratios, of_blocks, ratio_or_one, squares_of_layers
+from .trust import check_trust_ratios, per_block, ratio_or_one, squares_of_layers
 
 
 def lamb_step_(args: StepArgs) -> None:
@@ -51,7 +51,7 @@ def lamb_step_(args: StepArgs) -> None:
             ratios.copy_(ratio_or_one(x_norm, update_norm, x_norm / update_norm))
             if h.trust_clip:
                 ratios.clamp_(max=1.0)
-        x = x - of_blocks(t.lr * ratios.double(), t.layout, x) * update
+        x = x - per_block(t.lr * ratios.double(), t.layout, x) * update
         t.store_param(x, step)
         store_moment(m, exp_avg, m_scale, t.layout, t.codec, step)
         store_moment(v, exp_avg_sq, v_scale, t.layout, t.codec, step)

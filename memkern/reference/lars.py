@@ -16,7 +16,7 @@ from .state import (
     store_moment,
     tensors_of,
 )
-from .trust import check_trust_ratios, of_blocks, ratio_or_one, squares_of_layers
+from .trust import check_trust_ratios, per_block, ratio_or_one, squares_of_layers
 
 
 def lars_step_(args: StepArgs) -> None:
@@ -54,10 +54,10 @@ def lars_step_(args: StepArgs) -> None:
                 ratio = (ratio / t.lr if classic else ratio).clamp(max=1.0)
             ratios.copy_(ratio)
         if classic:
-            d = of_blocks(ratios, t.layout, x) * d
+            d = per_block(ratios, t.layout, x) * d
             # As in torch.optim.SGD, the first step's gradient is not dampened.
             m = m + number(1.0 if step == 1 else 1.0 - h.dampening, x) * d
         update = d + number(h.momentum, x) * m if h.nesterov else m
-        rate = of_blocks(t.lr * (torch.ones_like(ratios) if classic else ratios).double(), t.layout, x)
+        rate = per_block(t.lr * (torch.ones_like(ratios) if classic else ratios).double(), t.layout, x)
         t.store_param(x - rate * update, step)
         store_moment(m, exp_avg, m_scale, t.layout, t.codec, step)

@@ -19,13 +19,13 @@ class Shard:
     def __init__(self) -> None:
         self.noted: list[Tensor] = []
         self.reduced: list[Tensor] = []
-        self._calls = 0  # of of_all in this run
+        self._calls = 0  # of reduced_or_own, in this run
 
     def begin(self) -> None:
-        """Starts a run: the first call of :meth:`of_all` is about the first moment again."""
+        """Starts a run: the first call of :meth:`reduced_or_own` is about the first moment again."""
         self.noted, self._calls = [], 0
 
-    def of_all(self, own: Tensor) -> Tensor:
+    def reduced_or_own(self, own: Tensor) -> Tensor:
         """The magnitudes of all ranks, or this rank's own while the others' are not known."""
         self._calls += 1
         if self.reduced:

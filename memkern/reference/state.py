@@ -58,7 +58,7 @@ class StepTensor(NamedTuple):
 
 def tensors_of(op: StepOp, args: StepArgs) -> Iterator[StepTensor]:
     """The tensors of a step, one after the other."""
-    groups, rates = op.of_groups(args), [float(t) for t in args.lr]
+    groups, rates = op.group_hyperparameters(args), [float(t) for t in args.lr]
     numbers = range(len(op.moments))
     scales = [iter(args.scales_of(k, len(op.moments))) for k in numbers]  # of each moment, for tensors with codes
     weight_states = iter(args.weight_states)
@@ -290,7 +290,7 @@ def encode_moment(x: Tensor, layout: BlockLayout, codec: int, signed: bool, step
     u = None if codec == DYNAMIC else dither(layout.block, step, x.device)
     q, s = encode(x, codec, signed, u, keep_positive=True)
     if isinstance(layout, ShardLayout) and layout.cut:
-        s = layout.shard.of_all(s.new_zeros(layout.total).index_copy_(0, layout.numbers, s))
+        s = layout.shard.reduced_or_own(s.new_zeros(layout.total).index_copy_(0, layout.numbers, s))
         # encode() takes the largest value of a row as its scale: a further column makes that the whole block's.
         x = torch.cat([x, s[layout.numbers][:, None]], 1)
         u = None if u is None else torch.nn.functional.pad(u, (0, 1))

@@ -30,7 +30,7 @@ def check_trust_ratios(op: StepOp, args: StepArgs) -> None:
         )
     if isinstance(args, ShardArgs):
         return  # a shard does not tell how many layers its tensor has
-    groups = op.of_groups(args)
+    groups = op.group_hyperparameters(args)
     for i, (p, ratios, group) in enumerate(zip(args.params, args.trust_ratios, args.group, strict=True)):
         count = layer_count(p, args.block_size[group], int(groups[group].layers))
         dtype = arithmetic(p.dtype)
@@ -51,7 +51,7 @@ def _sum_squares(x: Tensor, layout: BlockLayout, count: int) -> Tensor:
     if count == 1:
         return squares.sum().reshape(1)
     assert layout.places is not None
-    layers = layout.layers_of_blocks(count)[layout.places // layout.block]
+    layers = layout.layers_per_block(count)[layout.places // layout.block]
     return squares.new_zeros(count).index_add_(0, layers, squares)
 
 
@@ -74,8 +74,8 @@ def ratio_or_one(x_norm: Tensor, norm: Tensor, ratio: Tensor) -> Tensor:
     return torch.where((x_norm > LEAST_NORM) & (norm > 0), ratio, 1.0)
 
 
-def of_blocks(values: Tensor, layout: BlockLayout, x: Tensor) -> Tensor:
+def per_block(values: Tensor, layout: BlockLayout, x: Tensor) -> Tensor:
     """Spreads a number per layer into a column with one per block, in the dtype of x. Layers are whole blocks."""
     if isinstance(layout, ShardLayout) and values.numel() > 1:
-        return values.to(x.dtype)[layout.layers_of_blocks(values.numel())][:, None]
+        return values.to(x.dtype)[layout.layers_per_block(values.numel())][:, None]
     return values.to(x.dtype).repeat_interleave(layout.blocks // max(1, values.numel()))[:, None]

@@ -108,6 +108,7 @@ def _load_planes(codes, start, plane, BITS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _select_of_2(bits, LEVELS: tl.constexpr, I: tl.constexpr):  # noqa: E741
+    """LEVELS[2 I] or the next, by the code's bit 0; the functions below choose by bit 1 and bit 2 too."""
     return tl.where((bits & 1) != 0, LEVELS[2 * I + 1], LEVELS[2 * I])
 
 
@@ -140,6 +141,7 @@ def multiply_by_levels(
     grad, result, codes, numel, plane,
     LEVELS: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
+    """result = grad times the level of each element's code."""
     start, offset, left = _program_tile(numel, BLOCK, VECTOR)
     mask = offset < left
     grad = pointer(grad, start, grad.dtype.element_ty, VECTOR)
@@ -155,7 +157,7 @@ def multiply_by_two_branch(
     MINIMUM: tl.constexpr, FALLING: tl.constexpr, RISING: tl.constexpr, REACH: tl.constexpr, SCALE: tl.constexpr,
     COUNT: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """REACH, SCALE: of the falling and the rising side, SCALE = 2 / REACH."""
+    """result = grad times the derivative from output. REACH, SCALE = 2 / REACH: of the falling and the rising side."""
     start, offset, left = _program_tile(numel, BLOCK, VECTOR)
     mask = offset < left
     grad = pointer(grad, start, grad.dtype.element_ty, VECTOR)

@@ -118,7 +118,7 @@ class Plan:
     ) -> None:
         self.signature, self.addresses = signature, addresses
         self.header_and_groups: list[int] = []
-        self.moments = len(args.moments) // max(1, len(args.params))
+        self.moments = len(args.moments) // max(1, len(args.params))  # of each tensor
         self.grads = [g.data_ptr() for g in args.grads]
         self.sizes = len(args.lr), len(args.grads)  # groups, tensors
         self.prologue = Launch(cdiv(len(args.grads), st.PROLOGUE_TENSORS.value))
@@ -139,6 +139,7 @@ class Plan:
             self.last_step.record()
 
     def _columns(self, args: StepArgs, tiles: int) -> list[int]:
+        """The words of all columns, in the order of step_table.py."""
         n = len(args.grads)
         states, scales = [[0] * n, [0] * n], [[0] * n, [0] * n]
         given_scales = iter(args.scales)
@@ -166,10 +167,10 @@ class Plan:
             [x.blocks_per_segment for x in layouts],
             [x.blocks for x in layouts],
             list(args.group) or [0] * n,
-            order + [0] * (n - len(order)),
+            order + [0] * (n - len(order)),  # tensors without elements have no slot
             first_programs + [0] * (n - len(order)),
             [x.data_ptr() for x in args.trust_ratios] or [0] * n,
-            [0 if i and step == steps[i - 1] else step for i, step in enumerate(steps)],
+            [0 if i and step == steps[i - 1] else step for i, step in enumerate(steps)],  # COUNTED_STEP
             weight_states,
         )
         return [*chain.from_iterable(columns)]
@@ -212,15 +213,14 @@ class Plan:
         programs_before = 0
         for key, tensors in tensors_by_constants.items():
             constants = dict(zip(CONSTANTS, key, strict=True))
-            elements = tiles * constants["ROWS"] * constants["BLOCK_SIZE"]
+            elements_per_program = tiles * constants["ROWS"] * constants["BLOCK_SIZE"]
             first, programs = len(order), 0
             for t in tensors:
                 order.append(t)
                 first_programs.append(programs)
                 layout = layouts[t]
-                programs += cdiv(
-                    layout.numel if constants["FLAT"] else layout.blocks * constants["BLOCK_SIZE"], elements
-                )
+                elements = layout.numel if constants["FLAT"] else layout.blocks * constants["BLOCK_SIZE"]
+                programs += cdiv(elements, elements_per_program)
             options = options_of(constants["BLOCK_SIZE"])
             self.launches.append(Launch(programs, first, len(tensors), programs_before, constants, options))
             self.reductions.append(Launch(len(tensors), first, len(tensors), programs_before))

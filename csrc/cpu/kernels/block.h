@@ -115,6 +115,7 @@ template <> struct Weights<master_bf16> {
   }
 
   template <class Store> MEMKERN_FN void put(int i, F x, Store store_to) const {
+    // Stores x in bf16, rounded with the random bits r; returns its error.
     const auto split = [&](I r, uint32_t dropped_mask) MEMKERN_LAMBDA {
       I weight, error;
       split_weight(to_bits(x), r, dropped_mask, weight, error);
@@ -149,7 +150,7 @@ constexpr int kBuffer = kMaxBlockSize + kLanes;  // floats of the blocks that ar
 constexpr int kPage = 4096 / sizeof(float);  // floats of a page
 MEMKERN_FN float* at_page_offset(float* x, const void* p, int floats) {
   const auto place = [](const void* q) {
-    return static_cast<int>(reinterpret_cast<uintptr_t>(q) / 64 * 16 % kPage);
+    return static_cast<int>(reinterpret_cast<uintptr_t>(q) / 64 * 16 % kPage);  // in floats, down to 64 bytes
   };
   return x + (place(p) + floats - place(x) + kPage) % kPage;
 }
@@ -157,7 +158,7 @@ MEMKERN_FN float* at_page_offset(float* x, const void* p, int floats) {
 template <class Code> constexpr bool kIsSigned = std::is_same_v<Code, int8_t>;
 template <class Code> constexpr int kLevels = kIsSigned<Code> ? kPowerLevelsSigned : kPowerLevelsUnsigned;
 
-// A moment's absmax over its finite values: of unsigned ones, which are not negative, the maximum.
+// A moment's absmax over its finite values, which of an unsigned moment is the maximum.
 __attribute__((noinline)) float largest_finite(const float* values, int n, bool is_signed) {
   float largest = 0.0f;
   for (int i = 0; i < n; ++i)

@@ -70,11 +70,11 @@ struct ThresholdsOfPlanes {
 struct ActivationJob {
   const void* input;   // x where codes are written, else the gradient
   const void* output;  // the activation's, where the derivative comes from it
-  void* result;
+  void* result;        // the gradient times the derivative
   uint8_t* codes;
   int64_t plane;  // bytes from one plane to the next
   const ThresholdsOfPlanes* thresholds;
-  const float* levels;
+  const float* levels;  // of each code
   const TwoBranch* two_branch;
   BlockLayout layout;
   void (*run)(const ActivationJob&, int64_t begin, int64_t end);
@@ -97,8 +97,8 @@ struct Kernels {
   PickKernel<MuonScalars> muon_apply;
   decltype(CodecJob::run) (*codec)(StateKind, FloatType values, bool is_signed, bool quantize);
   decltype(SquaresJob::run) (*squares)(FloatType values);
-  decltype(ActivationJob::run) (*encode)(FloatType x, int bits);
-  decltype(ActivationJob::run) (*levels)(FloatType grad, int bits);
+  decltype(ActivationJob::run) (*encode)(FloatType x, int bits);     // x to bit planes
+  decltype(ActivationJob::run) (*levels)(FloatType grad, int bits);  // grad times levels
   decltype(ActivationJob::run) (*two_branch)(FloatType grad, FloatType output);
 };
 // Defined in kernels/all.h, which simd/compile_*.cpp compile for an instruction set each.
