@@ -59,12 +59,14 @@ class StepTensor(NamedTuple):
 def tensors_of(op: StepOp, args: StepArgs) -> Iterator[StepTensor]:
     """The tensors of a step, one after the other."""
     groups, rates = op.group_hyperparameters(args), [float(t) for t in args.lr]
-    numbers = range(len(op.moments))
-    scales = [iter(args.scales_of(k, len(op.moments))) for k in numbers]  # of each moment, for tensors with codes
+    moment_numbers = range(len(op.moments))
+    scales = [
+        iter(args.scales_of(k, len(op.moments))) for k in moment_numbers
+    ]  # of each moment, for tensors with codes
     weight_states = iter(args.weight_states)
     layers = 0  # of the tensors so far
     for i, (p, g, group) in enumerate(zip(args.params, args.grads, args.group, strict=True)):
-        moments = [args.moment(k)[i] for k in numbers]
+        moments = [args.moment(k)[i] for k in moment_numbers]
         first_layer, layers = layers, layers + (len(args.trust_ratios[i]) if op.has_trust_ratios else 0)
         yield StepTensor(
             param=p,

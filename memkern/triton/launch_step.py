@@ -92,8 +92,9 @@ def step_in_two_passes(op: StepOp, args: StepArgs, prologue: Any, norms: Any, ra
         memory, tables = plan.memory, dynamic_tables(device)
         table, scalars, sums = memory.table, memory.scalars, memory.sums
         slow = slow_fp64(device)
-        passes = (BOTH if args.squares is None else FIRST if args.squares_only else SECOND).value
-        squares = sums if args.squares is None else args.squares
+        one_pass = FIRST if args.squares_only else SECOND
+        passes = (BOTH if args.squares is None else one_pass).value
+        squares = sums if args.squares is None else args.squares  # any tensor: with both passes it is not used
         plan.prologue(prologue, table, scalars, *plan.sizes, passes)
         if not args.squares_only:
             plan.prologue(increment_steps_of_tensors, table, scalars, *plan.sizes)
