@@ -60,9 +60,7 @@ def tensors_of(op: StepOp, args: StepArgs) -> Iterator[StepTensor]:
     """The tensors of a step, one after the other."""
     groups, rates = op.group_hyperparameters(args), [float(t) for t in args.lr]
     moment_numbers = range(len(op.moments))
-    scales = [
-        iter(args.scales_of(k, len(op.moments))) for k in moment_numbers
-    ]  # of each moment, for tensors with codes
+    scales = [iter(args.scales_of(k, len(op.moments))) for k in moment_numbers]
     weight_states = iter(args.weight_states)
     layers = 0  # of the tensors so far
     for i, (p, g, group) in enumerate(zip(args.params, args.grads, args.group, strict=True)):

@@ -164,8 +164,8 @@ def encode_power_unsigned(x, factor, u, LEVELS: tl.constexpr, IN_RANGE: tl.const
 def encode_dynamic(x, factor, tables, SIGNED: tl.constexpr, DITHERED: tl.constexpr):
     """The entry nearest to x / scale (a tie takes the lower one): computed, then corrected by two comparisons."""
     finite = tl.abs(x) < _INF
-    scaled = tl.where(finite, x, 0.0) * factor[:, None]
-    magnitude = tl.abs(scaled)
+    t = tl.where(finite, x, 0.0) * factor[:, None]
+    magnitude = tl.abs(t)
     # A decade, from 10^-7 up, has ``entries`` of each sign, evenly spaced; nearer to zero are ``entries_before``.
     entries = tl.full(magnitude.shape, 1.0 if SIGNED else 2.0, tl.float32)
     entries_before = tl.where(magnitude > 1e-7, 1.0, 0.0)
@@ -180,21 +180,21 @@ def encode_dynamic(x, factor, tables, SIGNED: tl.constexpr, DITHERED: tl.constex
         decade = decade * 10.0
     rank = (entries_before + tl.maximum((magnitude * inverse - 0.1) * (entries * 1.1111112), 0.0)).to(tl.int32)
     if SIGNED:
-        rank = _DYNAMIC_ZERO + tl.where(scaled < 0, -rank, rank)
-    index = tl.minimum(tl.maximum(rank, 0), 254)
-    # The index is at most one off: by fp32 rounding near a boundary, and because a midpoint between two decades is not
-    # the decade's edge.
+        rank = _DYNAMIC_ZERO + tl.where(t < 0, -rank, rank)
+    q = tl.minimum(tl.maximum(rank, 0), 254)
+    # q, an index, is at most one off: by fp32 rounding near a boundary, and because a midpoint between two decades is
+    # not the decade's edge.
     midpoints = tables + (256 if SIGNED else 768)
-    lower = (index > 0) & (scaled <= tl.load(midpoints + tl.maximum(index - 1, 0)))
-    index = tl.where(lower, index - 1, index)
-    index = tl.where(scaled > tl.load(midpoints + index), index + 1, index)
+    lower = (q > 0) & (t <= tl.load(midpoints + tl.maximum(q - 1, 0)))
+    q = tl.where(lower, q - 1, q)
+    q = tl.where(t > tl.load(midpoints + q), q + 1, q)
     usable = (factor > 0)[:, None]
     if DITHERED and not SIGNED:
-        index = tl.maximum(index, tl.where(x > 0, 1, 0))
+        q = tl.maximum(q, tl.where(x > 0, 1, 0))
     if SIGNED:
-        return tl.where(finite & usable, index - _DYNAMIC_ZERO, 0).to(tl.int8)
+        return tl.where(finite & usable, q - _DYNAMIC_ZERO, 0).to(tl.int8)
     else:
-        return tl.where(usable, tl.where(finite, index, 255), 0).to(tl.uint8)
+        return tl.where(usable, tl.where(finite, q, 255), 0).to(tl.uint8)
 
 
 @triton.jit
