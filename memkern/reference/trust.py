@@ -51,7 +51,7 @@ def _sum_squares(x: Tensor, layout: BlockLayout, count: int) -> Tensor:
     if count == 1:
         return squares.sum().reshape(1)
     assert layout.places is not None
-    layers = layout.layers_per_block(count)[layout.places // layout.block]
+    layers = layout.layers_of_blocks(count)[layout.places // layout.block]
     return squares.new_zeros(count).index_add_(0, layers, squares)
 
 
@@ -77,5 +77,5 @@ def ratio_or_one(x_norm: Tensor, norm: Tensor, ratio: Tensor) -> Tensor:
 def per_block(values: Tensor, layout: BlockLayout, x: Tensor) -> Tensor:
     """Spreads a number per layer into a column with one per block, in the dtype of x. Layers are whole blocks."""
     if isinstance(layout, ShardLayout) and values.numel() > 1:
-        return values.to(x.dtype)[layout.layers_per_block(values.numel())][:, None]
+        return values.to(x.dtype)[layout.layers_of_blocks(values.numel())][:, None]
     return values.to(x.dtype).repeat_interleave(layout.blocks // max(1, values.numel()))[:, None]
