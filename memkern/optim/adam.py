@@ -29,13 +29,13 @@ class Adam(BlockwiseOptimizer):
     Args:
         params: tensors, named tensors or groups; float32, bfloat16 or float16. float64 too, with 32-bit states: its
             moments and its update are float64, on the plain PyTorch reference of every backend, which is slow and waits
-            for the device. A parameter with gaps between its elements is stepped in a buffer that all such ones share.
+            for the device. Parameters with gaps between their elements are stepped in a buffer that they share.
         lr: learning rate, a float or a 0-dim tensor. Default 1e-3.
         betas: decay of the two moments. Default (0.9, 0.999).
         eps: added to the root. Default 1e-8.
         weight_decay: default 0.
-        amsgrad: the largest v so far in place of v, kept as ``max_exp_avg_sq``. For 32-bit states, and on the reference
-            as float64 is. Default False.
+        amsgrad: divide by the largest v so far, kept as ``max_exp_avg_sq``. Needs 32-bit states; runs on the plain
+            PyTorch reference, as float64 does. Default False.
         differentiable: not supported, must be False.
         maximize: ascend instead of descend. Default False.
         foreach, fused: accepted and ignored; every step is one fused call for all tensors.
@@ -51,13 +51,13 @@ class Adam(BlockwiseOptimizer):
             torch.nn.utils.clip_grad_norm_, after unscaling; ``p.grad`` is not written. Default None.
         master_weights: what is kept of bf16 parameters, which lose each update below half a unit in the last place:
             ``"bf16+16"`` the rounding error in 16 bits (``weight_error``, int16): fp32's bits in 4 bytes in all;
-            ``"bf16+8"`` the error in 8 bits (int8): weights of 24 bits, stochastically rounded. A step goes on from the
-            weight that is there, whoever has written it, and an error is relative to it. Default None.
-        stochastic_rounding: bf16 parameters are rounded up or down with the probability of their nearness, nothing is
-            kept. Random bits come from the position in a block and the step, so runs repeat. Default False.
+            ``"bf16+8"`` the error in 8 bits (int8): weights of 24 bits, stochastically rounded. A step adds the error
+            to the parameter's current value, also where that was loaded or edited. Default None.
+        stochastic_rounding: rounds bf16 parameters up or down, to the nearer value more often, and keeps no error. The
+            random bits come from the position in a block and the step, so runs repeat. Default False.
 
-    Every number may be NumPy's or a 0-dim tensor. ``lr``, ``betas``, ``eps``, ``weight_decay``, and other optimizers'
-    ``momentum``, ``dampening`` and ``trust_coeff``, stay tensors, on the CPU but for lr, which each step reads.
+    Every number may be a NumPy number or a 0-dim tensor. ``lr``, ``betas``, ``eps``, ``weight_decay``, ``momentum``,
+    ``dampening`` and ``trust_coeff`` stay tensors, read at each step: lr's on any device, the others' on the CPU.
 
     ``state_bits``, ``block_size``, ``codec``, ``master_weights``, ``stochastic_rounding``, ``min_8bit_size`` and
     ``capturable`` can differ between groups. The first four may change between steps: the next one converts the group's
@@ -66,10 +66,10 @@ class Adam(BlockwiseOptimizer):
     The state is ``step`` (fp32), ``exp_avg`` and ``exp_avg_sq``, in 8 bits with ``exp_avg_scale`` and
     ``exp_avg_sq_scale``; ``exp_avg_sq`` holds codes of sqrt(v) (``power``) or v (``dynamic``). 8-bit states take
     2 + 8 / block_size bytes per parameter, and a step reads and writes 16.13 bytes per fp32 parameter (10.13 in bf16;
-    12.13 with bf16+8, 14.13 with bf16+16). ``weight_error`` is there with ``master_weights``.
+    12.13 with bf16+8, 14.13 with bf16+16). With ``master_weights`` the state has ``weight_error``, too.
 
-    Differs from torch.optim: states are fp32 (or 8 bits) whatever the parameter's dtype, gradients stay as they are
-    under a GradScaler.
+    Differs from torch.optim: states are fp32 (or 8 bits) whatever the parameter's dtype, and a GradScaler's step does
+    not write gradients.
 
     Raises:
         ValueError: an option out of range or not supported, a parameter whose elements overlap in memory.

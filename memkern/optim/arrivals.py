@@ -1,4 +1,4 @@
-"""Gradients that fully_shard copies to the host in the backward pass: a thread adds them up, or steps by them."""
+"""Receives the gradients that fully_shard copies to the host in the backward pass: a thread adds or steps them."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .dtensor.shards import is_dtensor, local
 
-AHEAD = 2  # blocks whose gradients are on the host and wait for the thread: it sets the pace where it is the slower one
+AHEAD = 2  # jobs, of one block's gradients each, that may wait for the thread; for more the backward pass waits
 Hook = Callable[[Tensor], None]
-_at_end_of_backward = torch.autograd.Variable._execution_engine.queue_callback  # as fully_shard does
-_arrivals: Any = WeakIdKeyDictionary()  # by parameter: the Arrivals object that has its gradients
+_at_end_of_backward = torch.autograd.Variable._execution_engine.queue_callback  # which fully_shard uses, too
+_arrivals: Any = WeakIdKeyDictionary()  # by parameter: the Arrivals object that receives its gradients
 
 
 def arrivals_of(p: Tensor) -> Arrivals | None:
-    """The object through which a parameter's gradients arrive on the host; None where autograd has them."""
+    """The object through which a parameter's gradients arrive on the host; None where autograd accumulates them."""
     return _arrivals.get(p)
 
 
 def wait_for_offloaded(p: Tensor) -> None:
-    """In a parameter's hook: waits for the copy of its gradient, which ``fully_shard`` may have begun to the host."""
+    """In a parameter's hook: waits for the copy of its gradient to the host, if ``fully_shard`` has begun one."""
     if not is_dtensor(p):
         return
     device = p.device_mesh.device_type
     if local(p).device.type == "cpu" and device != "cpu":
-        torch.get_device_module(device).current_stream().synchronize()  # fully_shard's, in which the hook is called
+        torch.get_device_module(device).current_stream().synchronize()  # fully_shard's stream, in which hooks run
 
 
 class Handle:
@@ -44,42 +44,42 @@ class Handle:
 
 
 class Worker:
-    """A thread, begun when it is first needed, that does one thing after the other.
+    """Runs jobs one after the other in a thread, which starts with the first job.
 
-    A wait that Ctrl-C interrupts is begun again at the next call.
+    After a wait that Ctrl-C has interrupted, the next call waits for the same jobs.
     """
 
     def __init__(self) -> None:
         self._executor: ThreadPoolExecutor | None = None
-        self._steps: list[Future[None]] = []
+        self._futures: list[Future[None]] = []
 
     def step(self, function: Callable[[Any], None], job: Any) -> None:
-        """Begins ``function(job)``; waits until no more than ``AHEAD`` are left, so that their gradients are few."""
-        wait(self._steps[-AHEAD - 1 : -AHEAD])
+        """Submits ``function(job)`` when no more than ``AHEAD`` jobs are left, so that few gradients wait."""
+        wait(self._futures[-AHEAD - 1 : -AHEAD])
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, "memkern-gradients")
-        self._steps.append(self._executor.submit(function, job))
+        self._futures.append(self._executor.submit(function, job))
 
     def join(self) -> list[Future[None]]:
-        """Waits for all, and returns them: their results may be errors."""
-        wait(self._steps)
-        steps, self._steps = self._steps, []
-        return steps
+        """Waits for all jobs; returns their futures, which hold the errors that they raised."""
+        wait(self._futures)
+        futures, self._futures = self._futures, []
+        return futures
 
 
 class Arrivals:
     """The gradients of parameters that ``fully_shard(offload_policy=CPUOffloadPolicy())`` copies to the host.
 
-    ``fully_shard`` begins a copy to pinned memory when a block's gradients are there, and waits for it at the end of
-    ``backward()``. It waits at once, and the device with it, where a gradient is there already, or the parameter has a
-    hook for its accumulated gradient. So gradients of former passes are held here while a pass brings new ones, and
-    hooks are called from here, when the copy of a block was begun: what needs its values runs in the thread, after the
-    copy. Adding a micro-batch's bf16 gradients takes 0.4 ns of a core per element; on the device they would take the
-    memory of all gradients until the last micro-batch.
+    ``fully_shard`` begins a copy to pinned memory when a block's gradients are computed, and waits for it at the end of
+    ``backward()``. Where a parameter has a gradient already, or a hook for its accumulated gradient, it waits at once,
+    and the device with it. To avoid that, gradients of former passes are held here while a pass brings new ones, and
+    hooks are called from here when the copy of a block was begun; work that needs the values runs in the thread, after
+    the copy. Adding a micro-batch's bf16 gradients takes 0.4 ns of a core per element; on the device they would take
+    the memory of all gradients until the last micro-batch.
 
     Args:
-        params: all parameters.
-        record: an event of the stream in which the copies are; None, they are complete.
+        params: returns all parameters.
+        record: returns an event of the stream of copies, or None where copies are complete already.
 
     Backward pass of a block: :meth:`hold`, then :meth:`arrived`. :meth:`finish` is called when ``backward()`` ends.
     """
@@ -87,22 +87,22 @@ class Arrivals:
     def __init__(self, params: Callable[[], Iterable[Tensor]], record: Callable[[], Any]) -> None:
         self._params, self._record = params, record
         self._worker = Worker()
-        self._hooks: Any = WeakIdKeyDictionary()  # of parameters
-        self._held: dict[Tensor, Tensor] = {}
-        self._deferred: dict[Any, tuple[Callable[[Sequence[Tensor]], None], list[Tensor]]] = {}
-        self._event: Any = None  # of the gradients whose hooks are called
-        self._pending = False  # whether finish() is to be called
+        self._hooks: Any = WeakIdKeyDictionary()  # by parameter: its hooks, by their handles
+        self._held: dict[Tensor, Tensor] = {}  # by parameter: the sum of its gradients of former passes
+        self._deferred: dict[Any, tuple[Callable[[Sequence[Tensor]], None], list[Tensor]]] = {}  # see defer()
+        self._event: Any = None  # of the copy of the gradients whose hooks are being called
+        self._pending = False  # whether a backward pass has begun and finish() has not been called
 
     def follow(self, params: Iterable[Tensor]) -> None:
-        """Parameters whose gradients come through this object from now on."""
+        """Makes the gradients of ``params`` come through this object from now on."""
         for p in params:
             _arrivals[p] = self
 
     def register(self, p: Tensor, hook: Hook, waits: bool = True) -> Handle:
-        """``hook(p)`` is called when p's gradient has come.
+        """Has ``hook(p)`` called when p's gradient has come.
 
-        waits: whether its copy must be complete by then. False: it was begun, and the hook may :meth:`defer` or
-            :meth:`wait`.
+        waits: whether to call it after the copy is complete. False: when the copy was begun; the hook may then
+            :meth:`defer` or :meth:`wait`.
         """
 
         def after(p: Tensor) -> None:
@@ -114,10 +114,10 @@ class Arrivals:
     # ---- a backward pass
 
     def hold(self, params: Iterable[Tensor]) -> None:
-        """Before the gradients of ``params`` are computed: takes those of former passes away."""
+        """Before the gradients of ``params`` are computed: moves those of former passes out of ``grad``."""
         if not self._pending:
             self._pending = True
-            self._held.clear()  # of a pass that was interrupted
+            self._held.clear()  # what an interrupted pass has left
             _at_end_of_backward(self.finish)
         for p in params:
             if p.grad is not None and p not in self._held:
@@ -125,26 +125,26 @@ class Arrivals:
 
     def arrived(self, params: Iterable[Tensor]) -> None:
         """After the copies of the gradients of ``params`` were begun."""
-        came = [p for p in params if p.grad is not None]
+        with_grad = [p for p in params if p.grad is not None]
         event = self._event = self._record()
         try:
-            for p in came:
+            for p in with_grad:
                 hooks = self._hooks.get(p)
                 for hook in [*hooks.values()] if hooks else ():
                     hook(p)
-            for step, stepped in self._deferred.values():
-                self._submit(step, [(p, self._taken(p)) for p in stepped], event)
+            for step, deferred in self._deferred.values():
+                self._submit(step, [(p, self._taken(p)) for p in deferred], event)
         finally:
             self._event = None
             self._deferred.clear()
-        added = [(p, self._taken(p)) for p in came if p in self._held and p.grad is not None]
+        added = [(p, self._taken(p)) for p in with_grad if p in self._held and p.grad is not None]
         if added:
             self._worker.step(self._add, (added, event))
 
     def defer(self, owner: object, step: Callable[[Sequence[Tensor]], None], p: Tensor) -> None:
-        """In a hook: ``step`` is called with p, and all others that came with it, in the thread, after their copies.
+        """In a hook: has the thread call ``step`` with p and the owner's other parameters of the block, after the copy.
 
-        It finds their gradients in ``grad``; they are freed then.
+        ``step`` finds the gradients in ``grad``; they are freed after it.
         """
         self._deferred.setdefault(id(owner), (step, []))[1].append(p)
 
@@ -154,9 +154,9 @@ class Arrivals:
             self._event.synchronize()
 
     def finish(self) -> None:
-        """The end of ``backward()``: waits for the thread, and raises what it raised. Then all gradients are there.
+        """At the end of ``backward()``: waits for the thread, raises its errors, and leaves the sums in ``grad``.
 
-        What came without a notice, as the gradients of an embedding whose inputs need none, is treated here.
+        Takes gradients for which :meth:`arrived` was not called, such as those of an embedding, whose inputs need none.
         """
         self._pending = False
         self._join()
@@ -167,11 +167,11 @@ class Arrivals:
         self._held.clear()
 
     def _join(self) -> None:
-        for done in self._worker.join():
-            done.result()
+        for future in self._worker.join():
+            future.result()
 
     def reset(self) -> bool:
-        """Before a forward pass: forgets a backward pass that was interrupted, and says whether there was one."""
+        """Before a forward pass: forgets a backward pass that was interrupted; returns whether there was one."""
         interrupted, self._pending = self._pending, False
         if interrupted:
             self._worker.join()
@@ -181,7 +181,7 @@ class Arrivals:
     # ---- the thread
 
     @staticmethod
-    def _taken(p: Tensor) -> Tensor:
+    def _taken(p: Tensor) -> Tensor:  # p's gradient, taken out of p
         grad, p.grad = p.grad, None
         assert grad is not None
         return grad

@@ -1,4 +1,4 @@
-"""The step in the backward pass: each parameter is stepped when its gradient has arrived, and the gradient freed."""
+"""Steps each parameter inside ``backward()``, when its gradient has arrived, and frees the gradient."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ class StepInBackward(Optimizer):
         optimizer.zero_grad()
 
     Args:
-        optimizer_class: the optimizer, memkern's or torch.optim's.
-        params: what it takes; tensors on one device.
-        options: its options.
+        optimizer_class: the class of the optimizer, memkern's or torch.optim's.
+        params: the parameters, tensors on one device, as ``optimizer_class`` takes them.
+        options: the options of ``optimizer_class``.
 
-    The object is an instance of ``optimizer_class``, too: groups, schedulers, ``state_dict`` (the same) and hooks are
-    its own. The result has every bit of the ordinary step's for all optimizers that step a parameter by its own
-    gradient and state, as all of memkern's and torch.optim's elementwise ones do. A parameter that is used several
-    times (tied weights) is stepped once, after its last use.
+    The object is an instance of ``optimizer_class``, too: it has the class's groups, schedulers, hooks and
+    ``state_dict``. The result has the bits of the ordinary step for all optimizers that step a parameter by its own
+    gradient and state, such as memkern's and torch.optim's elementwise ones. A parameter that is used several times
+    (tied weights) is stepped once, after its last use.
 
-    Bytes: about two of the largest gradients exist at a time, and not all. Time: one call of the op for each parameter,
-    and not one for all.
+    Bytes: about two of the largest gradients exist at a time in place of all. Time: one call of the op for each
+    parameter in place of one for all.
 
-    The groups' options (lr and all others) count as they are in ``backward()``: ones that are set between
-    ``backward()`` and ``step()`` count from the next ``backward()`` on.
+    ``backward()`` reads the groups' options (lr and all others): one that is set between ``backward()`` and ``step()``
+    counts from the next ``backward()`` on.
 
     ``step()`` takes a closure, which is called once. A gradient that did not come from ``backward()``, because it was
     set by hand or its parameter needed none when it was added, is stepped and freed by ``step()``.
@@ -70,11 +70,11 @@ class StepInBackward(Optimizer):
     """
 
     optimizer_class: type[Optimizer]
-    wraps_a_class = True
-    frees_gradients = True
-    clips_by_norm = False
-    _is_restricted = False  # whether there are some parameters in place of all (_restricted_to)
-    _is_deferring = False  # whether a thread may be in _restricted_to: groups are those of the pass's first gradient
+    wraps_a_class = True  # so that no other wrapper takes the class
+    frees_gradients = True  # in the backward pass
+    clips_by_norm = False  # supports no max_grad_norm
+    _is_restricted = False  # whether the groups have some of the parameters only (_restricted_to)
+    _is_deferring = False  # whether a thread steps, so that the groups must not be read: they may be restricted
     _step_supports_amp_scaling = True  # so that GradScaler leaves its grad_scale here, where step() refuses it
 
     def __new__(cls, optimizer_class: type[Optimizer], *args: Any, **options: Any) -> StepInBackward:
@@ -122,26 +122,26 @@ class StepInBackward(Optimizer):
     def _restricted_to(self, params: Sequence[Tensor]) -> Iterator[None]:
         """A ``with`` block in which the optimizer's groups have no other parameters than these.
 
-        So a step takes as long as theirs, and other gradients, which were set by hand, wait for step().
+        A step then walks these alone, and leaves gradients that were set by hand for step().
         """
         groups = self.param_groups
-        some: dict[int, tuple[dict[str, Any], list[Tensor], list[Tensor]]] = {}
+        by_group: dict[int, tuple[dict[str, Any], list[Tensor], list[Tensor]]] = {}  # group, all params, chosen ones
         for p in params:
             place = self._place_of(p)
             assert place is not None
-            some.setdefault(id(place[0]), (place[0], place[0]["params"], []))[2].append(p)
+            by_group.setdefault(id(place[0]), (place[0], place[0]["params"], []))[2].append(p)
         try:
-            self.param_groups, self._is_restricted = [group for group, _, _ in some.values()], True
-            for group, _, own in some.values():
-                group["params"] = own
+            self.param_groups, self._is_restricted = [group for group, _, _ in by_group.values()], True
+            for group, _, chosen in by_group.values():
+                group["params"] = chosen
             yield
         finally:
             self.param_groups, self._is_restricted = groups, False
-            for group, all_params, _ in some.values():
+            for group, all_params, _ in by_group.values():
                 group["params"] = all_params
 
     def _place_of(self, p: Tensor) -> tuple[dict[str, Any], int] | None:
-        """A parameter's group and its index there, by a map that is made again where lists have changed."""
+        """A parameter's group and its index there, from a map that is made anew where lists have changed."""
         if self._is_deferring:
             return self._places.get(p)
         if (place := self._places.get(p)) is not None:
@@ -152,7 +152,7 @@ class StepInBackward(Optimizer):
         return self._places.get(p)
 
     def _follow_groups(self) -> None:
-        """Follows all groups of memkern's optimizers at the first gradient of a backward pass."""
+        """memkern's optimizers follow all of their groups at the first gradient of a backward pass."""
         if not self._is_restricted:
             super()._follow_groups()  # type: ignore[misc]
 
@@ -186,19 +186,19 @@ class StepInBackward(Optimizer):
                 p.grad = None
 
     def _can_defer(self) -> bool:
-        """Whether a thread steps all parameters, whose gradients arrive on the host, and needs no other ranks.
+        """Whether a thread can step all parameters: their gradients arrive on the host and no step needs other ranks.
 
-        A step's collectives come between the backward pass's, in one order on all ranks.
+        A step's collectives must come between the backward pass's in one order on all ranks, which a thread has not.
         """
         return all(
-            arrivals_of(p) is not None and reduction_of_step(self.optimizer_class, p, group) is None
+            arrivals_of(p) is not None and why_ranks_are_needed(self.optimizer_class, p, group) is None
             for group in self.param_groups
             for p in group["params"]
             if p.requires_grad
         )
 
     def _step_some(self, params: Sequence[Tensor]) -> None:
-        """The step of these parameters, by their gradients."""
+        """Steps these parameters alone."""
         with self._restricted_to(params):
             if steps_each_by_itself(self.optimizer_class):
                 self._step_all()
@@ -213,7 +213,7 @@ class StepInBackward(Optimizer):
                 )
 
     def _step_all(self) -> None:
-        """The optimizer's own step of every parameter that has a gradient, without its hooks."""
+        """Calls the optimizer's own ``step``, of every parameter that has a gradient, without the hooks of ``step``."""
         for group in self.param_groups:
             check_no_norm(group.get("max_grad_norm"))
         without_hooks(super().step)()
@@ -229,10 +229,10 @@ class StepInBackward(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._is_deferring = False
-        left = [p for p in self._parameters() if p.grad is not None]
-        if left:
+        unstepped = [p for p in self._parameters() if p.grad is not None]
+        if unstepped:
             self._step_all()
-        for p in left:
+        for p in unstepped:
             p.grad = None
         self._stepped.clear()
         self._places.clear()  # groups may change until the next pass
@@ -240,7 +240,7 @@ class StepInBackward(Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Frees gradients that were set by hand; others are free already."""
+        """Frees gradients that were set by hand; ``backward()`` has freed all others."""
         check_not_stepped(self._stepped)
         super().zero_grad(set_to_none)
 
@@ -257,30 +257,30 @@ class StepInBackward(Optimizer):
 
 
 _HOOKS: dict[int, list[weakref.ref[ParameterHooks]]] = {}
-"""The hooks on each parameter, the oldest first, by its id: weak references forbid torch.utils.swap_tensors."""
+"""By a parameter's id, its hooks, the oldest first. Weak references to it would forbid torch.utils.swap_tensors."""
 
 
 class ParameterHooks:
     """Calls a method with each parameter whose gradient is complete, once per backward pass.
 
-    Of several optimizers over one parameter the one that was made last has the gradient, as long as it is alive: a
-    scheduler may keep an older one.
+    Of several optimizers over one parameter, the newest that is alive gets the gradient: a scheduler may keep an older
+    one alive.
     """
 
     def __init__(self, method: Callable[[Tensor], None], waits: bool = True) -> None:
-        self.waits = waits  # for gradients that arrive on the host
-        # Weak, so that the parameters do not keep the optimizer: one that is dropped must not step any more.
+        self.waits = waits  # whether the method is called after the gradient's copy to the host is complete
+        # Weak, so that the parameters do not keep the optimizer alive: a dropped optimizer must not step.
         self.method = weakref.WeakMethod(method)
         self.handles: dict[Tensor, Any] = {}
-        self.newer: weakref.ref[ParameterHooks] | None = None  # of an optimizer that has taken a parameter over
+        self.newer: weakref.ref[ParameterHooks] | None = None  # of an optimizer that took a parameter over
 
     def follow(self, params: Iterable[Tensor]) -> None:
-        """Hooks those of ``params`` that need a gradient, and removes the hooks of others."""
-        now = [*params]
-        if len(self.handles) != len(now) or any(p not in self.handles for p in now):
-            for p in {*self.handles} - {*now}:
+        """Hooks those of ``params`` that need a gradient, and removes the hooks of all other parameters."""
+        wanted = [*params]
+        if len(self.handles) != len(wanted) or any(p not in self.handles for p in wanted):
+            for p in {*self.handles} - {*wanted}:
                 self.remove(p)
-            for p in now:
+            for p in wanted:
                 if p.requires_grad and p not in self.handles:
                     self._add(p)
 
@@ -288,24 +288,24 @@ class ParameterHooks:
         self.handles.pop(p).remove()
 
     def _add(self, p: Tensor) -> None:
-        own = weakref.ref(self)
+        self_ref = weakref.ref(self)
 
         def hook(p: Tensor) -> None:
-            hooks = own()
+            hooks = self_ref()
             if hooks is not None and (method := hooks.method()) is not None and hooks._is_newest(p):
                 method(p)
 
-        older = [hooks for ref in _HOOKS.get(id(p), ()) if (hooks := _hooks_of(ref, p)) is not None]
+        older = [*filter(None, (_hooks_of(ref, p) for ref in _HOOKS.get(id(p), ())))]
         for hooks in older:
-            hooks.newer = own
+            hooks.newer = self_ref
         if (arrivals := arrivals_of(p)) is None:
             self.handles[p] = p.register_post_accumulate_grad_hook(hook)
         else:
             self.handles[p] = arrivals.register(p, hook, self.waits)
-        _HOOKS[id(p)] = [*map(weakref.ref, older), own]
+        _HOOKS[id(p)] = [*map(weakref.ref, older), self_ref]
 
     def _is_newest(self, p: Tensor) -> bool:
-        return next(x for ref in reversed(_HOOKS[id(p)]) if (x := _hooks_of(ref, p)) is not None) is self
+        return next(filter(None, (_hooks_of(ref, p) for ref in reversed(_HOOKS[id(p)])))) is self
 
     def check_newest(self) -> None:
         """Raises RuntimeError where an optimizer that was made later has the gradients."""
@@ -319,13 +319,13 @@ class ParameterHooks:
 
 
 def _hooks_of(ref: weakref.ref[ParameterHooks], p: Tensor) -> ParameterHooks | None:
-    """An optimizer's hooks, if it is alive and has one on p."""
+    """The hooks of an optimizer that is alive and has one on p; None otherwise."""
     hooks = ref()
     return hooks if hooks is not None and hooks.method() is not None and p in hooks.handles else None
 
 
 def check_class(optimizer_class: Any) -> None:
-    """Raises TypeError unless it is a class of optimizers whose step needs the gradients once."""
+    """Raises TypeError unless it is a class of optimizers, wraps no other, and computes gradients once a step."""
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         raise TypeError(f"optimizer_class must be a class of optimizers, got {optimizer_class!r}")
     if getattr(optimizer_class, "wraps_a_class", False):
@@ -339,15 +339,15 @@ def check_class(optimizer_class: Any) -> None:
 
 
 def steps_each_by_itself(optimizer_class: Any) -> bool:
-    """Whether a class's ``step`` is memkern's or torch.optim's: by parameter, from options that it does not change.
+    """Whether a class's ``step`` may be called for some parameters at a time: memkern's and torch.optim's may.
 
-    Others may keep in their groups what a step changes (a counter, Prodigy's d): then one call is one step.
+    The ``step`` of others may change options of their groups (a counter, Prodigy's d), so that each call counts.
     """
     return optimizer_class.step.__module__.startswith(("memkern.optim.", "torch.optim."))
 
 
 def _options_of(groups: Sequence[dict[str, Any]]) -> list[dict[str, list[Any]]]:
-    """The groups' options as they are now, each as a list of numbers, tensors and others."""
+    """The groups' options as they are now, each flattened to a list, with copies of tensors."""
     return [
         {
             key: [x.clone() if isinstance(x, Tensor) else x for x in tree_leaves(value)]
@@ -359,7 +359,7 @@ def _options_of(groups: Sequence[dict[str, Any]]) -> list[dict[str, list[Any]]]:
 
 
 def _changed(before: Sequence[dict[str, list[Any]]], after: Sequence[dict[str, list[Any]]]) -> list[str]:
-    """The names of options that differ."""
+    """The names of the options that differ."""
 
     def same(x: Any, y: Any) -> bool:
         if isinstance(x, Tensor) and isinstance(y, Tensor):
@@ -370,7 +370,7 @@ def _changed(before: Sequence[dict[str, list[Any]]], after: Sequence[dict[str, l
         return xs is not None and ys is not None and len(xs) == len(ys) and all(map(same, xs, ys))
 
     pairs = zip(before, after, strict=True)
-    return sorted({key for a, b in pairs for key in a | b if not equal(a.get(key), b.get(key))})
+    return sorted({key for old, new in pairs for key in old | new if not equal(old.get(key), new.get(key))})
 
 
 def check_no_norm(max_grad_norm: float | None) -> None:
@@ -394,7 +394,7 @@ def check_first_gradient(p: Tensor, stepped: set[Tensor]) -> None:
 
 
 def check_not_stepped(stepped: set[Tensor]) -> None:
-    """For ``zero_grad()``: raises RuntimeError where gradients were used that it should discard."""
+    """For ``zero_grad()``: raises RuntimeError where the gradients that it should discard were stepped already."""
     if stepped:
         raise RuntimeError(
             "zero_grad() between backward() and step(): backward() has taken the step on these gradients, which cannot "
@@ -406,12 +406,12 @@ def without_hooks(step: Callable[[], Any]) -> Callable[[], Any]:
     """An optimizer's bound ``step`` without its hooks, which belong to the step that the loop calls."""
     if not getattr(step, "hooked", False):
         return step
-    bound: Any = step  # torch wraps the step of each class that has objects
+    bound: Any = step  # with hooks, as torch wraps the step of each class that has objects
     return functools.partial(bound.__wrapped__, bound.__self__)
 
 
 def refuse_scaler(optimizer: Optimizer, cure: str) -> None:
-    """Raises RuntimeError where a GradScaler has called step()."""
+    """Raises RuntimeError where a GradScaler has called step(). ``cure``: what to do instead."""
     given = [vars(optimizer).pop(name, None) for name in ("grad_scale", "found_inf")]
     if any(x is not None for x in given):
         raise RuntimeError(
@@ -421,7 +421,7 @@ def refuse_scaler(optimizer: Optimizer, cure: str) -> None:
 
 
 def check_not_reduced_later(p: Tensor, cls: type, cure: str) -> None:
-    """Raises RuntimeError for a plain parameter in a job of several processes. ``cure``: what else to do."""
+    """Raises RuntimeError for a plain parameter in a job of several processes. ``cure``: what to do instead."""
     distributed = torch.distributed
     if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1:
         return
@@ -433,11 +433,11 @@ def check_not_reduced_later(p: Tensor, cls: type, cure: str) -> None:
         )
 
 
-_ELEMENTWISE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # of torch: steps that need no other ranks
+_ELEMENTWISE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # torch's classes whose steps need no other ranks
 
 
-def reduction_of_step(optimizer_class: type[Optimizer], p: Tensor, group: dict[str, Any]) -> str | None:
-    """Why a step of a parameter, by its group's options, needs other ranks; None where it does not."""
+def why_ranks_are_needed(optimizer_class: type[Optimizer], p: Tensor, group: dict[str, Any]) -> str | None:
+    """Why the step of a parameter needs other ranks, with its group's options; None where it needs none."""
     if not p.requires_grad or shards.ranks_of(p) is None:
         return None
     if not issubclass(optimizer_class, BlockwiseOptimizer):
@@ -446,14 +446,14 @@ def reduction_of_step(optimizer_class: type[Optimizer], p: Tensor, group: dict[s
         return "needs norms of whole layers"
     if issubclass(optimizer_class, Muon) and group.get("algorithm", "muon") == "muon":
         return "needs whole matrices"
-    given = {**optimizer_class.option_defaults, **group}
-    cut = takes_8bit_state(p, given) and shards.cuts_blocks(p, given["block_size"])
+    options = {**optimizer_class.option_defaults, **group}
+    cut = takes_8bit_state(p, options) and shards.cuts_blocks(p, options["block_size"])
     return "needs the largest values of blocks that other ranks have elements of" if cut else None
 
 
 @functools.cache
 def _class_for(optimizer_class: Any) -> type[StepInBackward]:
-    """The class of the objects: steps in the backward pass, and else is ``optimizer_class``."""
+    """The subclass of StepInBackward and ``optimizer_class`` that an object has."""
     name = f"{StepInBackward.__name__}({optimizer_class.__name__})"
     return type(name, (StepInBackward, optimizer_class), {"optimizer_class": optimizer_class})
 

@@ -1,4 +1,4 @@
-"""The base of the block-wise optimizers: groups, states, steps."""
+"""The base class of memkern's optimizers: follows groups, keeps states, takes steps, loads and saves."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class BlockwiseOptimizer(Optimizer):
-    """Base of the optimizers. A subclass names its op, and maps options to the op's hyperparameters."""
+    """Base of the optimizers. A subclass names its op, and maps its options to the op's hyperparameters."""
 
     op: ClassVar[StepOp]
     option_defaults: ClassVar[SharedOptions] = DEFAULTS
@@ -46,17 +46,17 @@ class BlockwiseOptimizer(Optimizer):
     storage_options: ClassVar[tuple[str, ...]] = (
         "state_bits", "block_size", "codec", "master_weights", "min_8bit_size",
     )  # fmt: skip
-    """Options that say how a group's states are stored, and others that are checked where they change."""
+    """Options whose changes are followed before a step: how states are stored, and others that need checks."""
     converters: ClassVar[tuple[str, ...]] = ()
     """Functions of memkern.optim that convert other libraries' states for the class."""
     __signature__: ClassVar[inspect.Signature]  # with the shared options, for help() and editors
     grad_scale: Tensor | None
     found_inf: Tensor | None
-    _snapshots: list[replaced.Snapshot]  # the groups at the last step
-    _elsewhere: set[int]  # ids of DTensors on meshes that this rank is no part of
-    _all_ranks: collectives.AllRanks  # of all parameters: what one rank decides, all do
-    _overlaps: dict[int, int]  # by a parameter's id, of ones that share memory: overlap_order of plan.py
-    _buffers: dict[Any, Tensor]  # by device and dtype, for parameters with gaps
+    _snapshots: list[replaced.Snapshot]  # what the last step saw of each group
+    _elsewhere: set[int]  # ids of DTensors on meshes without this rank, which does not step them
+    _all_ranks: collectives.AllRanks  # those that have a part of a parameter, and decide together
+    _overlaps: dict[int, int]  # of parameters that share memory: overlap_order in plan.py
+    _buffers: dict[Any, Tensor]  # by device and dtype, in which parameters with gaps are stepped
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -100,7 +100,7 @@ class BlockwiseOptimizer(Optimizer):
         return replaced.snapshots(self.param_groups, options)
 
     def _find_ranks(self) -> None:
-        """Finds the ranks that have parts of the parameters, and says which shards end inside blocks."""
+        """Finds the ranks that have parts of the parameters, and notes for report() which shards end inside blocks."""
         pairs = [(p, group) for group in self.param_groups for p in self._trained(group)]
         self._buffers, self._overlaps = {}, {}
         self._all_ranks, self._elsewhere = collectives.NO_OTHERS, set()
@@ -112,7 +112,7 @@ class BlockwiseOptimizer(Optimizer):
                     shards.note_cut_blocks(p)
 
     def _needs_norms(self, max_grad_norm: float | None) -> str | None:
-        """The option or class that needs norms of whole tensors, if any."""
+        """The name of the option or class that needs norms of whole tensors, if any."""
         return None if max_grad_norm is None else "max_grad_norm"
 
     def _check_group(self, group: dict[str, Any]) -> None:
@@ -129,7 +129,7 @@ class BlockwiseOptimizer(Optimizer):
         shards.check_flat_shard(p, self._needs_norms(group["max_grad_norm"]))
 
     def _trained(self, group: dict[str, Any]) -> list[Tensor]:
-        """The group's parameters without frozen ones, of any kind (4-bit weights under adapters), and lazy ones."""
+        """The group's parameters that train or have a state, without lazy ones. Frozen ones may be 4-bit weights."""
         return [
             p
             for p in group["params"]
@@ -155,17 +155,17 @@ class BlockwiseOptimizer(Optimizer):
 
     def _init_state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         """The state of a parameter before its first step."""
-        return initial_state(self._op_of(group), self._beside(p), group)
+        return initial_state(self._op_of(group), self._stand_in(p), group)
 
-    def _beside(self, p: Tensor, values: bool = False) -> Tensor:
-        """A tensor like a parameter, with the device, the memory format and the ranks that its state has.
+    def _stand_in(self, p: Tensor, values: bool = False) -> Tensor:
+        """A tensor that stands for p where its state is: with the device, memory format and ranks of the state.
 
-        values: whether it must have the parameter's values.
+        values: whether it must have the parameter's values, too.
         """
         return p
 
     def _stage_of(self, device: torch.device) -> Any:
-        """The Stage (offload/device.py) by which states come to a device for a step; None where they are there."""
+        """The Stage (offload/device.py) that brings states to a device for a step; None where they stay on it."""
         return None
 
     def _follow_groups(self) -> None:
@@ -186,7 +186,7 @@ class BlockwiseOptimizer(Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 self._check_entries(p, group)
-        for old, new, state in replaced.moved(self.param_groups, self.state, self._snapshots, self._beside):
+        for old, new, state in replaced.moved(self.param_groups, self.state, self._snapshots, self._stand_in):
             del self.state[old]
             if state:
                 self.state[new] = state
@@ -200,21 +200,21 @@ class BlockwiseOptimizer(Optimizer):
         self._snapshots = self._snapshot()
 
     def _prepare(self, pairs: Sequence[tuple[Tensor, dict[str, Any]]]) -> None:
-        """Makes states that these parameters have not yet, and converts those that do not fit them any more.
+        """Makes the states that these parameters lack, and converts those that fit the parameters no more.
 
         Raises:
             ValueError, TypeError, RuntimeError: a parameter that is not supported; before anything is changed.
         """
         pairs = self._all_ranks.order.sorted(pairs)
-        changed = [(p, group) for p, group in pairs if not self._known(p, group).is_as_stepped(p)]
+        changed = [(p, group) for p, group in pairs if not self._state_in_format(p, group).is_as_stepped(p)]
         for p, group in changed:
             with step_errors.of_parameter(p, self.param_groups):
                 self._check_param(p, group)
             self._check_entries(p, group)
         for p, group in changed:
-            state = self._known(p, group)
+            state = self._state_in_format(p, group)
             if "step" not in state:
-                # Beside entries that a wrapper has made already.
+                # A wrapper may have made entries already: they stay.
                 state.replace({**state, **self._init_state(p, group)}, Format.of(group))
             else:
                 self._convert_storage(p, group)
@@ -222,22 +222,24 @@ class BlockwiseOptimizer(Optimizer):
             self._overlaps = overlap_order([p for group in self.param_groups for p in self._trained(group)])
 
     def _check_entries(self, p: Tensor, group: dict[str, Any]) -> None:
-        """Checks that a parameter's state, if it has one, has its shape."""
+        """Raises ValueError where the entries of a parameter's state do not have its shape."""
         state = self.state.get(p)
-        if state and (found := misfit(self._op_of(group), State.of(state, Format.of(group)), p)) is not None:
-            raise ValueError(f"{found[0]} of {step_errors.named(p, self.param_groups)} {found[1]}")
+        wrong = misfit(self._op_of(group), State.of(state, Format.of(group)), p) if state else None
+        if wrong is not None:
+            key, reason = wrong
+            raise ValueError(f"{key} of {step_errors.named(p, self.param_groups)} {reason}")
 
     @torch.no_grad()
     @torch.inference_mode(False)
     def _convert_storage(self, p: Tensor, group: dict[str, Any]) -> None:
-        """Converts a state that is stored otherwise than its parameter and its group ask for."""
-        if not self.state.get(p) or (state := self._known(p, group)).format is None:
+        """Converts a state that is not stored as its parameter and its group ask for."""
+        if not self.state.get(p) or (state := self._state_in_format(p, group)).format is None:
             return
-        new = converted(self._op_of(group), state, self._beside(p, True), group)
+        new = converted(self._op_of(group), state, self._stand_in(p, True), group)
         state.replace(new or {**state}, Format.of(group))
 
-    def _known(self, p: Tensor, group: dict[str, Any]) -> State:
-        """The state of a parameter, with a format: the group's, where somebody else has put the entries there."""
+    def _state_in_format(self, p: Tensor, group: dict[str, Any]) -> State:
+        """The state of a parameter. One without a format, put there by others, gets the group's."""
         state = self.state[p]
         if type(state) is not State or (state.format is None and "step" in state):
             self.state[p] = state = State.of(state, Format.of(group))
@@ -251,7 +253,7 @@ class BlockwiseOptimizer(Optimizer):
         return not foreign.lightning_asks()
 
     def _hyperparameters(self, op: StepOp) -> list[float]:
-        """The hyperparameters of an op, one group after the other."""
+        """The hyperparameters of an op, one group after the other, as the op takes them."""
         return [float(self._hyperparameter(g, name)) for g in self.param_groups for name in op.hyperparameters]
 
     def _hyperparameter(self, group: dict[str, Any], name: str) -> float:
@@ -300,14 +302,13 @@ class BlockwiseOptimizer(Optimizer):
     def _init_group(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
         """Appends the group's parameters that have a gradient, and their gradients, to the lists.
 
-        Before the first group it follows what has changed in all groups, and under a trace makes the states, which the
-        traced step cannot. Both stand here because of the name, torch.optim's: TorchDynamo runs a method of this name
-        eagerly.
+        At the first group it follows what has changed in all groups, and under a trace makes the states, which a traced
+        step cannot make. Both are done here because TorchDynamo runs a method of this name, torch.optim's, eagerly.
         """
         if group is self.param_groups[0]:
             self._follow_groups()
             if torch._guards.TracingContext.try_get() is not None:
-                pairs = [(p, each) for each in self.param_groups for p in each["params"]]
+                pairs = [(p, g) for g in self.param_groups for p in g["params"]]
                 self._prepare([(p, g) for p, g in pairs if p.grad is not None and id(p) not in self._elsewhere])
         elsewhere = self._elsewhere
         for p in group["params"]:
@@ -316,7 +317,7 @@ class BlockwiseOptimizer(Optimizer):
                 grads.append(g)
 
     def _plan(self, params: Sequence[Tensor], group_of_each: list[int]) -> StepPlan:
-        """The plan of a step of parameters, each of the group of this number: the last one where nothing changed."""
+        """The plan of a step of ``params``, the last one if nothing changed. group_of_each: their groups' numbers."""
         groups, states = self.param_groups, self.state
         if not torch.compiler.is_compiling():
             known = [states[p] for p in params]
@@ -332,7 +333,7 @@ class BlockwiseOptimizer(Optimizer):
         return plan
 
     def _values(self, grads: list[Tensor]) -> Values:
-        """The values of this step."""
+        """What is new at this step: gradients, hyperparameters and what a GradScaler set."""
         found_inf = getattr(self, "found_inf", None)
         if found_inf is not None and self._all_ranks.meshes:
             self.found_inf = found_inf = collectives.largest(found_inf, self._all_ranks)
@@ -340,19 +341,19 @@ class BlockwiseOptimizer(Optimizer):
         return Values(grads, self._hyperparameters, norm, getattr(self, "grad_scale", None), found_inf)
 
     def _explained(self, error: Exception, params: list[Tensor], grads: list[Tensor]) -> Exception:
-        """An op's error, or one of the checks' where they say more."""
+        """The error of a check that explains an op's error, if one does; else the op's."""
         try:
             for group in self.param_groups:
                 make_plain(group, self.defaults)
                 self._check_params(group)
             for p, g in zip(params, grads, strict=True):
                 check_gradient(p, g)
-        except step_errors.OP_ERRORS as found:
-            return found
+        except step_errors.OP_ERRORS as explained:
+            return explained
         return error
 
     def _reads_tensors(self) -> bool:
-        """Whether hyperparameters are tensors. A compiled op would have the numbers of the first step."""
+        """Whether hyperparameters other than lr are tensors, whose first values a compiled op would keep."""
         options = [group[key] for group in self.param_groups for key in READ_AT_EACH_STEP[1:] if key in group]
         return any(
             isinstance(x, Tensor)
@@ -369,9 +370,9 @@ class BlockwiseOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch.optim's, but every state tensor keeps its dtype, whatever the parameter's.
 
-        Options of the groups (``block_size``, ``codec``, lr, ...) come with the state, but for what this optimizer is:
-        its class, its ``state_bits``, ``max_grad_norm`` and ``capturable``. A state of other bits is converted, and one
-        warning lists what differed.
+        The groups' options (``block_size``, ``codec``, lr, ...) come with the state, except the class's fixed ones,
+        ``state_bits``, ``master_weights``, ``stochastic_rounding``, ``max_grad_norm`` and ``capturable``: these stay as
+        they are. A state of other bits is converted, and one warning lists what differed.
 
         Raises:
             ValueError: the state is not memkern's, or does not fit the parameters; before anything is changed.
@@ -380,16 +381,16 @@ class BlockwiseOptimizer(Optimizer):
 
         target = loading.Target(
             type(self).__name__, self.param_groups, self.defaults, self.fixed_options, self.converters,
-            self._op_of, self._check_loaded, self._beside,
+            self._op_of, self._check_loaded, self._stand_in,
         )  # fmt: skip
 
-        def hide(_: Optimizer, incoming: dict[str, Any]) -> dict[str, Any]:
+        def prepare(_: Optimizer, incoming: dict[str, Any]) -> dict[str, Any]:
             # Runs after the user's own pre-hooks.
-            incoming, found = loading.prepared(target, incoming)
-            changes.extend(found)
+            incoming, differences = loading.prepared(target, incoming)
+            changes.extend(differences)
             return incoming
 
-        handle = self.register_load_state_dict_pre_hook(hide)
+        handle = self.register_load_state_dict_pre_hook(prepare)
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -404,7 +405,7 @@ class BlockwiseOptimizer(Optimizer):
             )
 
     def _check_loaded(self, group: dict[str, Any]) -> None:
-        """Checks a group with the options of a state_dict, whose parameters may have been of another dtype."""
+        """Checks a group with a state_dict's options, but no dtypes, as those of the saved parameters may differ."""
         self._check_group(group)
         for p in self._trained(group):
             self._check_shape(p, group)
@@ -415,7 +416,7 @@ class BlockwiseOptimizer(Optimizer):
             make_plain(group, self.defaults)
         groups = {p: group for group in self.param_groups for p in group["params"]}
         self.state = defaultdict(
-            State, {p: loading.restored(values, p, groups.get(p), self._beside) for p, values in self.state.items()}
+            State, {p: loading.restored(values, p, groups.get(p), self._stand_in) for p, values in self.state.items()}
         )
         norm = self.defaults.get("max_grad_norm")
         self.defaults["max_grad_norm"] = replaced.max_grad_norm(self.param_groups, norm)

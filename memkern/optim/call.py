@@ -1,4 +1,4 @@
-"""One call of an optimizer's op, as a part of a step: its arguments, and the parameters that it steps."""
+"""One call of an optimizer's op in a step: its arguments, and the parameters that it steps."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from .dtensor.shards import Ranks
 
 
 class Call(NamedTuple):
-    """A call of an op: in a plan without gradients, learning rates and the like, in a step with them."""
+    """A call of an op. In a plan ``args`` lack what each step adds: gradients, learning rates, hyperparameters."""
 
     op: StepOp
-    args: StepArgs  # with DTensors where the parameters are
-    places: list[int]  # of the parameters in the step
+    args: StepArgs  # whose tensors are DTensors where the parameters are
+    places: list[int]  # the indices of the call's parameters among those of the step
     takes_all: bool  # whether the call steps all parameters of the step, in order
-    ranks: Sequence[Ranks | None]  # that hold other elements of each parameter
-    by_reference: bool
-    cut: bool  # other ranks have elements of its blocks or layers
-    product_devices: Sequence[torch.device | None]  # of Muon's matrix products; None for the matrix's own
+    ranks: Sequence[Ranks | None]  # for each parameter, the ranks that hold other elements of it
+    by_reference: bool  # whether the plain PyTorch reference runs in place of a kernel
+    cut: bool  # whether other ranks have elements of its blocks or layers
+    product_devices: Sequence[torch.device | None]  # for each of Muon's matrices, where its products run; None: its own
     # Where states come from the host: in a plan a list of memkern.optim.offload.device.Staged, in a step one of them.
-    # Else None.
-    staged: Any
+    staged: Any  # None where they do not

@@ -1,4 +1,4 @@
-"""Checks of options, parameters and gradients, whose errors say what was given and what is allowed."""
+"""Checks options, parameters and gradients of optimizers; errors say what was given and what is allowed."""
 
 from __future__ import annotations
 
@@ -27,28 +27,29 @@ def check_torch_options(optimizer: str, **options: bool) -> None:
 
 
 READ_AT_EACH_STEP = ("lr", "betas", "eps", "weight_decay", "momentum", "dampening", "trust_coeff")
-"""Options that may be tensors, which whoever made them may fill in place."""
+"""Options that may be tensors: users may change their values in place between two steps."""
 
 
 def make_plain(group: dict[str, Any], options: Iterable[str]) -> None:
-    """Makes a group's NumPy numbers, and its tensors of one number but for READ_AT_EACH_STEP, Python's, in place."""
+    """Makes Python numbers of a group's NumPy numbers, and of its one-element tensors but READ_AT_EACH_STEP's."""
     for key in {*options, "betas"} & group.keys():
         group[key] = plain(group[key], tensors=key not in READ_AT_EACH_STEP)
 
 
 def plain(x: Any, tensors: bool = True) -> Any:
-    """A number of NumPy's, or a tensor of one number where ``tensors``, as Python's; in a tuple or a list each one."""
+    """A NumPy number (with ``tensors`` a one-element tensor, too), alone or in a tuple or list, as a Python number."""
     if isinstance(x, (tuple, list)):
         return type(x)(plain(y, tensors) for y in x)
+    if isinstance(x, Tensor):
+        return x.item() if tensors and x.numel() == 1 else x
     numpy = sys.modules.get("numpy")
-    is_numpys = numpy is not None and isinstance(x, (numpy.generic, numpy.ndarray))
-    return x.item() if (is_numpys and x.ndim == 0) or (tensors and isinstance(x, Tensor) and x.numel() == 1) else x
+    return x.item() if numpy and isinstance(x, (numpy.generic, numpy.ndarray)) and x.ndim == 0 else x
 
 
 def number(name: str, x: Any) -> float:
-    """An option's value, a number or a tensor of one, as a float; NaN, which is in no range, for anything else.
+    """An option's value, a number or a one-element tensor, as a float. Anything else is NaN, which no range has.
 
-    Such as a text, as which YAML reads ``1e-3``.
+    YAML, for one, reads ``1e-3`` as a string.
     """
     if isinstance(x, Tensor) and (x.numel() != 1 or x.is_complex() or x.device.type != "cpu"):
         raise ValueError(
@@ -75,14 +76,14 @@ def check_lr(lr: Any) -> None:
 
 
 def check_betas(betas: Any) -> None:
-    """Checks for numbers or tensors of one number, or one of each: OneCycleLR puts a number in the first place."""
-    two = isinstance(betas, (tuple, list)) and len(betas) == 2
-    if not two or not all(0 <= number("each of betas", b) < 1 for b in betas):
+    """Raises ValueError unless both are numbers or one-element tensors: OneCycleLR makes the first one a number."""
+    is_pair = isinstance(betas, (tuple, list)) and len(betas) == 2
+    if not is_pair or not all(0 <= number("each of betas", b) < 1 for b in betas):
         raise ValueError(f"betas must be two floats from 0 to below 1, got {betas!r}")
 
 
 def check_momentum(group: dict[str, Any]) -> None:
-    """Checks SGD's options of momentum, or Muon's, which has no dampening."""
+    """Checks the momentum options of SGD and LARS, and Muon's, which has no dampening."""
     momentum, dampening = group["momentum"], group.get("dampening", 0.0)
     if not 0 <= number("momentum", momentum) < 1:
         raise ValueError(f"momentum must be from 0 to below 1, got {momentum!r}")
@@ -162,7 +163,7 @@ def check_gradient(p: Tensor, g: Tensor) -> None:
 
 def place_lr(group: dict[str, Any]) -> None:
     """capturable: lr becomes a tensor on the parameters' device, which schedulers fill in place."""
-    # Frozen parameters may be elsewhere.
+    # The first trained parameter: frozen ones may be on another device.
     first = next((p for p in group["params"] if p.requires_grad), next(iter(group["params"]), None))
     if group["capturable"] and first is not None and not first.is_meta:
         device, lr = first.device, group["lr"]

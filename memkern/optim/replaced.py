@@ -125,7 +125,7 @@ def states_of(optimizer: Any) -> dict[Tensor, State]:
     known = {
         p: State.of(values, Format.of(group)) for group in groups for p in group["params"] if (values := found.get(p))
     }
-    return known | {new: state for _, new, state in moved(groups, found, optimizer._snapshots, optimizer._beside)}
+    return known | {new: state for _, new, state in moved(groups, found, optimizer._snapshots, optimizer._stand_in)}
 
 
 def _no_place(k: int, i: int, old: Tensor) -> ValueError:

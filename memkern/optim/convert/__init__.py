@@ -1,8 +1,8 @@
-"""State dicts of torch.optim and bitsandbytes to memkern's, and Adam's back to torch; fp32 weights of a whole model.
+"""Converts state dicts of torch.optim and bitsandbytes to memkern's, Adam's back to torch, and bf16 models to fp32.
 
 A converted state continues the training that it came from: the same moments, up to the error of the codes
-that they move into, the same step counts, the same hyperparameters. Parameters are matched by their place, so
-both optimizers are built over the same ones in the same order. No function here changes what it is given.
+of 8-bit moments, the same step counts, the same hyperparameters. Parameters are matched by their place, so
+both optimizers must have the same ones in the same order. No function here changes what it is given.
 """
 
 from .bitsandbytes import from_bitsandbytes_state_dict

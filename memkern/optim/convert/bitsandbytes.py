@@ -19,16 +19,16 @@ from .states import (
     check_keys,
     check_moment,
     check_optimizer,
-    entries_of,
-    groups_from,
+    import_entries,
+    import_groups,
     loadable,
     step_number,
 )
 
 BNB_WRAPPED = "__bnb_optimizer_quant_state__"  # where newer versions put all tensors of a parameter's state
-BNB_BLOCK = 256  # elements
-BNB_OLD_BLOCK = 2048  # up to version 0.43
-BNB_SUFFIX = {"exp_avg": "1", "exp_avg_sq": "2"}  # of state1, qmap1, absmax1; state2, ...
+BNB_BLOCK = 256  # elements that share a scale
+BNB_OLD_BLOCK = 2048  # the same up to version 0.43
+BNB_SUFFIX = {"exp_avg": "1", "exp_avg_sq": "2"}  # of a moment's keys: state1, qmap1, absmax1; state2, ...
 
 
 @torch.no_grad()
@@ -56,9 +56,9 @@ def from_bitsandbytes_state_dict(optimizer: BlockwiseOptimizer, state_dict: dict
         ValueError: the state does not fit the optimizer or its parameters, or is not block-wise.
     """
     check_optimizer(optimizer, Adam, Lion)
-    entries = entries_of(optimizer, state_dict)
+    entries = import_entries(optimizer, state_dict)
     decay = {"decoupled_weight_decay": True} if isinstance(optimizer, Adam) else {}
-    groups = groups_from(optimizer, state_dict, **decay)
+    groups = import_groups(optimizer, state_dict, **decay)
     state: dict[Any, dict[str, Tensor]] = {}
     for i, p, group, values in entries:
         where = f'state_dict["state"][{i!r}]'
@@ -78,7 +78,7 @@ def from_bitsandbytes_state_dict(optimizer: BlockwiseOptimizer, state_dict: dict
 
 
 def same_blocks(x: Tensor, format: Format) -> bool:
-    """Whether codes of a tensor, in a format, are as bitsandbytes has them: its map, on the same runs of elements."""
+    """Whether a format's codes of a tensor are bitsandbytes': the same map, on the same runs of elements."""
     if format.codec != "dynamic" or not x.is_contiguous():
         return False
     layout = layout_of(x, format.block_size)
@@ -88,30 +88,30 @@ def same_blocks(x: Tensor, format: Format) -> bool:
 def _from_bnb(
     where: str, name: str, values: dict[str, Any], p: Tensor, group: dict[str, Any], step: int
 ) -> dict[str, Tensor]:
-    """A moment of bitsandbytes' as the optimizer keeps it."""
-    k, signed = BNB_SUFFIX[name], name == "exp_avg"
-    data = values[f"state{k}"]
-    check_moment(f"{where}['state{k}']", data, p, or_uint8=True)
+    """A moment of bitsandbytes' as the optimizer keeps it: its entries in the optimizer's state."""
+    suffix, signed = BNB_SUFFIX[name], name == "exp_avg"
+    data = values[f"state{suffix}"]
+    check_moment(f"{where}['state{suffix}']", data, p, or_uint8=True)
     if not data.is_contiguous():
         raise ValueError(
-            f"{where}['state{k}'] is not contiguous; bitsandbytes orders such a state by place in memory on "
+            f"{where}['state{suffix}'] is not contiguous; bitsandbytes orders such a state by place in memory on "
             "a GPU and by index on the CPU: make it contiguous in the order that it was trained in"
         )
     if data.dtype != torch.uint8:
         return store_moment(name, data, p, group, step)
-    check_keys(where, values, [f"qmap{k}", f"absmax{k}"])
-    table, scale = (values[f"{key}{k}"].to(p.device, torch.float32) for key in ("qmap", "absmax"))
-    counts = {-(-data.numel() // size): size for size in (BNB_OLD_BLOCK, BNB_BLOCK)}
-    if table.shape != (256,) or scale.dim() != 1 or scale.numel() not in counts:
+    check_keys(where, values, [f"qmap{suffix}", f"absmax{suffix}"])
+    table, scale = (values[f"{key}{suffix}"].to(p.device, torch.float32) for key in ("qmap", "absmax"))
+    block_of_count = {-(-data.numel() // size): size for size in (BNB_OLD_BLOCK, BNB_BLOCK)}  # by the number of scales
+    if table.shape != (256,) or scale.dim() != 1 or scale.numel() not in block_of_count:
         raise ValueError(
-            f"{where} must have qmap{k} of 256 entries and absmax{k} of {-(-data.numel() // BNB_BLOCK)}, one "
+            f"{where} must have qmap{suffix} of 256 entries and absmax{suffix} of {-(-data.numel() // BNB_BLOCK)}, one "
             f"per block of {BNB_BLOCK} elements, got {tuple(table.shape)} and {tuple(scale.shape)}"
         )
-    block = counts[scale.numel()]
+    block = block_of_count[scale.numel()]
     data = data.to(p.device)
-    ours = torch.tensor(dynamic_map(signed), device=p.device)
-    taken = takes_8bit_state(p, group) and same_blocks(p, Format.of(group))
-    if block == BNB_BLOCK and taken and torch.equal(table, ours):
+    own_map = torch.tensor(dynamic_map(signed), device=p.device)
+    blocks_fit = takes_8bit_state(p, group) and same_blocks(p, Format.of(group))
+    if block == BNB_BLOCK and blocks_fit and torch.equal(table, own_map):
         codes = data - dynamic_zero(signed)  # modulo 256, as uint8 does
         scale = scale.reshape(layout_of(p, group["block_size"]).scale_shape).clone()
         return {name: codes.view(torch.int8) if signed else codes, f"{name}_scale": scale}

@@ -1,4 +1,4 @@
-"""fp32 weights of a whole bf16 model, from the model and its optimizer, and back."""
+"""Joins a bf16 model and its optimizer's rounding errors to fp32 weights, and splits fp32 weights into both."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def _check_model(model: Any, optimizer: Any) -> None:
 
 @torch.no_grad()
 def to_fp32_state_dict(model: nn.Module, optimizer: BlockwiseOptimizer | HostOffload) -> dict[str, Tensor]:
-    """``model.state_dict()`` with its bf16 parameters in fp32, as the optimizer knows them.
+    """``model.state_dict()`` with its bf16 parameters in fp32, joined with the errors that the optimizer keeps.
 
     Args:
         model: whose parameters the optimizer steps; not changed.
         optimizer: with ``master_weights`` "bf16+16" the result is exact, with "bf16+8" it has 24 bits. A parameter that
             keeps no error (another group, no step yet) has its bf16 value, and so has an element that is 0; an error
-            is added whoever has written the weight. For HostOffload: the host's weights, also of an fp16 model.
+            is added to edited weights, too. For HostOffload: the host's weights, also of an fp16 model.
 
     Returns:
         A state dict of the model's: new float32 tensors for bf16 parameters; the others and buffers as they are.
@@ -49,7 +49,7 @@ def to_fp32_state_dict(model: nn.Module, optimizer: BlockwiseOptimizer | HostOff
     """
     _check_model(model, optimizer)
     if isinstance(optimizer, HostOffload):
-        optimizer._follow_edits(converts=False)  # an option may change back before the next step
+        optimizer._follow_edits(converts=False)  # changed options may change back before the next step
     state_dict = model.state_dict()
     states = states_of(optimizer) if isinstance(optimizer, BlockwiseOptimizer) else optimizer.state
     for name, p in model.named_parameters(remove_duplicate=False):
@@ -60,9 +60,9 @@ def to_fp32_state_dict(model: nn.Module, optimizer: BlockwiseOptimizer | HostOff
             x = host.to(p.device, torch.float32)
             state_dict[name] = torch.where(x.to(p.dtype) == p, x, p.detach().float())
         elif p.dtype == torch.bfloat16:
-            kept = {key: x for key, x in states.get(p, {}).items() if key in KEYS}
-            state_dict[name] = x = fp32_weight(p, kept)
-            weight = local(p.detach())  # what is kept beside a zero is at most 4.6e-41
+            errors = {key: x for key, x in states.get(p, {}).items() if key in KEYS}
+            state_dict[name] = x = fp32_weight(p, errors)
+            weight = local(p.detach())  # an element that is 0 stays so: its error is at most 4.6e-41
             local(x).copy_(torch.where(weight == 0, weight.float(), local(x)))
     return state_dict
 
@@ -101,6 +101,6 @@ def load_fp32_state_dict(model: nn.Module, optimizer: BlockwiseOptimizer, state_
             optimizer.state[p] = optimizer._init_state(p, group)
         dropped = WEIGHT_DROPPED_BITS[group["master_weights"]]
         x = placed("weight_error", x, p, group["block_size"])
-        weight, error = split_weight(local(x), 1 << dropped >> 1, dropped)
+        weight, error = split_weight(local(x), 1 << dropped >> 1, dropped)  # half a unit: round to the nearest
         local(p).copy_(weight)
         local(optimizer.state[p]["weight_error"]).copy_(error)

@@ -1,4 +1,4 @@
-"""What the converters share: the groups and the parameters' entries of a state dict, and checks."""
+"""Reads and makes the groups and the entries of state dicts for the converters, and checks them."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from ..loading import block_order
 from ..replaced import states_of
 from ..state import State, load_moment, moment_dtype
 
-# Options that a conversion takes from memkern's groups, or leaves out for torch's: no other library has them, but for
+# Options that stay those of memkern's groups, and are left out for torch's: other libraries have none of them but
 # capturable, which the caller chooses.
 OPTIONS = (
     *("state_bits", "block_size", "codec", "min_8bit_size", "max_grad_norm", "capturable"),
     *("master_weights", "stochastic_rounding"),
 )
-# Options that are not converted, with the libraries' defaults.
+# Other libraries' options that are not converted, with their defaults.
 TORCH_ONLY = {"foreach": None, "capturable": False, "differentiable": False, "fused": None}
-BNB_ONLY = {"alpha": 0.0, "t_alpha": None, "t_beta3": None}  # of AdEMAMix, in every group of bitsandbytes'
+BNB_ONLY = {"alpha": 0.0, "t_alpha": None, "t_beta3": None}  # AdEMAMix's, in each group of bitsandbytes
 
-Entry = tuple[Any, Tensor, dict[str, Any], Any]  # key, parameter, memkern's group, state
+Entry = tuple[Any, Tensor, dict[str, Any], Any]  # key in the state dict, parameter, memkern's group, state
 
 
 # ---- groups and entries
 
 
-def groups_from(optimizer: BlockwiseOptimizer, state_dict: dict[str, Any], **fixed: Any) -> list[dict[str, Any]]:
-    """The given state's groups, with memkern's options from the optimizer's."""
+def import_groups(optimizer: BlockwiseOptimizer, state_dict: dict[str, Any], **fixed: Any) -> list[dict[str, Any]]:
+    """The groups of another library's state dict, completed by memkern's options of the optimizer's groups."""
     groups = []
     wanted = {"lr", "betas", "eps", "weight_decay"} & {*optimizer.defaults}
     left_out = {*OPTIONS, *TORCH_ONLY, *BNB_ONLY, *({"eps"} - wanted)}
-    for k, (group, saved) in enumerate(zip(optimizer.param_groups, state_dict["param_groups"], strict=True)):
-        check_keys(f'state_dict["param_groups"][{k}]', saved, sorted(wanted))
+    for number, (group, saved) in enumerate(zip(optimizer.param_groups, state_dict["param_groups"], strict=True)):
+        check_keys(f'state_dict["param_groups"][{number}]', saved, sorted(wanted))
         groups.append(
             {
                 **{key: group[key] for key in optimizer.defaults if key in group},
                 **{key: value for key, value in saved.items() if key not in left_out},
-                "betas": numbers(saved["betas"]),
+                "betas": float_betas(saved["betas"]),
                 "params": list(saved["params"]),
                 **fixed,
             }
@@ -50,25 +50,25 @@ def groups_from(optimizer: BlockwiseOptimizer, state_dict: dict[str, Any], **fix
     return groups
 
 
-def numbers(betas: Iterable[Any]) -> tuple[float, ...]:
-    """Betas as numbers: they may be tensors, or one of each after OneCycleLR, which bitsandbytes cannot read."""
+def float_betas(betas: Iterable[Any]) -> tuple[float, ...]:
+    """Betas as floats: one or both may be tensors, which bitsandbytes cannot read."""
     return tuple(float(b) for b in betas)
 
 
-def groups_to(optimizer: BlockwiseOptimizer, added: dict[str, Any]) -> list[dict[str, Any]]:
-    """The optimizer's groups without memkern's options, parameters numbered as state_dict() does."""
+def export_groups(optimizer: BlockwiseOptimizer, added: dict[str, Any]) -> list[dict[str, Any]]:
+    """The optimizer's groups without memkern's options but with ``added``; parameters have state_dict()'s numbers."""
     groups, first = [], 0
     for group in optimizer.param_groups:
         kept = {key: value for key, value in group.items() if key not in (*OPTIONS, "params")}
-        kept |= {key: plain(kept[key]) for key in READ_AT_EACH_STEP[1:] if key in kept}
+        kept |= {key: plain(kept[key]) for key in READ_AT_EACH_STEP[1:] if key in kept}  # lr stays a tensor
         count = len(group["params"])
         groups.append({**kept, **added, "params": list(range(first, first + count))})
         first += count
     return groups
 
 
-def own_entries(optimizer: BlockwiseOptimizer) -> Iterator[Entry]:
-    """Every parameter that has a state, which knows its format; numbered as state_dict() does."""
+def export_entries(optimizer: BlockwiseOptimizer) -> Iterator[Entry]:
+    """Every parameter that has a state in the optimizer; its key is its number in state_dict()."""
     states = states_of(optimizer)
     pairs = [(p, group) for group in optimizer.param_groups for p in group["params"]]
     for i, (p, group) in enumerate(pairs):
@@ -76,29 +76,29 @@ def own_entries(optimizer: BlockwiseOptimizer) -> Iterator[Entry]:
             yield i, p, group, states[p]
 
 
-def entries_of(optimizer: BlockwiseOptimizer, state_dict: dict[str, Any]) -> list[Entry]:
-    """Every parameter that the given state has an entry for."""
+def import_entries(optimizer: BlockwiseOptimizer, state_dict: dict[str, Any]) -> list[Entry]:
+    """Every parameter that another library's state dict has an entry for."""
     if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= {*state_dict}:
         got = list(state_dict) if isinstance(state_dict, dict) else type(state_dict).__name__
         raise TypeError(f"state_dict must be an optimizer's, with state and param_groups, got {got}")
-    groups = optimizer.param_groups, state_dict["param_groups"]
-    sizes, saved_sizes = ([len(group["params"]) for group in each] for each in groups)
+    groups, saved_groups = optimizer.param_groups, state_dict["param_groups"]
+    sizes, saved_sizes = ([len(group["params"]) for group in x] for x in (groups, saved_groups))
     if sizes != saved_sizes:
         raise ValueError(f"state_dict must have groups of {sizes} parameters, as optimizer, got {saved_sizes}")
-    pairs = zip(*groups, strict=True)
-    places = [(i, p, group) for group, saved in pairs for i, p in zip(saved["params"], group["params"], strict=True)]
-    if extra := {*state_dict["state"]} - {i for i, _, _ in places}:
+    pairs = zip(groups, saved_groups, strict=True)
+    owners = [(i, p, group) for group, saved in pairs for i, p in zip(saved["params"], group["params"], strict=True)]
+    if extra := {*state_dict["state"]} - {i for i, _, _ in owners}:
         raise ValueError(f'state_dict["state"] has entries of no parameter: {sorted(extra, key=str)}')
-    return [(i, p, group, state_dict["state"][i]) for i, p, group in places if state_dict["state"].get(i)]
+    return [(i, p, group, state_dict["state"][i]) for i, p, group in owners if state_dict["state"].get(i)]
 
 
 def loadable(state: dict[Any, dict[str, Tensor]], groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """States and groups of memkern's as one state dict."""
-    return {"state": {i: {**x, **block_order(x)} for i, x in state.items()}, "param_groups": groups}
+    """The state dict of memkern's states, by parameter numbers, and groups."""
+    return {"state": {i: {**entries, **block_order(entries)} for i, entries in state.items()}, "param_groups": groups}
 
 
 def floats_of(op: StepOp, values: State, p: Tensor) -> dict[str, Tensor]:
-    """An op's moments as floats; zeros for one that an option has added since the last step."""
+    """The moments of a state as floats; zeros for one that an option (amsgrad) has added since the last step."""
     return {
         name: load_moment(name, values) if name in values else torch.zeros_like(p, dtype=moment_dtype(p))
         for name in op.moments

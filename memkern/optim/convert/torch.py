@@ -17,12 +17,12 @@ from .states import (
     check_keys,
     check_moment,
     check_optimizer,
-    entries_of,
+    export_entries,
+    export_groups,
     floats_of,
-    groups_from,
-    groups_to,
+    import_entries,
+    import_groups,
     loadable,
-    own_entries,
     step_number,
 )
 
@@ -53,23 +53,23 @@ def from_torch_state_dict(optimizer: Adam, state_dict: dict[str, Any]) -> dict[s
             (NAdam's) or groups of one (RAdam's), or has amsgrad where the optimizer stores 8 bits.
     """
     check_optimizer(optimizer, Adam)
-    entries = entries_of(optimizer, state_dict)
-    groups = groups_from(optimizer, state_dict)
-    for k, converted in enumerate(groups):
+    entries = import_entries(optimizer, state_dict)
+    groups = import_groups(optimizer, state_dict)
+    for index, converted in enumerate(groups):
         if converted["amsgrad"] and Format.of(converted).has_codes:
             raise ValueError(
-                f'state_dict["param_groups"][{k}] has amsgrad=True, which needs 32-bit states: '
+                f'state_dict["param_groups"][{index}] has amsgrad=True, which needs 32-bit states: '
                 f"state_bits must be 32 in the optimizer's group, got {converted['state_bits']}"
             )
-    of_parameter = {i: converted for converted in groups for i in converted["params"]}
+    group_of = {i: converted for converted in groups for i in converted["params"]}
     state = {}
     for i, p, group, values in entries:
         where = f'state_dict["state"][{i!r}]'
-        state[i] = adam_state(where, values, p, group, optimizer._op_of(of_parameter[i]).moments)
-    for k, saved in enumerate(state_dict["param_groups"]):
-        if "amsgrad" not in saved:  # RAdam's states have Adam's entries
+        state[i] = adam_state(where, values, p, group, optimizer._op_of(group_of[i]).moments)
+    for index, saved in enumerate(state_dict["param_groups"]):
+        if "amsgrad" not in saved:  # RAdam's group, whose states have Adam's entries
             raise ValueError(
-                f'state_dict["param_groups"][{k}] must be of torch.optim.Adam or AdamW, whose groups have amsgrad, '
+                f'state_dict["param_groups"][{index}] must be of torch.optim.Adam or AdamW, whose groups have amsgrad, '
                 f"got {', '.join(sorted(saved))}"
             )
     return loadable(state, groups)
@@ -78,7 +78,7 @@ def from_torch_state_dict(optimizer: Adam, state_dict: dict[str, Any]) -> dict[s
 def adam_state(
     where: str, values: dict[str, Any], p: Tensor, group: dict[str, Any], moments: Iterable[str]
 ) -> dict[str, Tensor]:
-    """The state of a parameter of torch's Adam or AdamW, as a group of memkern's stores it."""
+    """A parameter's state of torch's Adam or AdamW as a group of memkern's stores it. ``where``: it, for errors."""
     check_keys(where, values, [*moments, "step"])
     step = step_number(where, values["step"])
     state = {"step": torch.tensor(step, dtype=torch.float32, device="cpu")}
@@ -117,6 +117,6 @@ def to_torch_state_dict(optimizer: Adam) -> dict[str, Any]:
             "step": values["step"].detach().to("cpu", copy=True),
             **floats_of(optimizer._op_of(group), values, p),
         }
-        for i, p, group, values in own_entries(optimizer)
+        for i, p, group, values in export_entries(optimizer)
     }
-    return {"state": state, "param_groups": groups_to(optimizer, TORCH_ONLY)}
+    return {"state": state, "param_groups": export_groups(optimizer, TORCH_ONLY)}

@@ -1,4 +1,4 @@
-"""Converts state dicts of torch.optim.Muon, and of the AdamW beside it, to one of memkern's Muon."""
+"""Converts the state dicts of a torch.optim.Muon and of the AdamW for its other parameters to one of memkern's Muon."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from .states import (
 )
 from .torch import adam_state
 
-TORCHS = (*("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn"),)
+_MUON_OPTIONS = ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
 """The options of torch.optim.Muon's groups."""
-# The options that groups of a torch.optim.AdamW must have.
-_OF_ADAMW = ("lr", "betas", "eps", "weight_decay", "maximize")
+# The options that torch.optim.AdamW's groups must have.
+_ADAMW_OPTIONS = ("lr", "betas", "eps", "weight_decay", "maximize")
 
 
 @torch.no_grad()
@@ -47,22 +47,22 @@ def from_torch_muon_state_dict(
         ValueError: groups or states do not fit the parameters.
     """
     check_optimizer(optimizer, Muon)
-    given = {"muon": state_dict, "adamw": adamw}
+    sources = {"muon": state_dict, "adamw": adamw}
     groups, state = [], {}
-    seen, first = {"muon": 0, "adamw": 0}, 0
+    group_counts, first = {"muon": 0, "adamw": 0}, 0  # so far; the number of the next parameter
     for group in optimizer.param_groups:
         algorithm = group["algorithm"]
-        name = "state_dict" if algorithm == "muon" else "adamw"
+        name = "state_dict" if algorithm == "muon" else "adamw"  # of the argument, for errors
         numbers = list(range(first, first + len(group["params"])))
         first += len(numbers)
-        source, k = given[algorithm], seen[algorithm]
-        seen[algorithm] += 1
+        source, index = sources[algorithm], group_counts[algorithm]
+        group_counts[algorithm] += 1
         if source is None:
             groups.append({**group, "params": numbers})
             continue
-        saved = _group_of(name, source, k, len(numbers))
-        wanted = TORCHS if algorithm == "muon" else _OF_ADAMW
-        check_keys(f'{name}["param_groups"][{k}]', saved, list(wanted))
+        saved = _group_at(name, source, index, len(numbers))
+        wanted = _MUON_OPTIONS if algorithm == "muon" else _ADAMW_OPTIONS
+        check_keys(f'{name}["param_groups"][{index}]', saved, list(wanted))
         kept = {key: value for key, value in saved.items() if key not in (*OPTIONS, *TORCH_ONLY, "amsgrad")}
         groups.append({**group, **kept, "params": numbers})
         for i, p, number in zip(numbers, group["params"], saved["params"], strict=True):
@@ -81,21 +81,21 @@ def from_torch_muon_state_dict(
                 **weights.initial_state(p, group),
             }
     for algorithm, name in (("muon", "state_dict"), ("adamw", "adamw")):
-        source = given[algorithm]
-        if source is not None and len(source["param_groups"]) != seen[algorithm]:
+        source = sources[algorithm]
+        if source is not None and len(source["param_groups"]) != group_counts[algorithm]:
             raise ValueError(
-                f"{name} must have {seen[algorithm]} groups, as optimizer with algorithm={algorithm!r}, "
+                f"{name} must have {group_counts[algorithm]} groups, as optimizer with algorithm={algorithm!r}, "
                 f"got {len(source['param_groups'])}"
             )
     return loadable(state, groups)
 
 
-def _group_of(name: str, source: Any, k: int, count: int) -> dict[str, Any]:
-    """Group k of a given state dict, which must have ``count`` parameters."""
+def _group_at(name: str, source: Any, index: int, count: int) -> dict[str, Any]:
+    """The group at an index in a given state dict; raises unless it has ``count`` parameters."""
     if not isinstance(source, dict) or not {"state", "param_groups"} <= {*source}:
         got = list(source) if isinstance(source, dict) else type(source).__name__
         raise TypeError(f"{name} must be an optimizer's, with state and param_groups, got {got}")
     sizes = [len(group["params"]) for group in source["param_groups"]]
-    if k >= len(sizes) or sizes[k] != count:
-        raise ValueError(f"{name} must have {count} parameters in group {k}, as optimizer, got groups of {sizes}")
-    return source["param_groups"][k]
+    if index >= len(sizes) or sizes[index] != count:
+        raise ValueError(f"{name} must have {count} parameters in group {index}, as optimizer, got groups of {sizes}")
+    return source["param_groups"][index]

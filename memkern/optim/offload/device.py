@@ -351,7 +351,7 @@ class StatesOnHost(BlockwiseOptimizer):
             self._stages[device] = None if transfers.shares_memory else Stage(device, transfers)
         return self._stages[device]
 
-    def _beside(self, p: Tensor, values: bool = False) -> Tensor:
+    def _stand_in(self, p: Tensor, values: bool = False) -> Tensor:
         if self._stage_of(p.device) is None:
             return p
         return p.detach().cpu() if values else torch.empty_like(p.detach(), device="cpu")
