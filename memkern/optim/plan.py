@@ -227,7 +227,7 @@ class StepPlan:
             with _brought(call):
                 self._run(call, groups)
         if exchanged:
-            dtensor_muon.steps(exchanged, groups)
+            dtensor_muon.step_buckets(exchanged, groups)
         for reduced in reductions:
             with _brought(reduced[0]):
                 dtensor_calls.step_with_reduction(reduced, groups)

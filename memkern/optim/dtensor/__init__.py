@@ -2,8 +2,8 @@
 
 States are DTensors with the parameter's mesh and placements. A step is one call of the op for all local tensors. The
 whole tensor decides whether a state has 8 bits and where its blocks begin, so every rank computes the bits that one
-process alone would. Ranks exchange only what no rank knows alone, in one collective for each mesh dimension,
-in one order of the parameters on all ranks (order.py):
+process alone would. Ranks exchange only what no rank knows alone, in one collective for each mesh dimension, and in
+one order of the parameters on all ranks (order.py):
 
 - the norms of ``max_grad_norm`` and of LAMB's and LARS's layers, and a GradScaler's ``found_inf``;
 - the scales of blocks that lie on several ranks. A shard ends inside a block where rows are shorter than a block (1-D

@@ -1,4 +1,4 @@
-"""The blocks of a shard, and its codes outside of a step: quantized and dequantized in the whole tensor's blocks."""
+"""Finds the whole tensor's blocks in a shard, and quantizes and dequantizes shards in them outside of a step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .shards import Ranks, cuts_blocks, local, new_scale, ranks_of
 
 
 def layout_of_shard(p: Tensor, block_size: int, layers: int, coded: bool = True) -> ShardLayout:
-    """The blocks of this rank's shard of p."""
+    """The blocks of this rank's shard of p, a tensor of so many ``layers``. coded: whether its state has codes."""
     own, shard = local(p), Shard()
     cut = coded and cuts_blocks(p, block_size)
     if layers == 1 and not cut:
@@ -35,19 +35,19 @@ def _index(p: Any) -> Tensor:
     own = local(p)
     index = torch.zeros((), dtype=torch.int64, device="cpu")
     for d, size in enumerate(p.shape):
-        at = [
-            x if x.is_replicate() or x.dim == d == 0 else Shard(0) if x.dim == d else Replicate() for x in p.placements
-        ]
-        places = torch.arange(size, device="cpu")
-        along = distribute_tensor(places, p.device_mesh, at, src_data_rank=None).to_local().cpu()
-        index = index[..., None] * size + along
+        placements = [Replicate() if x.is_replicate() or x.dim != d else x for x in p.placements]
+        if d != 0:  # the vector of positions along d has one dimension
+            placements = [x if x.is_replicate() else Shard(0) for x in placements]
+        positions = torch.arange(size, device="cpu")
+        own_positions = distribute_tensor(positions, p.device_mesh, placements, src_data_rank=None).to_local().cpu()
+        index = index[..., None] * size + own_positions
     return index.reshape(-1).to(own.device)
 
 
 def reduce_magnitudes(shards: Sequence[Shard], ranks: Sequence[Ranks | None]) -> None:
-    """Replaces the magnitudes that the shards have noted by the largest of all ranks."""
-    values = [(x, of) for shard, of in zip(shards, ranks, strict=True) for x in shard.noted]
-    all_reduce("max", [x for x, _ in values], [of for _, of in values])
+    """Replaces the largest magnitudes of blocks, as each shard has noted them, by those of all ranks."""
+    pairs = [(noted, owners) for shard, owners in zip(shards, ranks, strict=True) for noted in shard.noted]
+    all_reduce("max", [noted for noted, _ in pairs], [owners for _, owners in pairs])
     for shard in shards:
         shard.reduced = shard.noted
 
@@ -57,37 +57,36 @@ def reduce_magnitudes(shards: Sequence[Shard], ranks: Sequence[Ranks | None]) ->
 
 def quantize(x: Tensor, codec: str, signed: bool, block_size: int, step: int) -> tuple[Tensor, Tensor]:
     """``_ops.quantize_blockwise`` of a DTensor, in the blocks of the whole tensor."""
-    codes, scale = (
-        torch.empty_like(x, dtype=torch.int8 if signed else torch.uint8),
-        new_scale(x, x, block_size),
-    )
-    own, s = local(x), local(scale)
+    codes = torch.empty_like(x, dtype=torch.int8 if signed else torch.uint8)
+    scale = new_scale(x, x, block_size)
+    own, own_scale = local(x), local(scale)
     if not cuts_blocks(x, block_size):
         if own.numel():
-            q, found = _ops.quantize_blockwise(own, codec, signed, block_size, step)
-            local(codes).copy_(q)
-            s.copy_(found.reshape(s.shape))
+            new_codes, scales = _ops.quantize_blockwise(own, codec, signed, block_size, step)
+            local(codes).copy_(new_codes)
+            own_scale.copy_(scales.reshape(own_scale.shape))
         return codes, scale
     layout = layout_of_shard(x, block_size, 1)
-    for _ in range(2):  # the first time with this rank's scales, then with those of all
+    for _ in range(2):  # with this rank's scales first, then with those of all ranks
         layout.shard.begin()
-        q, found = encode_moment(layout.to_blocks(own), layout, CODECS[codec], signed, step)
+        new_codes, scales = encode_moment(layout.to_blocks(own), layout, CODECS[codec], signed, step)
         if not layout.shard.reduced:
             reduce_magnitudes([layout.shard], [ranks_of(x)])
-    layout.from_blocks(q, local(codes))
-    s.copy_(found.reshape(s.shape))
+    layout.from_blocks(new_codes, local(codes))
+    own_scale.copy_(scales.reshape(own_scale.shape))
     return codes, scale
 
 
 def dequantize(codes: Tensor, scale: Tensor, codec: str, block_size: int) -> Tensor:
     """``_ops.dequantize_blockwise`` to float32 of DTensors, in the blocks of the whole tensor."""
     x = torch.empty_like(codes, dtype=torch.float32)
-    own, s, out = local(codes), local(scale), local(x)
+    own, own_scale, out = local(codes), local(scale), local(x)
     if own.numel() == 0:
         return x
     if cuts_blocks(codes, block_size):
         layout = layout_of_shard(codes, block_size, 1)
-        layout.from_blocks(decode(code_blocks(own, layout), s.flatten()[layout.numbers], CODECS[codec]), out)
+        values = decode(code_blocks(own, layout), own_scale.flatten()[layout.numbers], CODECS[codec])
+        layout.from_blocks(values, out)
     else:
-        out.copy_(_ops.dequantize_blockwise(own, s, codec, block_size, torch.float32))
+        out.copy_(_ops.dequantize_blockwise(own, own_scale, codec, block_size, torch.float32))
     return x

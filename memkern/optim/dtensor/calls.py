@@ -1,4 +1,4 @@
-"""Calls of ops on the tensors that a rank holds, after the reductions that their shards need."""
+"""Calls ops on the tensors that a rank holds, after the reductions over ranks that their shards need."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from .collectives import all_reduce
 from .shards import Ranks, is_dtensor, local, locals_of
 
 
-def matching(g: Tensor, p: Tensor) -> Tensor:
-    """A gradient with its parameter's placements."""
+def match_placements(g: Tensor, p: Tensor) -> Tensor:
+    """A gradient with its parameter's placements; redistributed where it has others."""
     if getattr(g, "_spec", None) is getattr(p, "_spec", g):
         return g  # fully_shard's gradients; comparing placements takes four times as long
     if is_dtensor(g) and is_dtensor(p) and g.device_mesh == p.device_mesh:
@@ -35,7 +35,7 @@ def matching(g: Tensor, p: Tensor) -> Tensor:
 
 def local_grads(grads: Sequence[Tensor], params: Sequence[Tensor]) -> list[Tensor]:
     """This rank's parts of gradients."""
-    return locals_of([matching(g, p) for g, p in zip(grads, params, strict=True)])
+    return locals_of([match_placements(g, p) for g, p in zip(grads, params, strict=True)])
 
 
 def local_args(args: StepArgs) -> StepArgs:
@@ -50,18 +50,18 @@ def local_args(args: StepArgs) -> StepArgs:
 
 
 def step_with_reduction(calls: Sequence[Call], groups: Sequence[Mapping[str, Any]]) -> None:
-    """The step of shards that first need a reduction: squares of layers, or largest values of blocks."""
+    """Steps shards that first need a reduction: of squares of layers, or of largest values of blocks. All of one op."""
     op = calls[0].op
-    steps: list[tuple[StepArgs, Callable[[StepArgs], None]]] = []
-    layouts: dict[int, ShardLayout] = {}  # of those calls that the reference takes
+    steps: list[tuple[StepArgs, Callable[[StepArgs], None]]] = []  # for each call, local arguments and what steps them
+    layouts: dict[int, ShardLayout] = {}  # by a call's index, for calls that run on the reference
     for i, call in enumerate(calls):
         args = local_args(call.args)
         if not call.by_reference:
             steps.append((args, partial(_ops.step_, op)))
             continue
         (p,), (group,) = call.args.params, args.group
-        count = len(args.trust_ratios[0]) if op.has_trust_ratios else 1
-        layouts[i] = layout = layout_of_shard(p, args.block_size[group], count, coded=bool(args.scales))
+        layer_count = len(args.trust_ratios[0]) if op.has_trust_ratios else 1
+        layouts[i] = layout = layout_of_shard(p, args.block_size[group], layer_count, coded=bool(args.scales))
         args = args._replace(scales=[s.view(layout.scale_shape) for s in args.scales])
         steps.append((args, partial(_run_on_reference, op, layout)))
     if op.has_trust_ratios:
@@ -74,7 +74,7 @@ def step_with_reduction(calls: Sequence[Call], groups: Sequence[Mapping[str, Any
     for i, layout in layouts.items():
         args, run = steps[i]
         if layout.cut:
-            run(copies(args))
+            run(with_copies(args))  # notes the magnitudes of this rank's part of each block
     reduce_magnitudes([layout.shard for layout in layouts.values()], [calls[i].ranks[0] for i in layouts])
     for args, run in steps:
         run(args)
@@ -88,30 +88,30 @@ def _run_on_reference(op: StepOp, layout: ShardLayout, args: StepArgs) -> None:
 
 def _reduce_squares(parts: Sequence[StepArgs], ranks: Sequence[Sequence[Ranks | None]]) -> None:
     """Replaces each part's ``squares`` by the sums over the ranks that hold its tensors."""
-    values: list[tuple[Tensor, list[int], Tensor]] = []
-    of_values: list[Ranks] = []
-    for args, of_tensors in zip(parts, ranks, strict=True):
+    sums: list[tuple[Tensor, list[int], Tensor]] = []  # squares, rows of them, and these rows' values
+    owners_of_sums: list[Ranks] = []
+    for args, owners_of_tensors in zip(parts, ranks, strict=True):
         squares = args.squares
         assert squares is not None
-        if len({*map(id, of_tensors)}) == 1:  # the usual case
-            rows = {of_tensors[0]: [*range(len(squares))]}
+        if len({*map(id, owners_of_tensors)}) == 1:  # the usual case
+            rows_of = {owners_of_tensors[0]: [*range(len(squares))]}
         else:
-            rows, first = {}, 0
-            for ratios, found in zip(args.trust_ratios, of_tensors, strict=True):
-                rows.setdefault(found, []).extend(range(first, first + ratios.numel()))
+            rows_of, first = {}, 0
+            for ratios, owners in zip(args.trust_ratios, owners_of_tensors, strict=True):
+                rows_of.setdefault(owners, []).extend(range(first, first + ratios.numel()))
                 first += ratios.numel()
-        for found, own in rows.items():
-            if found is not None:
-                values.append((squares, own, squares if len(rows) == 1 else squares[own]))
-                of_values.append(found)
-    all_reduce("sum", [x for _, _, x in values], of_values)
-    for squares, own, x in values:
+        for owners, rows in rows_of.items():
+            if owners is not None:
+                sums.append((squares, rows, squares if len(rows_of) == 1 else squares[rows]))
+                owners_of_sums.append(owners)
+    all_reduce("sum", [x for _, _, x in sums], owners_of_sums)
+    for squares, rows, x in sums:
         if x is not squares:
-            squares[own] = x
+            squares[rows] = x
 
 
-def copies(args: StepArgs) -> StepArgs:
-    """The arguments with copies of what a step changes."""
+def with_copies(args: StepArgs) -> StepArgs:
+    """The arguments with copies of the tensors that a step changes."""
     changed = ("params", "moments", "scales", "steps", "trust_ratios", "weight_states")
     copies: dict[str, Any] = {name: [x.clone() for x in getattr(args, name)] for name in changed}
     return args._replace(**copies)

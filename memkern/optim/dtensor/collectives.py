@@ -1,4 +1,4 @@
-"""Reductions over the ranks of a step: norms, ``found_inf``, sums of squares, largest values."""
+"""Reduces over the ranks of a step: norms, ``found_inf``, sums of squares, largest values."""
 
 from __future__ import annotations
 
@@ -18,51 +18,51 @@ if TYPE_CHECKING:
 
 
 def all_reduce(kind: str, values: Sequence[Tensor], ranks: Sequence[Ranks | None]) -> None:
-    """Reduces each value, in place, over the ranks that hold other elements of the value's tensor.
+    """Reduces each value, in place, over the ranks that hold other elements of its tensor. ``kind``: "sum" or "max".
 
     One collective for each dimension of a mesh along which a tensor is sharded, for all values together. It runs on the
-    mesh's device, whose process group need not know of the host, where offloaded shards are.
+    mesh's device: the process group need not have a backend for the host, where offloaded shards are.
     """
-    of_mesh: dict[DeviceMesh, list[int]] = {}
-    for i, found in enumerate(ranks):
-        if found is not None:
-            of_mesh.setdefault(found[0], []).append(i)
-    for mesh, own in of_mesh.items():
+    by_mesh: dict[DeviceMesh, list[int]] = {}
+    for i, owners in enumerate(ranks):
+        if owners is not None:
+            by_mesh.setdefault(owners[0], []).append(i)
+    for mesh, indices in by_mesh.items():
         if mesh.get_coordinate() is None:
             continue  # this rank has no part of these tensors
-        parts = [values[i].reshape(-1).double() for i in own]
+        parts = [values[i].reshape(-1).double() for i in indices]
         sizes = [x.numel() for x in parts]
         flat = torch.cat(parts).to(mesh.device_type)
-        dims = [ranks[i][1] for i in own]  # type: ignore[index]
-        for k in sorted({k for of_one in dims for k in of_one}):
-            if kind == "sum" and mesh.get_local_rank(k) != 0:
-                for x, of_one in zip(flat.split(sizes), dims, strict=True):
-                    if k not in of_one:
-                        x.zero_()  # all ranks along k hold this tensor: only the first one's sum is added
+        dims_of_each = [ranks[i][1] for i in indices]  # type: ignore[index]
+        for dim in sorted({dim for dims in dims_of_each for dim in dims}):
+            if kind == "sum" and mesh.get_local_rank(dim) != 0:
+                for x, dims in zip(flat.split(sizes), dims_of_each, strict=True):
+                    if dim not in dims:
+                        x.zero_()  # all ranks along dim hold this tensor: only the first one's sum is added
             op = dist.ReduceOp.SUM if kind == "sum" else dist.ReduceOp.MAX
-            dist.all_reduce(flat, op, group=mesh.get_group(k))
-        for i, x in zip(own, flat.split(sizes), strict=True):
+            dist.all_reduce(flat, op, group=mesh.get_group(dim))
+        for i, x in zip(indices, flat.split(sizes), strict=True):
             values[i].copy_(x.reshape(values[i].shape))
 
 
 class AllRanks(NamedTuple):
-    """All ranks that have a part of some parameters, the same on each of them."""
+    """The ranks that have a part of an optimizer's parameters; every rank has an equal one."""
 
     meshes: tuple[DeviceMesh, ...]
-    """Reductions over these, one after the other, bring a value of any rank to all."""
+    """Meshes over which reductions, one after the other, bring a value of any rank to all ranks."""
     kinds: tuple[Ranks | None, ...]
-    """The different values of :func:`ranks_of` for the parameters."""
+    """The different results of :func:`ranks_of` for the parameters."""
     order: Order
-    """The order of the parameters in which the ranks exchange."""
+    """The order of the parameters, in which the ranks exchange their parts."""
 
     @property
     def have_equal_sums(self) -> bool:
-        """Whether sums over the ranks of each tensor are over all ranks: one mesh shards every parameter."""
+        """Whether a sum over the ranks of each tensor is one over all ranks: one mesh shards every parameter."""
         if len(self.meshes) != 1 or len(self.kinds) != 1:
             return False
         (mesh,), (kind,) = self.meshes, self.kinds
-        every = tuple(k for k in range(mesh.ndim) if mesh.size(k) > 1)
-        return not every or kind == (mesh, every)
+        all_dims = tuple(dim for dim in range(mesh.ndim) if mesh.size(dim) > 1)
+        return not all_dims or kind == (mesh, all_dims)
 
 
 NO_OTHERS = AllRanks((), (None,), Order())  # where no parameter is a DTensor
@@ -80,8 +80,8 @@ def _sort_key_of_kind(kind: Ranks | None) -> Any:
 def all_ranks_of(params: Sequence[Tensor], groups: Iterable[dict[str, Any]]) -> AllRanks:
     """All ranks that have a part of ``params``, of which some are DTensors. ``groups``: the optimizer's.
 
-    Of meshes the largest serves where it has all ranks. Otherwise all of them in turn, as often as there are meshes: a
-    value may have to go through each.
+    The largest mesh is enough where it has all ranks. Otherwise a value may have to go through each mesh: all of them
+    in turn, as often as there are meshes.
     """
     meshes = sorted(dict.fromkeys(p.device_mesh for p in params if is_dtensor(p)), key=_sort_key)
     ranks = [set(mesh.mesh.flatten().tolist()) for mesh in meshes]
@@ -91,14 +91,14 @@ def all_ranks_of(params: Sequence[Tensor], groups: Iterable[dict[str, Any]]) -> 
 
 
 def check_order(order: Order) -> None:
-    """Raises RuntimeError on all ranks where one has other parameters than another, or in another order; once."""
+    """Raises RuntimeError on all ranks unless all have the same parameters in the same order. Compares once."""
     if order.is_checked:
         return
     own = order.fingerprints()
     kinds = sorted(own, key=_sort_key_of_kind)
     values = [torch.tensor([own[kind], -own[kind]], dtype=torch.float64, device="cpu") for kind in kinds]
     all_reduce("max", values, kinds)
-    if any(most + negated != 0 for most, negated in map(Tensor.tolist, values)):
+    if any(highest != -negated_lowest for highest, negated_lowest in map(Tensor.tolist, values)):
         raise RuntimeError(
             "params must be the same in the same order on every rank, as ranks exchange what belongs to their shards "
             f"in that order; another rank has others than this one: {order}. Give named parameters "
@@ -110,39 +110,39 @@ def check_order(order: Order) -> None:
 def largest(values: Tensor, all_ranks: AllRanks) -> Tensor:
     """The largest of all ranks' values, none of which is NaN.
 
-    What decides whether a rank steps, and how far, must be one decision of all: they exchange what they step.
+    Ranks must agree on whether to step, and how far, as they exchange parts of what they step.
     """
     for mesh in all_ranks.meshes:
         if mesh.get_coordinate() is None or mesh.size() == 1:
             continue
-        there = values.to(mesh.device_type, copy=True)
-        for k in range(mesh.ndim):
-            if mesh.size(k) > 1:
-                dist.all_reduce(there, dist.ReduceOp.MAX, group=mesh.get_group(k))
-        values = there.to(values.device)
+        on_mesh = values.to(mesh.device_type, copy=True)
+        for dim in range(mesh.ndim):
+            if mesh.size(dim) > 1:
+                dist.all_reduce(on_mesh, dist.ReduceOp.MAX, group=mesh.get_group(dim))
+        values = on_mesh.to(values.device)
     return values
 
 
 def grad_norm(
     grads: Sequence[Tensor], grad_scale: Tensor | None, ranks: Sequence[Ranks | None], all_ranks: AllRanks
 ) -> Tensor:
-    """The norm of all gradients, fp64 and unscaled: one for all ranks, NaN where any rank's is, or else infinite.
+    """The norm of all gradients, fp64 and unscaled, equal on all ranks: NaN, or else infinite, if any rank's is.
 
-    ``grads``: this rank's parts. ``ranks``: who holds other elements of each tensor.
+    ``grads``: this rank's parts. ``ranks``: for each gradient, the ranks that hold other elements of it.
     """
     squares = _squares(grads, grad_scale, ranks, all_ranks.kinds)
     all_reduce("sum", squares, all_ranks.kinds)
     total = torch.stack(squares).sum()
     if all_ranks.have_equal_sums or not all_ranks.meshes:
         return total.sqrt()
-    # Gradients of plain tensors beside DTensors, and of replicas, are as equal as their own reduction has made them.
+    # Gradients of plain tensors and of replicas may differ between ranks, by the reduction that they came from.
     values = torch.stack([total.nan_to_num(nan=0.0, posinf=torch.inf), total.isnan().double()])
     total, has_nan = largest(values, all_ranks).unbind()
     return total.sqrt().where(has_nan == 0, torch.full_like(total, torch.nan))
 
 
 def is_finite(grads: Sequence[Tensor], all_ranks: AllRanks) -> Tensor:
-    """Whether the gradients of all ranks are finite, a boolean for all ranks."""
+    """Whether all gradients of all ranks are finite: a boolean tensor, the same on all ranks."""
     squares = _squares(grads, None, [None] * len(grads), [None])
     return largest((~torch.stack(squares).isfinite().all()).float(), all_ranks) == 0
 
@@ -150,7 +150,7 @@ def is_finite(grads: Sequence[Tensor], all_ranks: AllRanks) -> Tensor:
 def norm_of(
     grads: Sequence[Tensor], grad_scale: Tensor | None, device: torch.device, out: Tensor | None = None
 ) -> Tensor:
-    """The norm of gradients, fp64 and unscaled, on a device. ``out``: a tensor for the result, or None."""
+    """The norm of gradients of one process, fp64 and unscaled, on a device. ``out``: a tensor for it, or None."""
     if any(g.dtype == torch.float64 or g.device != device for g in grads):
         norms = [torch.linalg.vector_norm(g, dtype=torch.float64).to(device) for g in grads]
         norm = torch.linalg.vector_norm(torch.stack(norms))
@@ -169,8 +169,8 @@ def _squares(
     ranks: Sequence[Ranks | None],
     kinds: Sequence[Ranks | None],
 ) -> list[Tensor]:
-    """The sums of the squares of this rank's gradients, one for each of ``kinds``, of which it may have none."""
+    """The sum of the squares of this rank's gradients of each of ``kinds``; 0 where it has none."""
     of_ranks: dict[Ranks | None, list[Tensor]] = {kind: [] for kind in kinds}
     for g, kind in zip(grads, ranks, strict=True):
         of_ranks[kind].append(g)
-    return [norm_of(some, grad_scale, grads[0].device).square() for some in of_ranks.values()]
+    return [norm_of(of_kind, grad_scale, grads[0].device).square() for of_kind in of_ranks.values()]

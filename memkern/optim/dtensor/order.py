@@ -1,4 +1,4 @@
-"""The order in which ranks exchange what belongs to their shards, which must be one order on all of them."""
+"""Orders an optimizer's DTensors, the same on all ranks, which exchange parts of their shards in that order."""
 
 from __future__ import annotations
 
@@ -17,41 +17,41 @@ T = TypeVar("T")
 class Order:
     """The order of an optimizer's DTensors: by name where its groups have names, else the groups' own.
 
-    Nothing else tells shards of one shape apart on several ranks.
+    Shards of one shape on several ranks have nothing else that tells them apart.
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]] = ()) -> None:
         named: list[tuple[str, Tensor]] = []
         for group in groups:
             params, names = group["params"], group.get("param_names", ())
-            if len(names) != len(params):  # there are none, or the list was edited without them
+            if len(names) != len(params):  # a group without names, or whose params alone were edited
                 names = [""] * len(params)
             named += [(name, p) for name, p in zip(names, params, strict=True) if is_dtensor(p)]
         named.sort(key=itemgetter(0))
         self._places = {id(p): i for i, (_, p) in enumerate(named)}
-        self._listed: dict[Ranks, list[str]] = {}
+        self._descriptions: dict[Ranks, list[str]] = {}  # of the tensors that these ranks have parts of
         for name, p in named:
             if (ranks := ranks_of(p)) is not None:
                 placements: Any = p.placements  # type: ignore[attr-defined]
-                self._listed.setdefault(ranks, []).append(
+                self._descriptions.setdefault(ranks, []).append(
                     f"{name} {tuple(p.shape)} {[*map(str, placements)]} {p.dtype}".strip()
                 )
-        self.is_checked = False
+        self.is_checked = False  # whether collectives.check_order has compared it with other ranks'
 
     def sorted(self, pairs: Iterable[tuple[Tensor, T]]) -> list[tuple[Tensor, T]]:
-        """Parameters, each with something of it, in this order; plain tensors come first, in their own order."""
+        """Pairs of a parameter and anything else, in this order; plain tensors come first, in their own order."""
         return sorted(pairs, key=lambda pair: self._places.get(id(pair[0]), -1)) if self._places else [*pairs]
 
     def fingerprints(self) -> dict[Ranks, float]:
-        """A hash of the tensors' names, shapes, placements and dtypes in this order, by the ranks that have parts.
+        """By the ranks that have parts, a hash of their tensors' names, shapes, placements and dtypes in this order.
 
         48 bits, so that reductions in fp64 compare it exactly.
         """
         return {
             ranks: float(int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:6], "big"))
-            for ranks, lines in self._listed.items()
+            for ranks, lines in self._descriptions.items()
         }
 
     def __str__(self) -> str:
-        lines = [line for of_ranks in self._listed.values() for line in of_ranks]
+        lines = [line for descriptions in self._descriptions.values() for line in descriptions]
         return "; ".join(lines[:4]) + ("; ..." if len(lines) > 4 else "")

@@ -1,7 +1,8 @@
-"""Which elements, blocks and states a rank holds of DTensors, and of FSDP1's flat parameters."""
+"""Tells which elements, blocks and states a rank holds of DTensors, and recognizes FSDP1's flat parameters."""
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -18,18 +19,18 @@ if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
 Ranks = tuple["DeviceMesh", tuple[int, ...]]
-"""A mesh, and those of its dimensions along which ranks have different elements of a tensor."""
+"""A mesh, and the dimensions of it along which ranks have different elements of a tensor."""
 
-_cut: Any = WeakIdKeyDictionary()  # parameters with blocks on several ranks, for the report
+_cut: Any = WeakIdKeyDictionary()  # as a set: parameters with blocks on several ranks, for the report
 
 
 def note_cut_blocks(p: Tensor) -> None:
-    """Names a parameter in memkern.report(): its shards end inside blocks."""
+    """Has memkern.report() name a parameter whose shards end inside blocks."""
     _cut[p] = True
 
 
 def report() -> dict[str, Any]:
-    """The part of memkern.report() about several processes."""
+    """The part of memkern.report() about jobs of several processes."""
     alone = not (dist.is_available() and dist.is_initialized())
     return {
         "process_group": None if alone else f"{dist.get_backend()}, rank {dist.get_rank()} of {dist.get_world_size()}",
@@ -45,7 +46,7 @@ def report() -> dict[str, Any]:
 def is_dtensor(x: Any) -> TypeIs[DTensor]:
     if type(x) in (Tensor, torch.nn.Parameter):
         return False
-    module = sys.modules.get("torch.distributed.tensor")  # where nobody has imported it there is no DTensor
+    module = sys.modules.get("torch.distributed.tensor")  # no DTensor exists before somebody has imported it
     return module is not None and isinstance(x, module.DTensor)
 
 
@@ -53,7 +54,7 @@ def local(x: Tensor) -> Tensor:
     """The elements that this rank has."""
     if not is_dtensor(x):
         return x
-    return _completed(x._local_tensor)  # to_local() makes a view of a parameter, at each step
+    return _completed(x._local_tensor)  # to_local() would make a view of a parameter at each step
 
 
 def locals_of(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -70,23 +71,23 @@ def _completed(x: Any) -> Tensor:
 
 
 def ranks_of(p: Tensor) -> Ranks | None:
-    """The ranks that have other elements of a tensor, or None where this one has all."""
+    """The ranks that have other elements of a tensor; None where this rank has all."""
     if not is_dtensor(p):
         return None
     mesh = p.device_mesh
-    dims = [k for k, at in enumerate(p.placements) if not at.is_replicate() and mesh.size(k) > 1]
+    dims = [i for i, placement in enumerate(p.placements) if not placement.is_replicate() and mesh.size(i) > 1]
     return (mesh, tuple(dims)) if dims else None
 
 
 def is_elsewhere(p: Tensor) -> bool:
-    """Whether p is on a mesh that this rank is no part of."""
+    """Whether p is on a mesh without this rank."""
     return is_dtensor(p) and p.device_mesh.get_coordinate() is None
 
 
 def ranks_of_each(params: Sequence[Tensor]) -> dict[Tensor, Ranks]:
-    """:func:`ranks_of` of the parameters that have some, one object for ranks that are equal."""
-    equal: dict[Ranks, Ranks] = {}
-    return {p: equal.setdefault(ranks, ranks) for p in params if (ranks := ranks_of(p))}
+    """:func:`ranks_of` the parameters that are on several; equal ranks are one object."""
+    first_equal: dict[Ranks, Ranks] = {}
+    return {p: first_equal.setdefault(ranks, ranks) for p in params if (ranks := ranks_of(p))}
 
 
 def cuts_blocks(p: Tensor, block_size: int) -> bool:
@@ -96,26 +97,27 @@ def cuts_blocks(p: Tensor, block_size: int) -> bool:
     layout, (mesh, dims) = layout_of(p, block_size), ranks
     placements: Any = p.placements
     short_rows = len(layout.scale_shape) == 1
-    count: dict[int, int] = {}  # of shards, by dimension
-    for k in dims:
-        at = placements[k]
-        count[at.dim] = count.get(at.dim, 1) * mesh.size(k)
-        plain = type(at).__name__ == "Shard"
-        if at.dim and not (plain and at.dim == 1 and not short_rows):
+    shard_counts: dict[int, int] = {}  # by dimension of p
+    for mesh_dim in dims:
+        placement = placements[mesh_dim]
+        dim = placement.dim
+        shard_counts[dim] = shard_counts.get(dim, 1) * mesh.size(mesh_dim)
+        cuts_columns = dim == 1 and type(placement).__name__ == "Shard"  # and no _StridedShard
+        if dim != 0 and (short_rows or not cuts_columns):
             return True
-    inner = p.numel() // p.shape[0] if p.dim() else 1  # elements of a row
+    row_numel = p.numel() // p.shape[0] if p.dim() else 1
     if short_rows:
-        nested = [placements[k].dim for k in dims].count(0) > 1
-        return nested or -(-p.shape[0] // count[0]) * inner % layout.block != 0
-    columns = count.get(1, 1)
-    return columns > 1 and (p.shape[1] % columns != 0 or inner // columns % layout.block != 0)
+        nested = [placements[mesh_dim].dim for mesh_dim in dims].count(0) > 1
+        return nested or -(-p.shape[0] // shard_counts[0]) * row_numel % layout.block != 0
+    parts = shard_counts.get(1, 1)  # of each row
+    return parts > 1 and (p.shape[1] % parts != 0 or row_numel // parts % layout.block != 0)
 
 
 def check_placements(p: Tensor) -> None:
-    """Raises ValueError for a DTensor of which no rank has elements of its own, or not in the order of memory."""
+    """Raises ValueError for a DTensor that is partial, or sharded and not contiguous."""
     if not is_dtensor(p):
         return
-    if any(at.is_partial() for at in p.placements):
+    if any(placement.is_partial() for placement in p.placements):
         raise ValueError(f"params must be sharded or replicated, got placements {p.placements}")
     if ranks_of(p) and not (p.is_contiguous() and local(p).is_contiguous()):
         raise ValueError(
@@ -125,23 +127,24 @@ def check_placements(p: Tensor) -> None:
 
 
 def largest_shard(p: Tensor) -> tuple[int, ...]:
-    """The shape of the largest shard of p that a rank has. The same on every rank."""
+    """The shape of the largest shard of p. The same on every rank."""
     shape = [*p.shape]
     if (ranks := ranks_of(p)) is not None:
         mesh, dims = ranks
         placements: Any = p.placements  # type: ignore[attr-defined]
-        for k in dims:
-            shape[placements[k].dim] = -(-shape[placements[k].dim] // mesh.size(k))
+        for mesh_dim in dims:
+            dim = placements[mesh_dim].dim
+            shape[dim] = -(-shape[dim] // mesh.size(mesh_dim))
     return tuple(shape)
 
 
 def is_flat_shard(p: Tensor) -> bool:
-    """Whether FSDP1 made p: a flat parameter, or what use_orig_params=True leaves of one on this rank."""
+    """Whether FSDP1 made p: a flat parameter, or with use_orig_params=True this rank's part of a parameter."""
     return getattr(p, "_fsdp_flattened", False)
 
 
 def check_whole(name: str, p: Tensor) -> None:
-    """Raises ValueError where Muon is to have p and FSDP1 has made it a flat shard."""
+    """Raises ValueError where FSDP1 has made p, which is meant for Muon, a flat shard. ``name``: p, for the error."""
     if is_flat_shard(p):
         raise ValueError(
             f"{name} is a flat shard of FullyShardedDataParallel ({p.numel()} elements), which is no matrix for Muon; "
@@ -150,7 +153,7 @@ def check_whole(name: str, p: Tensor) -> None:
 
 
 def check_flat_shard(p: Tensor, needs_norms: str | None) -> None:
-    """Raises RuntimeError where norms are needed (by the option or class of that name) and FSDP1 hides the tensors."""
+    """Raises RuntimeError for a flat shard of FSDP1 where ``needs_norms`` names an option or class that needs norms."""
     alone = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
     if needs_norms is None or not is_flat_shard(p) or (alone and needs_norms == "max_grad_norm"):
         return
@@ -163,7 +166,7 @@ def check_flat_shard(p: Tensor, needs_norms: str | None) -> None:
 
 
 def needs_reference(p: Tensor, group: dict[str, Any], coded: bool) -> bool:
-    """Whether a shard has parts of blocks or of layers, which no kernel knows."""
+    """Whether a shard may have parts of blocks or of layers, which no kernel can step. coded: its state has codes."""
     if ranks_of(p) is None:
         return False
     return (coded and cuts_blocks(p, group["block_size"])) or group.get("layers", 1) != 1
@@ -177,21 +180,21 @@ def _placements_of_scales(p: DTensor, block_size: int) -> list[Any]:
 
     if cuts_blocks(p, block_size):
         return [Replicate()] * len(p.placements)
-    columns = Shard(1) if len(layout_of(p, block_size).scale_shape) == 2 else Replicate()
+    for_columns = Shard(1) if len(layout_of(p, block_size).scale_shape) == 2 else Replicate()
     placements: Any = p.placements
-    return [at if at.is_replicate() or at.dim == 0 else columns for at in placements]
+    return [x if x.is_replicate() or x.dim == 0 else for_columns for x in placements]
 
 
 def _scales_on_mesh(p: Tensor, own: Tensor, shape: tuple[int, ...], block_size: int) -> Tensor:
-    """This rank's scales of p as a DTensor; ``shape``: of all scales of p."""
+    """This rank's scales of p as a DTensor. ``shape``: of the scales of all ranks."""
     assert is_dtensor(p)
     return on_mesh(own, p.device_mesh, _placements_of_scales(p, block_size), shape)
 
 
 def on_mesh(own: Tensor, mesh: DeviceMesh, placements: Sequence[Any], shape: Sequence[int]) -> Tensor:
-    """A DTensor of a rank's own part, which stays where it is, as fully_shard makes those of shards on the host.
+    """A DTensor of a rank's own part, which stays on its device, as parameters that fully_shard offloads do.
 
-    ``DTensor.from_local`` and ``distribute_tensor`` copy it to the mesh's device.
+    ``DTensor.from_local`` and ``distribute_tensor`` would copy it to the mesh's device.
     """
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -202,20 +205,18 @@ def on_mesh(own: Tensor, mesh: DeviceMesh, placements: Sequence[Any], shape: Seq
 
 
 def _shape_of_scales(p: Tensor, block_size: int) -> tuple[int, ...]:
-    """The shape of the scales that this rank has."""
-    shape, own = layout_of(p, block_size).scale_shape, local(p).shape
+    """The shape of this rank's scales of p."""
+    shape, own = layout_of(p, block_size).scale_shape, local(p).shape  # of p's scales; of this rank's elements
     if cuts_blocks(p, block_size) or not ranks_of(p):
         return shape
-    inner = 1
-    for size in own[1:]:
-        inner *= size
+    row_numel = math.prod(own[1:])
     if len(shape) == 2:
-        return own[0], -(-inner // block_size)
-    return (-(-own[0] // (block_size // max(1, inner))),)
+        return own[0], -(-row_numel // block_size)
+    return (-(-own[0] // (block_size // max(1, row_numel))),)
 
 
 def new_scale(p: Tensor, like: Tensor, block_size: int) -> Tensor:
-    """Zero scales for the moments of p, which has the blocks of ``like``."""
+    """Zero scales for a moment of p; ``like`` is p, or has its shape and the memory format of the moment."""
     if not is_dtensor(p):
         return torch.zeros(layout_of(like, block_size).scale_shape, dtype=torch.float32, device=p.device)
     own = torch.zeros(_shape_of_scales(p, block_size), dtype=torch.float32, device=local(p).device)
@@ -223,25 +224,24 @@ def new_scale(p: Tensor, like: Tensor, block_size: int) -> Tensor:
 
 
 def placed(key: str, x: Tensor, p: Tensor, block_size: int) -> Tensor:
-    """A tensor of a loaded state, with the mesh and the placements that the state of p has."""
-    of_elements = key not in ("step", "trust_ratio")
-    if not is_dtensor(p) or not of_elements:
+    """An entry of a loaded state, with the mesh and the placements that p's state has for the key."""
+    if not is_dtensor(p) or key in ("step", "trust_ratio"):  # entries that are no DTensors
         return x.full_tensor() if is_dtensor(x) else x
-    scale = key.endswith("_scale")
-    shape = layout_of(p, block_size).scale_shape if scale else p.shape
+    is_scale = key.endswith("_scale")
+    shape = layout_of(p, block_size).scale_shape if is_scale else p.shape
     if tuple(x.shape) != tuple(shape):
-        return x  # there is a message for this
-    at = tuple(_placements_of_scales(p, block_size)) if scale else p.placements
+        return x  # for which the caller has an error
+    placements = tuple(_placements_of_scales(p, block_size)) if is_scale else p.placements
     if is_dtensor(x) and x.device_mesh == p.device_mesh:
-        return x if x.placements == at else x.redistribute(placements=at)
-    return sharded((x.full_tensor() if is_dtensor(x) else x).detach(), p, at)
+        return x if x.placements == placements else x.redistribute(placements=placements)
+    return sharded((x.full_tensor() if is_dtensor(x) else x).detach(), p, placements)
 
 
 def sharded(whole: Tensor, p: DTensor, placements: Sequence[Any] | None = None) -> Tensor:
-    """A whole tensor as a DTensor beside p: on its mesh and its device, with its placements or others. A copy."""
+    """A copy of a whole tensor as a DTensor on p's mesh and device, with p's placements or the given ones."""
     from torch.distributed.tensor import distribute_tensor
 
-    at = tuple(placements or p.placements)
+    placements = tuple(placements or p.placements)
     if p.device_mesh.size() == 1:
-        return on_mesh(whole.to(p.device, copy=True), p.device_mesh, at, whole.shape)
-    return distribute_tensor(whole, p.device_mesh, at, src_data_rank=None).to(p.device)
+        return on_mesh(whole.to(p.device, copy=True), p.device_mesh, placements, whole.shape)
+    return distribute_tensor(whole, p.device_mesh, placements, src_data_rank=None).to(p.device)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..dtensor import shards
-from ..dtensor.calls import matching
+from ..dtensor.calls import match_placements
 from ..dtensor.shards import is_dtensor, local
 from ..state import State
 from .transfers import Transfers
@@ -93,7 +93,7 @@ class Weight:
         """
         grad = self.p.grad
         assert grad is not None
-        grad = matching(grad, self.p)
+        grad = match_placements(grad, self.p)
         if transfers.shares_memory:
             self.gradient = grad if self.gradient is None else self.gradient.add_(grad)
             return None
