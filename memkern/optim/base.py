@@ -322,7 +322,7 @@ class BlockwiseOptimizer(Optimizer):
         if not torch.compiler.is_compiling():
             known = [states[p] for p in params]
             plan = getattr(known[0], "plan", None)  # every state has the plan of its last step
-            if plan is not None and plan.holds(params, group_of_each, known, groups, self._snapshots):
+            if plan is not None and plan.still_fits(params, group_of_each, known, groups, self._snapshots):
                 return plan
             self._prepare([(p, groups[k]) for p, k in zip(params, group_of_each, strict=True)])
         entries = [Entry(p, k, states[p], self._op_of(groups[k])) for p, k in zip(params, group_of_each, strict=True)]
@@ -386,7 +386,7 @@ class BlockwiseOptimizer(Optimizer):
 
         def prepare(_: Optimizer, incoming: dict[str, Any]) -> dict[str, Any]:
             # Runs after the user's own pre-hooks.
-            incoming, differences = loading.prepared(target, incoming)
+            incoming, differences = loading.prepare(target, incoming)
             changes.extend(differences)
             return incoming
 
@@ -415,9 +415,8 @@ class BlockwiseOptimizer(Optimizer):
         for group in (self.defaults, *self.param_groups):
             make_plain(group, self.defaults)
         groups = {p: group for group in self.param_groups for p in group["params"]}
-        self.state = defaultdict(
-            State, {p: loading.restored(values, p, groups.get(p), self._stand_in) for p, values in self.state.items()}
-        )
+        states = {p: loading.restore_state(x, p, groups.get(p), self._stand_in) for p, x in self.state.items()}
+        self.state = defaultdict(State, states)
         norm = self.defaults.get("max_grad_norm")
         self.defaults["max_grad_norm"] = replaced.max_grad_norm(self.param_groups, norm)
         self._snapshots = self._snapshot()
@@ -430,4 +429,4 @@ class BlockwiseOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As torch.optim's: plain tensors, stored as the groups' options say."""
         self._follow_groups()
-        return loading.saved(super().state_dict(), self.param_groups, self._op_of)
+        return loading.complete_state_dict(super().state_dict(), self.param_groups, self._op_of)

@@ -1,4 +1,4 @@
-"""Errors for what other libraries do otherwise: options of bitsandbytes and apex, clipping by training loops."""
+"""Raises for what works otherwise in other libraries: options of bitsandbytes and apex, clipping by training loops."""
 
 from __future__ import annotations
 
@@ -15,14 +15,8 @@ _WRITE_GROUPS = (
 CURES: dict[str, tuple[str, str]] = {
     "optim_bits": (_BNB, "write state_bits={value}"),
     "is_paged": (_BNB, "states are not paged; leave it out"),
-    "percentile_clipping": (
-        _BNB,
-        "write max_grad_norm=..., which clips all gradients together inside the step",
-    ),
-    "block_wise": (
-        _BNB,
-        "8-bit states are always block-wise; leave it out (block_size is the size of a block)",
-    ),
+    "percentile_clipping": (_BNB, "write max_grad_norm=..., which clips all gradients together inside the step"),
+    "block_wise": (_BNB, "8-bit states are always block-wise; leave it out (block_size is the size of a block)"),
     "args": (_BNB, "write its entries as arguments"),
     "max_unorm": (
         _BNB,
@@ -34,7 +28,7 @@ CURES: dict[str, tuple[str, str]] = {
     "use_nvlamb": (_APEX, "write always_adapt=True"),
     "eps_inside_sqrt": (_APEX, "leave it out; eps is added to the root"),
 }
-"""Arguments of other libraries' optimizers: the library, and what to write in place of each."""
+"""By an argument of another library's optimizers: the library, and what to write in place of it."""
 
 
 def check_arguments(optimizer: type, arguments: Mapping[str, Any]) -> None:
@@ -43,10 +37,11 @@ def check_arguments(optimizer: type, arguments: Mapping[str, Any]) -> None:
     if not known:
         return
     own = inspect.signature(optimizer).parameters
-    for name in (name for name in arguments if name in known and name not in own):
-        source, cure = CURES[name]
-        cure = cure.format(value=arguments[name])
-        raise TypeError(f"memkern.optim.{optimizer.__name__} has no argument {name} ({source}'s): {cure}")
+    for name, value in arguments.items():
+        if name in known and name not in own:
+            library, cure = CURES[name]
+            cure = cure.format(value=value)
+            raise TypeError(f"memkern.optim.{optimizer.__name__} has no argument {name} ({library}'s): {cure}")
 
 
 def check_overrides(params: Iterable[Any]) -> None:
@@ -55,9 +50,9 @@ def check_overrides(params: Iterable[Any]) -> None:
     manager = None if module is None else module.GlobalOptimManager._instance
     if manager is None:
         return
-    ours = {id(p) for p in params}
+    own_ids = {id(p) for p in params}
     for owner, name, options in manager.module_weight_config_triple:
-        if id(getattr(owner, name, None)) in ours:
+        if id(getattr(owner, name, None)) in own_ids:
             raise ValueError(
                 f"bitsandbytes' GlobalOptimManager has the options {options} for the {name} of {owner}, and memkern's "
                 f"optimizers do not read them: {_WRITE_GROUPS}"
@@ -65,17 +60,17 @@ def check_overrides(params: Iterable[Any]) -> None:
 
 
 def lightning_asks() -> bool:
-    """Whether Lightning reads the property that calls this.
+    """Whether it is Lightning that reads the property that calls this, which says whether a step unscales gradients.
 
-    With ``precision="16-mixed"`` or ``"bf16-mixed"`` it refuses to clip the gradients of optimizers that unscale them
-    in their step. These take unscaled ones too: told that they do not, Lightning unscales, clips, and goes on to
-    GradScaler.step(), which asks for itself.
+    With ``precision="16-mixed"`` or ``"bf16-mixed"`` Lightning refuses to clip the gradients of optimizers whose
+    step unscales them. memkern's step takes unscaled gradients, too: where Lightning reads False, it unscales, clips,
+    and calls GradScaler.step(), which reads the property by itself.
     """
     caller: str = sys._getframe(2).f_globals.get("__name__", "")
     return caller.split(".")[0] in ("lightning", "pytorch_lightning", "lightning_fabric")
 
 
-_CLIPPING = {  # a framework's package: where its loop has the largest norm, and how to leave its clipping out
+_CLIPPING = {  # by a framework's package: the attribute of its loop that has the norm, and how to turn clipping off
     "transformers": ("args.max_grad_norm", "TrainingArguments(max_grad_norm=0)"),
     "lightning": ("trainer.gradient_clip_val", "lightning.Trainer(gradient_clip_val=None)"),
     "pytorch_lightning": ("trainer.gradient_clip_val", "pytorch_lightning.Trainer(gradient_clip_val=None)"),
@@ -83,10 +78,10 @@ _CLIPPING = {  # a framework's package: where its loop has the largest norm, and
 
 
 def refuse_clipping(optimizer: Any) -> None:
-    """Raises ValueError where a framework's loop calls ``step()`` and clips gradients, which were not there to clip.
+    """Raises ValueError where a framework's loop that clips gradients calls ``step()``.
 
-    For optimizers that free gradients in the backward pass: torch's clip_grad_norm_ leaves out parameters without a
-    gradient, so that the run would be unclipped without an error.
+    For optimizers that free gradients in the backward pass, before the loop clips: torch's clip_grad_norm_ leaves out
+    parameters without a gradient, so that the run would be unclipped without an error.
     """
     frame = sys._getframe(1).f_back
     while frame is not None:
@@ -102,16 +97,16 @@ def refuse_clipping(optimizer: Any) -> None:
 
 
 def unclipped(optimizer: Any, given: str, framework: str, cure: str) -> ValueError:
-    """The error for a framework's clipping. ``given``: its option. ``cure``: what leaves it out."""
-    way = "and the optimizer's own max_grad_norm" if optimizer.clips_by_norm else "or an optimizer that keeps them"
+    """The error for a framework's clipping. ``given``: its option. ``cure``: what turns it off."""
+    advice = "and the optimizer's own max_grad_norm" if optimizer.clips_by_norm else "or an optimizer that keeps them"
     return ValueError(
         f"{given} given with {type(optimizer).__name__}, which frees gradients in the backward pass, before "
-        f"{framework} clips them; allowed: {cure}, {way}"
+        f"{framework} clips them; allowed: {cure}, {advice}"
     )
 
 
 class GlobalOptimManager:
-    """bitsandbytes' registry of options by parameter, which parameter groups stand for: every use raises."""
+    """bitsandbytes' registry of options by parameter: every use raises, and names parameter groups instead."""
 
     def __init__(self) -> None:
         self.get_instance()

@@ -1,4 +1,4 @@
-"""How a parameter's state is stored: the options that its codes are read with."""
+"""The format of a parameter's state: which options say how it is stored, and when it has 8 bits."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class Format(NamedTuple):
 
     @property
     def has_codes(self) -> bool:
-        """Whether moments are stored as codes, of tensors that are large enough."""
+        """Whether moments are stored as codes, where a tensor is large enough (:func:`takes_8bit_state`)."""
         return self.state_bits != 32
 
     @property
     def codec_number(self) -> int:
-        """The codec as the ops take it."""
+        """The codec as the number that ops take."""
         return CODECS[self.codec]
 
 

@@ -1,4 +1,4 @@
-"""Parameter groups of a model: which parameters decay, which keep 32-bit states, and which are Muon's."""
+"""Makes the parameter groups of a model: which parameters decay, which keep 32-bit states, and which are Muon's."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from .dtensor.shards import check_whole
 from .roles import WITHOUT_DECAY, roles
 
 
-def _marked(model: nn.Module) -> dict[Tensor, int]:
-    """The state bits of parameters whose modules ask for some. By identity, so that no wrapper's renaming matters."""
+def _requested_bits(model: nn.Module) -> dict[Tensor, int]:
+    """The state bits that modules ask for, by their parameters and not by names, which wrappers change."""
     bits_of: dict[Tensor, int] = {}
     for name, module in model.named_modules():
         bits = state_bits_of(module)
@@ -49,7 +49,7 @@ def param_groups(model: nn.Module, *, weight_decay: float | None = None, **optio
         ValueError: a wrapper has joined a marked module's parameters with others.
         TypeError: options name params.
     """
-    bits_of = _marked(model)
+    bits_of = _requested_bits(model)
     groups: dict[tuple[bool, int | None], dict[str, Any]] = {}
     for parameter in model.parameters():
         if not parameter.requires_grad:
@@ -69,8 +69,8 @@ def param_groups(model: nn.Module, *, weight_decay: float | None = None, **optio
 class MuonGroups(list[dict[str, Any]]):
     """The groups of :func:`muon_groups`; ``print`` shows which parameter went where, and why.
 
-    reasons: by the parameter's name, its group's algorithm and the reason.
-    doubts: names of the parameters that only a rule for unknown modules has decided.
+    reasons: by a parameter's name, the algorithm of its group and the reason for it.
+    doubts: the names of parameters that a rule for unknown modules has decided.
     """
 
     reasons: dict[str, tuple[str, str]]
@@ -78,8 +78,8 @@ class MuonGroups(list[dict[str, Any]]):
 
     def __str__(self) -> str:
         lines: dict[tuple[str, str], list[str]] = {}
-        for name, found in self.reasons.items():
-            lines.setdefault(found, []).append(name)
+        for name, algorithm_and_reason in self.reasons.items():
+            lines.setdefault(algorithm_and_reason, []).append(name)
         return "\n".join(f"{algorithm}, {reason}: {', '.join(names)}" for (algorithm, reason), names in lines.items())
 
 
@@ -97,8 +97,8 @@ def muon_groups(
 ) -> MuonGroups:
     """The groups of a model for :class:`memkern.optim.Muon`: matrices for Muon, everything else for AdamW.
 
-    What a parameter is for decides, by the module it belongs to. Wrappers do not count: torch.compile, checkpoints,
-    DistributedDataParallel, PEFT's trained copies; a tensor of weight_norm or spectral_norm is its module's.
+    The module that a parameter belongs to decides. Wrappers do not count (torch.compile, checkpoints,
+    DistributedDataParallel, PEFT's trained copies), and a tensor of weight_norm or spectral_norm is its module's.
 
     - Muon: matrices of Linear and its subclasses (LoRA's too), Bilinear, MultiheadAttention, LSTM, GRU, RNN and
       transformers' Conv1D; experts (three dimensions) and their routers, by their name or their class's.
@@ -120,8 +120,8 @@ def muon_groups(
         model: its parameters that require a gradient, each once, under its first name.
         lr, adamw_lr: of Muon's group and of AdamW's. With ``adjust_lr_fn="match_rms_adamw"`` both may be the same.
         weight_decay: of matrices and more; vectors, biases and norms get 0.
-        adamw, muon: ``adamw(name, parameter)`` is true for parameters that AdamW is to have whatever they are for, and
-            ``muon(name, parameter)`` likewise; adamw is asked first.
+        adamw, muon: ``adamw(name, parameter)`` is true for parameters that go to AdamW whatever they are for, and
+            ``muon(name, parameter)`` for those that go to Muon; adamw is asked first.
         split: ``split(name, parameter)`` is the group's ``split`` for a matrix of Muon's, or None, see :class:`Muon`.
         strict: raise where a parameter is in doubt and neither ``adamw`` nor ``muon`` names it.
         options: options that all groups get.
@@ -134,24 +134,25 @@ def muon_groups(
             (FullyShardedDataParallel), whose flat shards are no matrices; with strict, parameters in doubt.
         TypeError: options name params or algorithm.
     """
-    bits_of, role_of = _marked(model), roles(model)
-    found, groups = MuonGroups(), {}
-    found.reasons, found.doubts = {}, []
+    bits_of, role_of = _requested_bits(model), roles(model)
+    result, groups = MuonGroups(), {}
+    result.reasons, result.doubts = {}, []
     for name, p in model.named_parameters():
         if not p.requires_grad:
             continue
         check_whole(f"model: {name}", p)
         algorithm, reason, sure = role_of[p]
         decay = 0.0 if reason in WITHOUT_DECAY else weight_decay
-        asked = [key for key, ask in (("adamw", adamw), ("muon", muon)) if ask is not None and ask(name, p)]
-        if asked and (asked[0], sure) != (algorithm, True):
-            algorithm, reason, sure = asked[0], "asked for", True
-        found.reasons[name] = algorithm, reason
+        chosen = [key for key, picks in (("adamw", adamw), ("muon", muon)) if picks is not None and picks(name, p)]
+        if chosen and (chosen[0], sure) != (algorithm, True):  # not where the role surely says the same
+            algorithm, reason, sure = chosen[0], "asked for", True
+        result.reasons[name] = algorithm, reason
         if not sure:
-            found.doubts.append(name)
+            result.doubts.append(name)
         bits = bits_of.get(p) if algorithm == "adamw" else None
         parts = None if algorithm == "adamw" or split is None else split(name, p)
-        if (key := (algorithm, decay, bits, parts and tuple(parts))) not in groups:
+        key = algorithm, decay, bits, parts and tuple(parts)
+        if key not in groups:
             rate = adamw_lr if algorithm == "adamw" else lr
             groups[key] = dict(params=[], algorithm=algorithm, lr=rate, weight_decay=decay, **options)
             if bits is not None:
@@ -159,11 +160,11 @@ def muon_groups(
             if parts:
                 groups[key]["split"] = tuple(parts)
         groups[key]["params"].append(p)
-    if strict and found.doubts:
-        listed = ", ".join(f"{name} ({': '.join(found.reasons[name])})" for name in found.doubts)
+    if strict and result.doubts:
+        listed = ", ".join(f"{name} ({': '.join(result.reasons[name])})" for name in result.doubts)
         raise ValueError(
             f"model: no module that is known says what these are for: {listed}; name them with adamw= or muon=, or "
             "leave strict=False to have them as in brackets"
         )
-    found += groups.values()
-    return found
+    result += groups.values()
+    return result

@@ -129,7 +129,7 @@ class LARS(LayerwiseOptimizer):
 
     def _hyperparameter(self, group: dict[str, Any], name: str) -> float:
         if name == "trust_coeff":
-            return group[name] or 0.0  # 0 asks the op for the form without one
+            return group[name] or 0.0  # 0: the op takes the first form, which has none
         return super()._hyperparameter(group, name)
 
 

@@ -1,4 +1,4 @@
-"""The base of LAMB and LARS: a trust ratio for each layer."""
+"""The base class of LAMB and LARS, which scale the step of each layer by its trust ratio."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from torch import Tensor
 
 from . import replaced, step_errors
 from .base import BlockwiseOptimizer
-from .state import layers_number, layers_of
+from .state import count_layers, layers_for_ops
 from .trust_bounds import check_trust_bounds
 
 
 class LayerwiseOptimizer(BlockwiseOptimizer):
-    """An optimizer whose steps are scaled by a trust ratio per layer; the last step's are in the state."""
+    """An optimizer that scales a layer's step by a trust ratio. The state has the last step's ratios."""
 
     storage_options = (*BlockwiseOptimizer.storage_options, "layers", "trust_bounds")
 
@@ -40,10 +40,10 @@ class LayerwiseOptimizer(BlockwiseOptimizer):
             raise ValueError(f"layers must be a number of layers, 1 or more, or 'rows', got {layers!r}")
 
     def _check_shape(self, p: Tensor, group: dict[str, Any]) -> None:
-        layers_of(p, group)
+        count_layers(p, group)
 
     def _needs_norms(self, max_grad_norm: float | None) -> str | None:
         return type(self).__name__
 
     def _hyperparameter(self, group: dict[str, Any], name: str) -> float:
-        return layers_number(group) if name == "layers" else super()._hyperparameter(group, name)
+        return layers_for_ops(group) if name == "layers" else super()._hyperparameter(group, name)

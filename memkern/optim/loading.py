@@ -1,4 +1,4 @@
-"""Loads and saves an optimizer's state dict: checks it, and converts states that were saved with other options."""
+"""Loads and saves state dicts of optimizers: checks them, and converts states that were saved with other options."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from .state import (
     SIGNED,
     State,
     converted,
+    count_layers,
     dense_like,
     has_scales,
-    layers_of,
     load_moment,
     moment_dtype,
     own_entries,
@@ -32,24 +32,24 @@ from .state import (
 
 Group = dict[str, Any]  # a parameter group of an optimizer
 OWN_OPTIONS = ("state_bits", "master_weights", "stochastic_rounding")
-"""Options that a loaded state does not change: its tensors are converted."""
+"""Options that stay those of the optimizer: the loaded tensors are converted to them."""
 
 
 class Target(NamedTuple):
     """The optimizer that loads a state dict."""
 
-    name: str  # its class's
+    name: str  # of its class
     groups: Sequence[Group]
     defaults: Group
     fixed_options: Group
     converters: Sequence[str]  # functions of memkern.optim that convert other libraries' states for it
     op_of: Callable[[Group], StepOp]  # the op that a group's options ask for
     check_group: Callable[[Group], None]  # raises for options that it does not support
-    beside: Callable[[Tensor, bool], Tensor]  # a tensor like a parameter, where its state is; True: with its values
+    stand_in: Callable[[Tensor, bool], Tensor]  # a parameter as a tensor where its state is; True: with its values
 
 
 def _on_cpu(option: Any) -> Any:
-    """An option whose tensors a loop has moved to the device with the rest of the state."""
+    """An option with its tensors, which a loop may have moved to the device with the state, on the CPU."""
     return tree_map_only(Tensor, Tensor.cpu, option)
 
 
@@ -60,13 +60,13 @@ class HiddenState:
         self.state = state
 
 
-def restored(values: Any, p: Any, group: Group | None, beside: Callable[[Tensor], Tensor]) -> Any:
-    """The state that torch's load_state_dict, or a pickle, has left in ``optimizer.state[p]``, as optimizers keep it.
+def restore_state(values: Any, p: Any, group: Group | None, stand_in: Callable[[Tensor], Tensor]) -> Any:
+    """The :class:`State` of what torch's load_state_dict, or a pickle, has left in ``optimizer.state[p]``.
 
-    Tensors that were hidden are copied to the device of ``beside(p)``, with its strides where they have its shape.
+    Hidden tensors are copied to the device of ``stand_in(p)``, with its strides where they have its shape.
     """
     if isinstance(values, HiddenState):
-        like = beside(p)
+        like = stand_in(p)
         state = State((key, _copied(x, like) if isinstance(x, Tensor) else x) for key, x in values.state.items())
         state.format = values.state.format
         return state
@@ -76,77 +76,73 @@ def restored(values: Any, p: Any, group: Group | None, beside: Callable[[Tensor]
 def _copied(x: Tensor, p: Tensor) -> Tensor:
     x = x.detach()
     if is_dtensor(x):
-        return x.clone() if x.device == p.device else x.to(p.device)  # HostOffload's is on the host
+        return x.clone() if x.device == p.device else x.to(p.device)  # HostOffload keeps it on the host
     like = p if x.shape == p.shape else x
     return torch.empty_like(like, dtype=x.dtype, device=p.device).requires_grad_(False).copy_(x)
 
 
-def prepared(target: Target, state_dict: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The state dict in the optimizer's own options, its tensors hidden from torch; and the options that differed.
+def prepare(target: Target, state_dict: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The state dict as torch is to load it, its tensors hidden, and a list of the options that differed.
 
-    The optimizer's own class, ``state_bits``, ``max_grad_norm`` and ``capturable`` win; a state in other bits is
-    converted. The other options come with the state.
+    The optimizer's :data:`OWN_OPTIONS`, its class's fixed ones, ``max_grad_norm`` and ``capturable`` win; states are
+    converted to them. The other options come with the state.
 
     Raises:
         ValueError: the state is not memkern's, or does not fit the parameters.
     """
-    groups, saved = target.groups, state_dict["param_groups"]
-    if [len(g["params"]) for g in groups] != [len(s["params"]) for s in saved]:
-        return state_dict, []  # torch has a message for this
+    groups, given_groups = target.groups, state_dict["param_groups"]
+    if [len(group["params"]) for group in groups] != [len(group["params"]) for group in given_groups]:
+        return state_dict, []  # for which torch has an error
     changes: list[str] = []
-    older, newer = [], []
-    for k, (own, given) in enumerate(zip(groups, saved, strict=True)):
-        _check_options(target, k, given)
-        if (algorithm := given.get("algorithm")) != own.get("algorithm"):
+    new_groups: list[Group] = []
+    owners: dict[Any, tuple[Tensor, Group, Group]] = {}  # by key in the state: the parameter, its old and new group
+    option_keys = {*target.defaults, "betas"} - {"lr"}
+    for number, (group, given) in enumerate(zip(groups, given_groups, strict=True)):
+        _check_options(target, number, given)
+        if (algorithm := given.get("algorithm")) != group.get("algorithm"):
             raise ValueError(
-                f"the state_dict's group {k} has algorithm {algorithm!r}, and this optimizer's has "
-                f"{own.get('algorithm')!r}, whose states are others: give the optimizer the groups that were saved"
+                f"the state_dict's group {number} has algorithm {algorithm!r}, and this optimizer's has "
+                f"{group.get('algorithm')!r}, whose states are others: give the optimizer the groups that were saved"
             )
-        older.append(
-            {key: _on_cpu(x) if key in (*target.defaults, "betas") and key != "lr" else x for key, x in given.items()}
-        )
-        make_plain(older[k], target.defaults)
-        target.check_group({**older[k], "params": own["params"]})
-        fixed = {key: own[key] for key in OWN_OPTIONS} | target.fixed_options
-        if differing := [f"{key} {older[k][key]} -> {x}" for key, x in fixed.items() if older[k][key] != x]:
-            changes.append(f"group {k}: {', '.join(differing)}")
-        whole = {"max_grad_norm": own["max_grad_norm"], "capturable": own["capturable"]}
-        newer.append({**older[k], **fixed, **whole})
-        target.check_group({**newer[k], "params": own["params"]})
-    of_index = {
-        i: (p, older[k], newer[k])
-        for k, own in enumerate(groups)
-        for p, i in zip(own["params"], older[k]["params"], strict=True)
-    }
+        old = {key: _on_cpu(x) if key in option_keys else x for key, x in given.items()}
+        make_plain(old, target.defaults)
+        target.check_group({**old, "params": group["params"]})
+        fixed = {key: group[key] for key in OWN_OPTIONS} | target.fixed_options
+        if differing := [f"{key} {old[key]} -> {x}" for key, x in fixed.items() if old[key] != x]:
+            changes.append(f"group {number}: {', '.join(differing)}")
+        new = {**old, **fixed, "max_grad_norm": group["max_grad_norm"], "capturable": group["capturable"]}
+        target.check_group({**new, "params": group["params"]})
+        new_groups.append(new)
+        owners |= {i: (p, old, new) for p, i in zip(group["params"], old["params"], strict=True)}
     state = {
-        i: HiddenState(_state(target, i, values, *of_index[i])) if i in of_index and values != {} else values
+        i: HiddenState(_load_state(target, i, values, *owners[i])) if i in owners and values != {} else values
         for i, values in state_dict["state"].items()
     }
-    return {**state_dict, "state": state, "param_groups": newer}, changes
+    return {**state_dict, "state": state, "param_groups": new_groups}, changes
 
 
-def _check_options(target: Target, k: int, saved: Group) -> None:
-    """Raises ValueError for a saved group that lacks options of the optimizer."""
+def _check_options(target: Target, number: int, saved: Group) -> None:
+    """Raises ValueError for a saved group, of that number, that lacks options of the optimizer."""
     own = {*target.defaults} - {"differentiable"}  # which torch's __setstate__ adds
     if missing := own - {*saved}:
         names = [f"memkern.optim.{name}" for name in target.converters]
-        way = (
+        advice = (
             f"{' and '.join(names)} convert{'' if len(names) > 1 else 's'} others"
             if names
             else "no converter to it exists: load the model's weights, and begin with a new state"
         )
         raise ValueError(
-            f"the state_dict is not one of memkern's {target.name}: its group {k} has no "
-            f"{', '.join(sorted(missing))}; {way}"
+            f"the state_dict is not one of memkern's {target.name}: its group {number} has no "
+            f"{', '.join(sorted(missing))}; {advice}"
         )
 
 
-def _state(target: Target, i: Any, state: Any, p: Tensor, older: Group, newer: Group) -> State:
-    """A parameter's state, checked, and stored as the optimizer's group asks for."""
+def _load_state(target: Target, i: Any, state: Any, p: Tensor, old: Group, new: Group) -> State:
+    """The state of a saved group's (``old``) parameter, checked, and stored as the optimizer's group (``new``) asks."""
     if not isinstance(state, dict):
-        does_not_fit(target.name, i, f"it must be a dict of tensors, got {state!r}")
-    p, op, format = target.beside(p, True), target.op_of(older), Format.of(older)
-    if isinstance(step := state.get("step"), (int, float)):  # as torch.optim once had it
+        refuse_state(target.name, i, f"it must be a dict of tensors, got {state!r}")
+    p, op, format = target.stand_in(p, True), target.op_of(old), Format.of(old)
+    if isinstance(step := state.get("step"), (int, float)):  # as in old versions of torch.optim
         state = {**state, "step": torch.tensor(float(step), dtype=torch.float32, device="cpu")}
     elif isinstance(step, Tensor) and step.numel() == 1 and not step.is_complex():
         state = {**state, "step": step.float()}
@@ -154,41 +150,41 @@ def _state(target: Target, i: Any, state: Any, p: Tensor, older: Group, newer: G
         key: placed(key, x, p, format.block_size) if isinstance(x, Tensor) and key in ENTRIES else x
         for key, x in state.items()
     }
-    like, state = _as_saved(target.name, op, i, state, p)
-    check_state(target.name, op, i, state, like, older)
-    found = State(state)
-    found.format = format
-    in_other_bits = any(older[key] != newer[key] for key in OWN_OPTIONS)
-    first = state[next(iter(op.moments))]
-    in_other_dtype = first.is_floating_point() and first.dtype != moment_dtype(p)
+    like, state = _in_saved_order(target.name, op, i, state, p)
+    check_state(target.name, op, i, state, like, old)
+    result = State(state)
+    result.format = format
+    in_other_bits = any(old[key] != new[key] for key in OWN_OPTIONS)
+    first_moment = state[next(iter(op.moments))]
+    in_other_dtype = first_moment.is_floating_point() and first_moment.dtype != moment_dtype(p)
     if in_other_bits or in_other_dtype or like is not p or is_flat_shard(p):
-        new = converted(target.op_of(newer), found, p, newer)
-        found.replace(new or {**found}, Format.of(newer))
-    return found
+        entries = converted(target.op_of(new), result, p, new)
+        result.replace(entries or {**result}, Format.of(new))
+    return result
 
 
 BLOCK_ORDER = "block_order"
 """In a saved state with codes: the parameter's dimensions from the outermost in memory to the innermost, int64.
 
-Blocks are cut in memory order, so that codes belong to other scales where they lie otherwise. Strides do not say it: a
-file format, or a checkpoint that is loaded into another model's state, may have made the codes contiguous.
+Blocks are cut in memory order, so codes can be read only in the order in which they were cut. Their strides do not tell
+it: a file format, or a checkpoint that is loaded into another model's state, may have made them contiguous.
 """
 
 
 def block_order(state: dict[str, Any]) -> dict[str, Tensor]:
-    """The entry of that name for a state's codes; nothing where there are none, or of one dimension."""
+    """The entry :data:`BLOCK_ORDER` for a state; none where it has no codes, or codes of one dimension."""
     codes = next((state[key] for key in SIGNED if f"{key}_scale" in state), None)
     if codes is None or codes.dim() < 2:
         return {}
     stride = codes.stride()
-    order = sorted(range(codes.dim()), key=lambda k: (-stride[k], k))
+    order = sorted(range(codes.dim()), key=lambda dim: (-stride[dim], dim))
     return {BLOCK_ORDER: torch.tensor(order, dtype=torch.int64, device="cpu")}
 
 
-def _as_saved(name: str, op: StepOp, i: Any, state: dict[str, Any], p: Tensor) -> tuple[Tensor, dict[str, Any]]:
-    """The parameter, or a meta tensor like it in the memory format that codes were saved in; and the state in that.
+def _in_saved_order(name: str, op: StepOp, i: Any, state: dict[str, Any], p: Tensor) -> tuple[Tensor, dict[str, Any]]:
+    """The parameter, or a meta tensor like it in the memory format that its codes were saved in; and the state in it.
 
-    States without a block_order have the memory format that the codes' strides say.
+    Codes without a block_order were saved in the memory format that their strides have.
     """
     order, codes = state.get(BLOCK_ORDER), state.get(next(iter(op.moments)))
     state = {key: x for key, x in state.items() if key != BLOCK_ORDER}
@@ -196,10 +192,10 @@ def _as_saved(name: str, op: StepOp, i: Any, state: dict[str, Any], p: Tensor) -
         return p, state
     if order is not None and _has_values(order):
         if not isinstance(order, Tensor) or sorted(order.tolist()) != [*range(p.dim())]:
-            does_not_fit(name, i, f"{BLOCK_ORDER} must be an order of {p.dim()} dimensions, got {order}")
+            refuse_state(name, i, f"{BLOCK_ORDER} must be an order of {p.dim()} dimensions, got {order}")
         dims = order.tolist()
-        like = torch.empty([p.shape[k] for k in dims], dtype=p.dtype, device="meta")
-        like = like.permute([dims.index(k) for k in range(p.dim())])
+        like = torch.empty([p.shape[dim] for dim in dims], dtype=p.dtype, device="meta")
+        like = like.permute([dims.index(dim) for dim in range(p.dim())])
     elif is_dense(codes.shape, codes.stride()) and not codes.is_contiguous():
         like = torch.empty_strided(codes.shape, codes.stride(), dtype=p.dtype, device="meta")
     else:
@@ -214,19 +210,19 @@ def _as_saved(name: str, op: StepOp, i: Any, state: dict[str, Any], p: Tensor) -
     return like, state
 
 
-def does_not_fit(name: str, i: Any, what: str) -> NoReturn:
-    raise ValueError(f"the state of parameter {i} does not fit {name}: {what}")
+def refuse_state(name: str, i: Any, reason: str) -> NoReturn:
+    raise ValueError(f"the state of parameter {i} does not fit {name}: {reason}")
 
 
-Refuse = Callable[[str], NoReturn]
+Refuse = Callable[[str], NoReturn]  # refuse_state for one parameter
 
 
 def check_state(name: str, op: StepOp, i: Any, state: dict[str, Any], p: Tensor, group: Group) -> None:
-    """Raises ValueError unless these are the entries that the group's options ask for. ``name``: the optimizer's."""
-    refuse = functools.partial(does_not_fit, name, i)
-    first = state.get(next(iter(op.moments)))
-    coded = isinstance(first, Tensor) and not first.is_floating_point()
-    keys = [k for k in state_keys(op) if coded or not k.endswith("_scale")]
+    """Raises ValueError unless ``state`` has the entries that the group's options ask for. ``name``: of the class."""
+    refuse = functools.partial(refuse_state, name, i)
+    first_moment = state.get(next(iter(op.moments)))
+    coded = isinstance(first_moment, Tensor) and not first_moment.is_floating_point()
+    keys = [key for key in state_keys(op) if coded or not key.endswith("_scale")]
     keys += weights.keys_of(group)
     if {*own_entries(state)} != {*keys}:
         refuse(f"keys {sorted(state)}, expected {sorted(keys)}")
@@ -237,12 +233,12 @@ def check_state(name: str, op: StepOp, i: Any, state: dict[str, Any], p: Tensor,
         if key == "step":
             if value.numel() != 1 or value.dtype != torch.float32:
                 refuse(f"step must be one float32 number, got {value}")
-            if _has_values(value) and not 0 <= float(value) < 2**63:  # as the kernels count
+            if _has_values(value) and not 0 <= float(value) < 2**63:  # kernels count in int64
                 refuse(f"step must be one finite number, 0 or more and below 2^63, got {value}")
         elif key.endswith("_scale"):
             _check_scale(refuse, key, value, layout_of(dense_like(p), group["block_size"]).scale_shape)
         elif key == "trust_ratio":
-            count = layers_of(p, group)
+            count = count_layers(p, group)
             if value.dtype not in (torch.float32, torch.float64) or tuple(value.shape) != (count,):
                 refuse(
                     f"trust_ratio must be float32 of shape ({count},), got {value.dtype} of shape {tuple(value.shape)}"
@@ -255,10 +251,10 @@ def check_state(name: str, op: StepOp, i: Any, state: dict[str, Any], p: Tensor,
                 )
         elif key in op.moments:
             _check_moment(refuse, key, value, p, coded, op.moments[key])
-    # SGD and Lion may have such numbers of their own; Adam's m and v cannot both.
+    # A float moment of SGD or Lion may be whole numbers by chance; Adam's m and v cannot both be.
     may_be_codes = not coded and (len(op.moments) > 1 or takes_8bit_state(p, group))
     if may_be_codes and all(_are_codes(local(state[key]), signed) for key, signed in op.moments.items()):
-        # torch.distributed.checkpoint.load writes into the tensors of this optimizer's state, whatever was saved.
+        # torch.distributed.checkpoint.load writes saved codes into the float tensors of this optimizer's state.
         refuse(
             f"{', '.join(op.moments)}: codes of an 8-bit state as floats; torch.distributed.checkpoint loads into a "
             "state of the state_bits that were saved: give the optimizer state_bits=8, load, and change that of its "
@@ -274,12 +270,12 @@ def _check_scale(refuse: Refuse, key: str, scale: Tensor, shape: Any) -> None:
 
 
 def _has_values(x: Any) -> bool:
-    """False on meta and under FakeTensorMode."""
+    """Whether a tensor has values, as none has on meta and under FakeTensorMode."""
     return not getattr(x, "is_meta", False) and type(x).__name__ != "FakeTensor"
 
 
 def _are_codes(x: Tensor, signed: bool) -> bool:
-    """Whether floats are whole numbers up to the largest code, which each block has whose scale is not zero."""
+    """Whether floats are whole numbers up to the largest code, which every block of codes has unless it is all zero."""
     return (
         x.numel() > 1
         and _has_values(x)
@@ -303,21 +299,23 @@ def _check_moment(refuse: Refuse, key: str, value: Tensor, p: Tensor, coded: boo
         refuse(f"{key}, a second moment, has negative entries")
 
 
-def saved(state_dict: dict[str, Any], groups: Sequence[Group], op_of: Callable[[Group], StepOp]) -> dict[str, Any]:
-    """torch's state_dict as it is saved: plain dicts, with the order of blocks beside codes (:data:`BLOCK_ORDER`).
+def complete_state_dict(
+    state_dict: dict[str, Any], groups: Sequence[Group], op_of: Callable[[Group], StepOp]
+) -> dict[str, Any]:
+    """torch's state_dict with states as plain dicts, and with the order of blocks for codes (:data:`BLOCK_ORDER`).
 
-    Moments of FSDP1's flat shards are floats: FullyShardedDataParallel.optim_state_dict gathers entries that have one
+    Codes of FSDP1's flat shards become floats: FullyShardedDataParallel.optim_state_dict gathers entries that have one
     number per element, and makes the states of the model's own tensors of them. Loading quantizes them again.
     """
     params = [(p, group) for group in groups for p in group["params"]]
     numbers = [i for group in state_dict["param_groups"] for i in group["params"]]
-    found = {i: dict(x) if isinstance(x, dict) else x for i, x in state_dict["state"].items()}
+    states = {i: dict(x) if isinstance(x, dict) else x for i, x in state_dict["state"].items()}
     for (p, group), i in zip(params, numbers, strict=True):
         state = state_dict["state"].get(i, {})
         moments = op_of(group).moments
         if is_flat_shard(p) and has_scales(state):
             floats = {key: load_moment(key, state) for key in moments}
-            found[i] = {key: floats.get(key, x) for key, x in state.items() if not key.endswith("_scale")}
+            states[i] = {key: floats.get(key, x) for key, x in state.items() if not key.endswith("_scale")}
         elif state:
-            found[i] |= block_order(state)
-    return {**state_dict, "state": found}
+            states[i] |= block_order(state)
+    return {**state_dict, "state": states}

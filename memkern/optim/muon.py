@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from .plan import Values
 
-ALGORITHMS = ("muon", "adamw")  # by which a group is stepped
+ALGORITHMS = ("muon", "adamw")  # the values of a group's ``algorithm``
 _DEFAULT_EPS = {"muon": 1e-7, "adamw": 1e-8}
 
 
@@ -53,8 +53,8 @@ class Muon(BlockwiseOptimizer):
         ns_steps: iterations, 1 to 99. Default 5.
         adjust_lr_fn: None, "original" or "match_rms_adamw", see the formula. Default None.
         split: None, or the sizes of parts of each matrix that are orthogonalized by themselves, such as
-            ``(768, 768, 768)`` for query, key and value. Along the rows, or along the columns where the sizes add up to
-            those alone. All parts of a matrix must have the same ratio. Default None.
+            ``(768, 768, 768)`` for query, key and value: along the rows, or along the columns where the sizes add up
+            only to these. All parts of a matrix must have the same ratio. Default None.
         algorithm: "muon" or "adamw": what a group is stepped by where it does not say so itself. Default "muon". The
             groups of the other algorithm need an lr of their own, except with "match_rms_adamw", whose lr is AdamW's.
         betas: of AdamW's groups. Default (0.9, 0.999). OneCycleLR and CyclicLR cycle ``momentum``, as of
@@ -64,8 +64,8 @@ class Muon(BlockwiseOptimizer):
             :class:`memkern.optim.Adam`. max_grad_norm is the norm of all groups' gradients together.
 
     The state of a matrix is ``momentum_buffer`` (m), in 8 bits with ``momentum_buffer_scale``: 1 + 4 / block_size bytes
-    per parameter; and ``step``. While a step runs u takes 2 bytes for each of some parameters, 64 MiB in all or one
-    matrix, and the products a few times as much.
+    per parameter; and ``step``. While a step runs, u takes 2 bytes per parameter of one bucket of matrices, which is
+    64 MiB of u or one larger matrix, and the products take a few times as much.
 
     With state_bits=32 a step on the CPU has torch.optim.Muon's bits. On other devices matrices of one shape go through
     the products together, whose bits are those of the device's batched products. A step with a NaN or infinity in a
@@ -84,8 +84,8 @@ class Muon(BlockwiseOptimizer):
     op = ADAM_STEP  # of groups with algorithm="adamw"; _op_of has each group's
     converters = ("from_torch_muon_state_dict",)
     storage_options = (
-        *(*BlockwiseOptimizer.storage_options, "algorithm", "split"),
-        *("ns_coefficients", "ns_steps", "adjust_lr_fn"),
+        *BlockwiseOptimizer.storage_options,
+        *("algorithm", "split", "ns_coefficients", "ns_steps", "adjust_lr_fn"),
     )
     _betas: tuple[float, float]
     product_devices: Mapping[Tensor, torch.device] | None = None
@@ -129,17 +129,17 @@ class Muon(BlockwiseOptimizer):
     # ---- groups
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch.optim's; a group of AdamW's has AdamW's ``eps`` by default, and of the other algorithm its own lr.
+        """As torch.optim's; ``eps`` defaults to that of the group's algorithm, and the other algorithm needs an lr.
 
         Raises:
             ValueError: a group of the other algorithm without an lr.
         """
         if isinstance(param_group, dict):
             group = {**self.defaults, **param_group}
-            if group["eps"] is None:  # in a wrapper's group too, which has all defaults
+            if group["eps"] is None:  # also where a wrapper's group has all defaults
                 param_group = {**param_group, "eps": _DEFAULT_EPS.get(group["algorithm"], 0.0)}
             if "betas" not in group:
-                # Not of defaults: torch's schedulers cycle betas where defaults have them, and momentum where not.
+                # Not in defaults: torch's schedulers cycle betas if defaults have them, and momentum otherwise.
                 param_group = {**param_group, "betas": self._betas}
             other = group["algorithm"] != self.defaults["algorithm"]
             if other and "lr" not in param_group and group["adjust_lr_fn"] != "match_rms_adamw":

@@ -1,4 +1,4 @@
-"""Muon's step of many matrices: its two ops, and the matrix products between them."""
+"""Takes Muon's step of many matrices: its two ops, and the matrix products between them."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from ..schemas import StepArgs
 Group = dict[str, Any]  # a parameter group of an optimizer
 T = TypeVar("T")
 BUCKET_BYTES = 64 * 2**20
-"""Matrices are stepped together up to so many bytes of their updates, in bf16; one with a larger update alone."""
+"""Matrices are stepped together up to so many bytes of their updates, in bf16. A larger one is stepped alone."""
 
 
 def buckets(
-    numbers: Sequence[int], items: Sequence[T], bytes_of: Callable[[T], int], most: int | None = None
+    numbers: Sequence[int], items: Sequence[T], bytes_of: Callable[[T], int], max_bytes: int | None = None
 ) -> Iterator[list[int]]:
-    """The numbers of items that are taken together, in order: up to ``most`` bytes, or one that has more.
+    """Cuts the numbers of items, in order, into buckets of up to ``max_bytes``, or of one item that has more.
 
-    most: None, BUCKET_BYTES.
+    max_bytes: by default BUCKET_BYTES.
     """
-    most = BUCKET_BYTES if most is None else most
+    max_bytes = BUCKET_BYTES if max_bytes is None else max_bytes
     bucket: list[int] = []
     size = 0
     for i in numbers:
-        more = bytes_of(items[i])
-        if bucket and size + more > most:
+        item_bytes = bytes_of(items[i])
+        if bucket and size + item_bytes > max_bytes:
             yield bucket
             bucket, size = [], 0
         bucket.append(i)
-        size += more
+        size += item_bytes
     if bucket:
         yield bucket
 
@@ -42,20 +42,20 @@ def buckets(
 def muon_step(
     args: StepArgs, by_reference: bool, groups: Sequence[Group], devices: Sequence[torch.device | None]
 ) -> None:
-    """The step of matrices on one device.
+    """Steps matrices on one device.
 
     Args:
         groups: the optimizer's.
-        devices: of each matrix's products; None for the matrix's own.
+        devices: where each matrix's products run; None for the matrix's own device.
     """
-    own_groups = [groups[k] for k in args.group]
+    own_groups = [groups[number] for number in args.group]  # of each matrix
     updates = [torch.empty_like(p, dtype=torch.bfloat16, requires_grad=False) for p in args.params]
-    sums = _ops.muon_momentum_(args, updates, by_reference)
-    there = [u.to(device or u.device) for u, device in zip(updates, devices, strict=True)]
-    orthogonalize_(there, [s.to(u.device) for s, u in zip(sums, there, strict=True)], own_groups)
-    for u, x in zip(updates, there, strict=True):
-        if x is not u:
-            u.copy_(x)
+    squares = _ops.muon_momentum_(args, updates, by_reference)  # of the updates, summed over each matrix
+    moved = [u.to(device or u.device) for u, device in zip(updates, devices, strict=True)]
+    orthogonalize_(moved, [s.to(u.device) for s, u in zip(squares, moved, strict=True)], own_groups)
+    for u, result in zip(updates, moved, strict=True):
+        if result is not u:
+            u.copy_(result)
     _ops.muon_apply_(args, updates, ratios_of(args.params, own_groups), by_reference)
 
 
@@ -67,7 +67,7 @@ def ratios_of(params: Sequence[Tensor], groups: Sequence[Group]) -> list[float]:
 # ---- parts of a matrix
 
 
-def _split_dim(group: Group, shape: Sequence[int]) -> int:
+def _split_dim(group: Group, shape: Sequence[int]) -> int:  # 0: the parts are rows, 1: columns
     return 0 if sum(group["split"]) == shape[0] else 1
 
 
@@ -105,14 +105,17 @@ def check_split(group: Group, shape: Sequence[int]) -> None:
 
 
 def on_cpu(x: Tensor) -> bool:
-    """Whether matrices are orthogonalized one by one, so that its bits do not depend on a batch or shards."""
+    """Whether matrices are orthogonalized one by one, so that their bits depend on no batch and no shards."""
     return x.is_cpu
 
 
-def orthogonalize_(updates: Sequence[Tensor], sums: Sequence[Tensor], groups: Sequence[Group]) -> None:
-    """Orthogonalizes matrices in place: those of one shape in a batch, on the CPU one by one (:func:`on_cpu`)."""
+def orthogonalize_(updates: Sequence[Tensor], squares: Sequence[Tensor], groups: Sequence[Group]) -> None:
+    """Orthogonalizes matrices in place: those of one shape in a batch, on the CPU one by one (:func:`on_cpu`).
+
+    squares: of each update, the sums over its matrices.
+    """
     if any(group["split"] is not None for group in groups):
-        updates, sums, groups = _in_parts(updates, sums, groups)
+        updates, squares, groups = _in_parts(updates, squares, groups)
     batches: dict[Any, list[int]] = {}
     for i, (u, group) in enumerate(zip(updates, groups, strict=True)):
         options = tuple(group["ns_coefficients"]), group["ns_steps"], float(group["eps"])
@@ -120,48 +123,46 @@ def orthogonalize_(updates: Sequence[Tensor], sums: Sequence[Tensor], groups: Se
     for (_, options), numbers in batches.items():
         if len(numbers) == 1 or on_cpu(updates[numbers[0]]):
             for i in numbers:
-                _orthogonalize_one(updates[i], sums[i], options)
+                _orthogonalize_one(updates[i], squares[i], options)
             continue
-        found = orthogonalize(
-            torch.stack([updates[i] for i in numbers]), torch.stack([sums[i] for i in numbers]), *options
-        )
-        for i, x in zip(numbers, found.unbind(), strict=True):
-            updates[i].copy_(x)
+        batch, batch_squares = (torch.stack([tensors[i] for i in numbers]) for tensors in (updates, squares))
+        for i, result in zip(numbers, orthogonalize(batch, batch_squares, *options).unbind(), strict=True):
+            updates[i].copy_(result)
 
 
 def _in_parts(
-    updates: Sequence[Tensor], sums: Sequence[Tensor], groups: Sequence[Group]
+    updates: Sequence[Tensor], squares: Sequence[Tensor], groups: Sequence[Group]
 ) -> tuple[list[Tensor], list[Tensor], list[Group]]:
     """Updates, sums of squares and groups of the parts that groups' ``split`` says; a part's update is a view."""
-    found: tuple[list[Tensor], list[Tensor], list[Group]] = ([], [], [])
-    for u, squares, group in zip(updates, sums, groups, strict=True):
+    all_parts, squares_of_parts, groups_of_parts = list[Tensor](), list[Tensor](), list[Group]()
+    for u, sums, group in zip(updates, squares, groups, strict=True):
         parts = [u] if group["split"] is None else [*u.split(group["split"], _split_dim(group, u.shape))]
-        found[0].extend(parts)
-        found[1].extend([squares] if group["split"] is None else map(squares_of, parts))
-        found[2].extend([group] * len(parts))
-    return found
+        all_parts += parts
+        squares_of_parts += [sums] if group["split"] is None else map(squares_of, parts)
+        groups_of_parts += [group] * len(parts)
+    return all_parts, squares_of_parts, groups_of_parts
 
 
 def squares_of(u: Tensor) -> Tensor:
-    """The sums of squares of matrices in bf16, of shape ``u.shape[:-2]``: the bits of muon_momentum_'s."""
+    """The sums of squares of matrices in bf16, of shape ``u.shape[:-2]``, with the bits that muon_momentum_ returns."""
     norms = torch.zeros(u.shape[:-2], dtype=torch.float64, device=u.device)
     matrices = u.flatten(0, -3) if u.dim() > 2 else u[None]
     for norm, matrix in zip(norms.view(-1), matrices, strict=True):
         _ops.grad_norm_(norm, [matrix.contiguous()], None)
-    return norms.square()  # the square root of the square of a float64 is the number itself
+    return norms.square()  # a square root gives these norms back exactly
 
 
-def _orthogonalize_one(u: Tensor, sums: Tensor, options: tuple[Any, ...]) -> None:
-    """A matrix, or a batch (stacked experts): as many at a time as BUCKET_BYTES has room for, and one on the CPU."""
+def _orthogonalize_one(u: Tensor, squares: Tensor, options: tuple[Any, ...]) -> None:
+    """Orthogonalizes one parameter's matrix, or matrices (stacked experts): BUCKET_BYTES at a time, on the CPU one."""
     if not u.numel():
         return
     if u.ndim == 2:
-        u.copy_(orthogonalize(u, sums, *options))
+        u.copy_(orthogonalize(u, squares, *options))
         return
     if u.ndim > 3 or on_cpu(u):
-        for part, total in zip(u, sums, strict=True):
-            _orthogonalize_one(part, total, options)
+        for part, part_squares in zip(u, squares, strict=True):
+            _orthogonalize_one(part, part_squares, options)
         return
-    together = max(1, BUCKET_BYTES // (2 * u[0].numel()))
-    for part, total in zip(u.split(together), sums.split(together), strict=True):
-        part.copy_(orthogonalize(part, total, *options))
+    batch_size = max(1, BUCKET_BYTES // (2 * u[0].numel()))
+    for part, part_squares in zip(u.split(batch_size), squares.split(batch_size), strict=True):
+        part.copy_(orthogonalize(part, part_squares, *options))

@@ -1,8 +1,8 @@
-"""A step as a plan: the calls of ops that it takes. Made when groups, states or layouts change, and run at each step.
+"""Plans a step: the calls of ops that it takes. Made when groups, states or layouts change, and run at each step.
 
-One call of the optimizer's op steps all parameters, but for those on another device, with gaps between their elements,
-in float64, with amsgrad, over the memory of others, or whose shards first need a reduction. A parameter with gaps is
-copied to a buffer, stepped there and copied back.
+One call of the optimizer's op steps all parameters. Further calls step those on another device, with gaps between their
+elements, in float64, with amsgrad, over the memory of others, or whose shards first need a reduction. A parameter with
+gaps is copied to a buffer, stepped there and copied back.
 """
 
 from __future__ import annotations
@@ -39,32 +39,32 @@ class Entry(NamedTuple):
     param: Tensor
     group: int  # the number of its group
     state: State
-    op: StepOp  # which the group's options ask for
+    op: StepOp  # that the group's options ask for
 
 
 class Values(NamedTuple):
     """The values that are new at each step."""
 
     grads: Sequence[Tensor]
-    hyperparameters: Callable[[StepOp], list[float]]  # of all groups
+    hyperparameters: Callable[[StepOp], list[float]]  # an op's, of all groups
     max_grad_norm: float | None
     grad_scale: Tensor | None
     found_inf: Tensor | None
-    # The devices of Muon's matrix products, by parameter; a parameter's own where it is not there.
+    # By parameter, the device of Muon's matrix products. Without an entry it is the parameter's own.
     product_devices: Mapping[Tensor, torch.device] | None = None
 
 
 class Kind(NamedTuple):
-    """What parameters that one call steps have in common."""
+    """What the parameters that one call steps have in common."""
 
-    order: int  # of parameters over one memory, which are stepped one after the other
+    order: int  # the turn among parameters over the same memory (overlap_order)
     device: torch.device
     op: str
-    by_reference: bool
-    cut: bool  # other ranks have parts of its blocks or layers
-    reduced: bool  # ranks first reduce something
-    exchanged: bool  # Muon's matrices of which other ranks have parts
-    has_gaps: bool
+    by_reference: bool  # whether the plain PyTorch reference runs in place of a kernel
+    cut: bool  # whether other ranks have parts of their blocks or layers
+    reduced: bool  # whether ranks first reduce norms or largest values
+    exchanged: bool  # whether they are Muon's matrices of which other ranks have parts
+    has_gaps: bool  # between their elements in memory
 
     @classmethod
     def of(cls, entry: Entry, group: Group, order: int, ranks: shards.Ranks | None) -> Kind:
@@ -73,7 +73,7 @@ class Kind(NamedTuple):
         cut = ranks is not None and shards.needs_reference(p, group, has_scales(entry.state))
         reduced = not is_muon and ranks is not None and (cut or op.has_trust_ratios)
         by_reference = op is AMSGRAD_STEP or p.dtype == torch.float64 or (reduced and cut)
-        # Matrices that are exchanged by themselves: every rank has the same of them, and so the same buckets.
+        # Exchanged matrices are a kind of their own, which is the same on every rank, as their buckets must be.
         exchanged = is_muon and ranks is not None
         has_gaps = not p.is_contiguous() and not is_dense(p.shape, p.stride())
         return cls(order, p.device, op.name, by_reference, cut, reduced, exchanged, has_gaps)
@@ -85,10 +85,10 @@ class StepPlan:
     Args:
         entries: the parameters that have a gradient, with their states.
         groups: the optimizer's.
-        all_ranks: those that have a part of the optimizer's parameters.
+        all_ranks: the ranks that have a part of the optimizer's parameters.
         overlaps: see :func:`overlap_order`.
-        snapshots: the groups as they are (memkern.optim.replaced), another object where they have changed.
-        stage_of: the Stage (offload/device.py) by which states come from the host to a device, or None.
+        snapshots: of the groups (memkern.optim.replaced); a new object whenever they have changed.
+        stage_of: returns the Stage (offload/device.py) that brings states from the host to a device, or None.
     """
 
     def __init__(
@@ -103,16 +103,16 @@ class StepPlan:
         self.all_ranks = all_ranks
         self.params = params = [entry.param for entry in entries]
         self.group_of_each = [entry.group for entry in entries]
-        self._groups = len(groups), snapshots
+        self._group_count, self._snapshots = len(groups), snapshots
         sharded = bool(all_ranks.meshes)
         ranks = shards.ranks_of_each(params) if sharded else {}
         self.ranks = [ranks.get(p) for p in params] if sharded else [None] * len(params)
-        self.matrices = [i for i, entry in enumerate(entries) if entry.op is MUON_STEP]
-        self._norm: Tensor | None = None
-        self._rates: list[Tensor] = []
-        self._is_checked = False
+        self.matrices = [i for i, entry in enumerate(entries) if entry.op is MUON_STEP]  # numbers of Muon's parameters
+        self._norm: Tensor | None = None  # memory for the norm of all gradients
+        self._rates: list[Tensor] = []  # memory for the groups' learning rates
+        self._is_checked = False  # whether ops have been asked about their arguments
         if not torch.compiler.is_compiling():
-            self._params, self._states = [*map(id, params)], [id(entry.state) for entry in entries]
+            self._param_ids, self._state_ids = [*map(id, params)], [id(entry.state) for entry in entries]
 
         kinds: dict[Kind, list[int]] = {}
         for _, i in all_ranks.order.sorted(zip(params, range(len(params)), strict=True)):
@@ -122,21 +122,21 @@ class StepPlan:
         self.calls: list[Call] = []
         self.exchanged: list[Call] = []
         self.with_gaps: list[Call] = []
-        reductions: dict[Any, list[Call]] = {}  # by op; each by itself where the states come from the host
+        reductions: dict[Any, list[Call]] = {}  # calls of one op, or a single one whose states come from the host
         for kind, places in sorted(kinds.items(), key=lambda item: item[0].order):
             parts = [places]
             if kind.has_gaps or (kind.reduced and kind.by_reference):
                 parts = [[i] for i in places]
             elif kind.op == MUON_STEP.name:
-                # Its updates are another 2 bytes per parameter while its step runs: of some matrices at a time.
+                # In buckets, as its updates take another 2 bytes per parameter while its step runs.
                 parts = [*buckets(places, params, dtensor_muon.bytes_of_update)]
             stage = stage_of(kind.device)
             if stage is not None:
-                # Matrices that a plain step takes together stay together: a device's batched products have other bits.
+                # Matrices stay in the batches of a step without offload: other batches' products have other bits.
                 op, states = entries[places[0]].op, [entry.state for entry in entries]
                 by_rows = not (op is MUON_STEP or op.has_trust_ratios or kind.cut or kind.has_gaps)
                 parts = stage.cut(parts, states, op is MUON_STEP, by_rows)
-            calls = [self._call(entries, some, kind, groups, stage) for some in parts]
+            calls = [self._call(entries, part, kind, groups, stage) for part in parts]
             if kind.has_gaps:
                 self.with_gaps += calls
             elif kind.reduced:
@@ -150,7 +150,7 @@ class StepPlan:
     def _call(
         self, entries: Sequence[Entry], places: list[int], kind: Kind, groups: Sequence[Group], stage: Any
     ) -> Call:
-        """The call of these parameters, with their states."""
+        """The call for the entries at ``places``."""
         op = entries[places[0]].op
         states = [entries[i].state for i in places]
         args = StepArgs(
@@ -167,9 +167,9 @@ class StepPlan:
         staged = None if stage is None else stage.staged(op, states)
         return Call(op, args, places, takes_all, ranks, kind.by_reference, kind.cut, [None] * len(places), staged)
 
-    # ---- whether it holds
+    # ---- whether the plan still fits
 
-    def holds(
+    def still_fits(
         self,
         params: Sequence[Tensor],
         group_of_each: list[int],
@@ -177,15 +177,15 @@ class StepPlan:
         groups: Sequence[Group],
         snapshots: Sequence[Any],
     ) -> bool:
-        """Whether the step of ``params``, each of the group of this number, is still this one.
+        """Whether the plan is that of a step of ``params`` now. group_of_each: the number of each parameter's group.
 
-        A state forgets its plan where an entry of it is replaced. Values, and gradients, are as they may be.
+        Compares neither values nor gradients, which may change. A state whose entry is replaced forgets its plan.
         """
         return (
-            len(groups) == self._groups[0]
-            and snapshots is self._groups[1]
-            and [*map(id, params)] == self._params
-            and [*map(id, states)] == self._states
+            len(groups) == self._group_count
+            and snapshots is self._snapshots
+            and [*map(id, params)] == self._param_ids
+            and [*map(id, states)] == self._state_ids
             and group_of_each == self.group_of_each
             and all(
                 getattr(s, "plan", None) is self and s.is_as_stepped(p) for p, s in zip(params, states, strict=True)
@@ -201,7 +201,7 @@ class StepPlan:
             RuntimeError, TypeError, ValueError: gradients or states that an op does not take; before anything is
                 changed.
         """
-        if not self.is_one_call:  # else its op checks them
+        if not self.is_one_call:  # whose op checks them before it changes anything
             for p, g in zip(self.params, values.grads, strict=True):
                 check_gradient(p, g)
         if (self.exchanged or self.reductions) and not torch.compiler.is_compiling():
@@ -212,11 +212,11 @@ class StepPlan:
         rates = self._learning_rates(groups)
 
         calls, exchanged, with_gaps, *reductions = [
-            [filled for call in of_kind for filled in _filled(call, values, rates, norm)]
-            for of_kind in (self.calls, self.exchanged, self.with_gaps, *self.reductions)
+            [filled for call in planned for filled in _filled(call, values, rates, norm)]
+            for planned in (self.calls, self.exchanged, self.with_gaps, *self.reductions)
         ]
         if not (self.is_one_call or self._is_checked or torch.compiler.is_compiling()):
-            # An op checks its arguments before it changes anything. By then another one may have stepped.
+            # An op checks its own arguments before it changes anything, but an earlier op may have stepped by then.
             for call in (*calls, *exchanged):
                 self._check(call, groups)
             for call in with_gaps:
@@ -238,36 +238,35 @@ class StepPlan:
                 self._run(call, groups, [dense])
             p.copy_(dense)
 
-    def _local(self, call: Call, params: list[Tensor] | None) -> StepArgs:
-        """The arguments as an op takes them. ``params``: those in place of ones with gaps."""
-        taken = dtensor_calls.local_args(call.args) if self.all_ranks.meshes else call.args
-        return taken if params is None else taken._replace(params=params)
+    def _op_args(self, call: Call, params: list[Tensor] | None) -> StepArgs:
+        """The arguments as an op takes them. ``params``: buffers in place of parameters with gaps."""
+        args = dtensor_calls.local_args(call.args) if self.all_ranks.meshes else call.args
+        return args if params is None else args._replace(params=params)
 
     def _check(self, call: Call, groups: Sequence[Group], params: list[Tensor] | None = None) -> None:
-        """Raises where the op would refuse its arguments, without the gradients."""
+        """Raises where the op would refuse its arguments. Gradients are not checked, as their strides may differ."""
         if call.cut:
             return
-        taken = self._local(call, params)
+        args = self._op_args(call, params)
         try:
-            # Gradients may have other strides than their parameters. Counters on a device, or fake, are not read.
-            there = call.staged is None
+            is_complete = call.staged is None  # step counters on a device, fake or still on the host, are not read
             steps = [
-                t if there and t.is_cpu and type(t) is Tensor else torch.empty_like(t, device="meta")
-                for t in taken.steps
+                t if is_complete and t.is_cpu and type(t) is Tensor else torch.empty_like(t, device="meta")
+                for t in args.steps
             ]
-            check_step(call.op, taken._replace(grads=taken.params, steps=steps))
+            check_step(call.op, args._replace(grads=args.params, steps=steps))
         except step_errors.OP_ERRORS as error:
             raise self._in_words(error, call, groups) from None
 
     def _run(self, call: Call, groups: Sequence[Group], params: list[Tensor] | None = None) -> None:
-        taken = self._local(call, params)
+        args = self._op_args(call, params)
         try:
             if call.op is MUON_STEP:
-                muon_step(taken, call.by_reference, groups, call.product_devices)
-            elif call.op.has_trust_ratios and any(groups[k].get("trust_bounds") for k in {*taken.group}):
-                trust_bounds.step_(call.op, taken, call.by_reference, groups)
+                muon_step(args, call.by_reference, groups, call.product_devices)
+            elif call.op.has_trust_ratios and any(groups[number].get("trust_bounds") for number in {*args.group}):
+                trust_bounds.step_(call.op, args, call.by_reference, groups)
             else:
-                _ops.step_(call.op, taken, call.by_reference)
+                _ops.step_(call.op, args, call.by_reference)
         except step_errors.OP_ERRORS as error:
             if torch.compiler.is_compiling():
                 raise
@@ -276,17 +275,17 @@ class StepPlan:
             torch.autograd.graph.increment_version(call.args.params)
 
     def _in_words(self, error: Exception, call: Call, groups: Sequence[Group]) -> Exception:
-        """An op's error about the parameters of a call, of which it may have had some rows."""
+        """An op's error with whole parameters in place of a call's, which may be some of their rows."""
         params = [self.params[i] for i in call.places]
         return step_errors.in_words(error, call.args._replace(params=params), groups)
 
     # ---- numbers of a step
 
     def _learning_rates(self, groups: Sequence[Group]) -> list[Tensor]:
-        """The groups' lr as tensors: their own, or the plan's, which are filled, so that a step allocates nothing."""
+        """The groups' lr as tensors: their own, or the plan's, which are filled so that a step allocates nothing."""
         rates: Sequence[float | Tensor] = [group["lr"] for group in groups]
         if torch.compiler.is_compiling():
-            # The compiler can take a changing float into a product; torch.full would recompile at each change.
+            # A product with a float that changes does not recompile; torch.full would, at each change.
             return [
                 r if isinstance(r, Tensor) else torch.ones((), dtype=torch.float64, device="cpu") * r for r in rates
             ]
@@ -299,23 +298,22 @@ class StepPlan:
         """The norm of all gradients, fp64, for max_grad_norm; None without it."""
         if values.max_grad_norm is None:
             return None
-        grads = values.grads
-        first = grads[0].device
-        scale = _on(values.grad_scale, first)
+        grads, device = values.grads, values.grads[0].device
+        scale = _on(values.grad_scale, device)
         if self.all_ranks.meshes:
             own = dtensor_calls.local_grads(grads, self.params)
             return collectives.grad_norm(own, scale, self.ranks, self.all_ranks)
         if torch.compiler.is_compiling():
-            return collectives.norm_of(grads, scale, first)
-        self._norm = collectives.norm_of(grads, scale, first, self._norm)  # so that a step allocates nothing
+            return collectives.norm_of(grads, scale, device)
+        self._norm = collectives.norm_of(grads, scale, device, self._norm)  # so that a step allocates nothing
         return self._norm
 
     def _skipped_if_not_finite(self, values: Values, norm: Tensor | None) -> Values:
-        """The step with a ``found_inf`` of its own where a gradient that reaches one of Muon's matrices is not finite.
+        """The values with a ``found_inf`` that skips the step, on all ranks, if a gradient of Muon's is not finite.
 
-        Newton-Schulz iterations would carry a NaN to the whole matrix, and its momentum would keep it. All ranks skip
-        the step, or none. Nothing waits for the device. The gradients are read once more, 0.3 % of a step of GPT-2's
-        matrices on a CPU. A ``norm`` is one of all gradients, of which a NaN reaches every matrix.
+        Newton-Schulz iterations would carry a NaN to the whole matrix, and its momentum would keep it. Nothing waits
+        for the device. The gradients are read once more, 0.3 % of a step of GPT-2's matrices on a CPU. With a ``norm``
+        that of all gradients counts, as clipping by it would carry a NaN to every matrix.
         """
         device = values.grads[0].device
         if norm is not None:
@@ -325,14 +323,14 @@ class StepPlan:
             if self.all_ranks.meshes:
                 grads = dtensor_calls.local_grads(grads, self.params)
             finite = collectives.is_finite([grads[i] for i in self.matrices], self.all_ranks).to(device)
-        found = finite.logical_not().float()
+        found_inf = finite.logical_not().float()
         if values.found_inf is not None:
-            found = torch.maximum(found, values.found_inf.to(found).reshape(()))
-        return values._replace(found_inf=found)
+            found_inf = torch.maximum(found_inf, values.found_inf.to(found_inf).reshape(()))
+        return values._replace(found_inf=found_inf)
 
 
 def _filled(call: Call, values: Values, rates: list[Tensor], norm: Tensor | None) -> Iterator[Call]:
-    """A call with the values of a step; one for each part of the states that comes from the host at a time."""
+    """A call with the values of a step; where states come from the host, one for each bucket of them."""
     device = call.args.params[0].device
     grads = values.grads
     args = call.args._replace(
@@ -353,7 +351,7 @@ def _filled(call: Call, values: Values, rates: list[Tensor], norm: Tensor | None
 
 
 def _brought(call: Call) -> AbstractContextManager[Any]:
-    """The scope in which a call's states are on the device."""
+    """A ``with`` block in which a call's states are on the device."""
     return nullcontext() if call.staged is None else call.staged.bucket.brought()
 
 
@@ -362,7 +360,7 @@ def _on(x: Tensor | None, device: torch.device) -> Tensor | None:
 
 
 def _buffer(buffers: dict[Any, Tensor], p: Tensor) -> Tensor:
-    """Memory for a parameter without gaps, which all parameters of its device and dtype share."""
+    """A tensor like p without gaps, in memory that all parameters of p's device and dtype share."""
     like = torch.empty_like(p, device="meta")
     if torch.compiler.is_compiling():
         return torch.empty_like(p)
@@ -376,9 +374,9 @@ def _buffer(buffers: dict[Any, Tensor], p: Tensor) -> Tensor:
 def overlap_order(params: Sequence[Tensor]) -> dict[int, int]:
     """By a parameter's id: its turn, from 0, among parameters over the same memory. Empty where no two share any.
 
-    An op steps its tensors at the same time. Tied by ``.data``, they are stepped one after the other, as torch does.
+    An op steps its tensors at the same time; those tied by ``.data`` must be stepped one after the other, as in torch.
     """
-    spans = []
+    spans = []  # first byte, byte after the last, number of the parameter
     for i, p in enumerate(params):
         x = shards.local(p)
         if type(x) in (Tensor, torch.nn.Parameter) and not x.is_meta and x.numel():
@@ -389,9 +387,9 @@ def overlap_order(params: Sequence[Tensor]) -> dict[int, int]:
     if all(start >= before for (start, _, _), before in zip(spans, ends, strict=False)):
         return {}
     order: dict[int, int] = {}
-    seen: list[tuple[int, int, int]] = []
+    earlier: list[tuple[int, int, int]] = []
     for start, end, i in sorted(spans, key=itemgetter(2)):
-        over = [order[id(params[k])] for first, last, k in seen if first < end and start < last]
-        order[id(params[i])] = 1 + max(over, default=-1)
-        seen.append((start, end, i))
+        turns = [order[id(params[k])] for first, last, k in earlier if first < end and start < last]
+        order[id(params[i])] = 1 + max(turns, default=-1)
+        earlier.append((start, end, i))
     return order

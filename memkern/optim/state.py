@@ -162,19 +162,19 @@ def state_args(op: StepOp, states: Sequence[Mapping[str, Tensor]]) -> dict[str, 
     }
 
 
-def layers_number(group: dict[str, Any]) -> int:
+def layers_for_ops(group: dict[str, Any]) -> int:
     """The group's ``layers`` as the ops take it."""
     return EVERY_ROW if group["layers"] == "rows" else group["layers"]
 
 
-def layers_of(p: Tensor, group: dict[str, Any]) -> int:
+def count_layers(p: Tensor, group: dict[str, Any]) -> int:
     """How many layers a parameter is, each of which has a trust ratio of its own."""
-    return layer_count(dense_like(p), group["block_size"], layers_number(group))
+    return layer_count(dense_like(p), group["block_size"], layers_for_ops(group))
 
 
 def _ones(p: Tensor, group: dict[str, Any]) -> Tensor:
     """Trust ratios of a parameter that has not stepped yet."""
-    return torch.ones(layers_of(p, group), dtype=moment_dtype(p), device=p.device)
+    return torch.ones(count_layers(p, group), dtype=moment_dtype(p), device=p.device)
 
 
 @torch.inference_mode(False)  # tensors that were made inside could not be written outside
@@ -270,7 +270,7 @@ def converted(op: StepOp, state: State, p: Tensor, group: dict[str, Any]) -> dic
     ``state_bits`` are not 32, whatever the parameter's size: shards are smaller than the tensor they were cut from.
     """
     new = _converted(op, state, p, group)
-    if op.has_trust_ratios and len(state["trust_ratio"]) != layers_of(p, group):
+    if op.has_trust_ratios and len(state["trust_ratio"]) != count_layers(p, group):
         return {**(new or state), "trust_ratio": _ones(p, group)}
     return new
 

@@ -456,7 +456,7 @@ class HostOffload(Optimizer):
         self._follow_edits()
         found = super().state_dict()
         if isinstance(self._inner, BlockwiseOptimizer):
-            found = loading.saved(found, self.param_groups, self._inner._op_of)
+            found = loading.complete_state_dict(found, self.param_groups, self._inner._op_of)
         for i, w in enumerate(self._weights.values()):
             if w.host_param.dtype != w.p.dtype and i in found["state"]:
                 found["state"][i] = {**found["state"][i], HOST_WEIGHT: w.host_param.detach()}
