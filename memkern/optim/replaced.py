@@ -1,4 +1,4 @@
-"""Finds what has changed in an optimizer's groups since its last step: options, and parameters in place of others.
+"""Finds what has changed in an optimizer's groups since its last step: options, and parameters that replace others.
 
 Wrappers replace the parameters of an optimizer that exists already (accelerate puts fully_shard's DTensors in place of
 the model's), and users edit options and lists by hand.
@@ -20,26 +20,26 @@ Group = dict[str, Any]  # a parameter group of an optimizer
 Snapshot = tuple[list[int], list[Any]]
 """The ids of a group's parameters, and the options whose change needs work before a step.
 
-References would keep parameters that a wrapper has replaced, and weak references forbid torch.utils.swap_tensors. A new
-parameter may have the id of one that is gone, but not of one that has a state.
+References would keep replaced parameters alive, and weak references forbid torch.utils.swap_tensors. A new parameter
+may have the id of a parameter that was freed, but not of one that has a state, whose state keeps it alive.
 """
 
 
 def snapshots(groups: Sequence[Group], keys: Sequence[str]) -> list[Snapshot]:
-    """The groups as the next step compares them. ``keys``: the options."""
-    return [([*map(id, g["params"])], [g[key] for key in keys]) for g in groups]
+    """A snapshot of each group, with the options ``keys``."""
+    return [([*map(id, group["params"])], [group[key] for key in keys]) for group in groups]
 
 
-def are_same(groups: Sequence[Snapshot], before: Sequence[Snapshot]) -> bool:
+def are_same(now: Sequence[Snapshot], before: Sequence[Snapshot]) -> bool:
     """Whether nothing has changed. Options are compared by identity: an equal one may be of another type."""
-    return len(groups) == len(before) and all(
-        ids == old_ids and all(map(operator.is_, options, old))
-        for (ids, options), (old_ids, old) in zip(groups, before, strict=True)
+    return len(now) == len(before) and all(
+        ids == old_ids and all(map(operator.is_, options, old_options))
+        for (ids, options), (old_ids, old_options) in zip(now, before, strict=True)
     )
 
 
 def max_grad_norm(groups: Sequence[Group], default: float | None) -> float | None:
-    """The groups' max_grad_norm, which is one for all gradients."""
+    """The max_grad_norm of all groups, which must be one; ``default`` where there is no group."""
     norms = [group["max_grad_norm"] for group in groups]
     if any(norm != norms[0] for norm in norms):
         raise ValueError(
@@ -49,9 +49,9 @@ def max_grad_norm(groups: Sequence[Group], default: float | None) -> float | Non
 
 
 def check_not_flattened(groups: Sequence[Group], before: Sequence[Snapshot], needed: str | None) -> None:
-    """Raises RuntimeError where norms are needed and DeepSpeed's ZeRO has put a flat tensor in place of a group's.
+    """Raises RuntimeError where norms are needed and DeepSpeed's ZeRO has replaced a group's params by a flat tensor.
 
-    ``needed``: the option or the class that needs them, if any. A rank's flat tensor is its part of all parameters.
+    ``needed``: the option or the class that needs norms, if any. A rank's flat tensor is its part of all parameters.
     """
     if needed is None or "deepspeed" not in sys.modules:
         return
@@ -71,12 +71,12 @@ def check_not_flattened(groups: Sequence[Group], before: Sequence[Snapshot], nee
 def _moves(
     groups: Sequence[Group], states: Mapping[Any, Any], before: Sequence[Snapshot]
 ) -> Iterator[tuple[Tensor, Tensor, Group]]:
-    """Parameters that have a state and are in no group any more, those in their places, and their group."""
+    """Yields parameters with a state that are in no group any more, what replaces each, and the group."""
     now = {id(p) for group in groups for p in group["params"]}
     known = {number for ids, _ in before for number in ids}
     stateful = {id(p): p for p, state in states.items() if isinstance(p, Tensor) and state}
     fresh = {id(p): p for g in groups for p in g["params"] if id(p) not in known and id(p) not in stateful}
-    left = []
+    without_new: list[tuple[int, int, Tensor]] = []
     for k, ((ids, _), group) in enumerate(zip(before, groups, strict=False)):
         params = group["params"]
         added = [p for p in params if id(p) in fresh]
@@ -90,8 +90,8 @@ def _moves(
             elif added:
                 raise _no_place(k, i, old)
             else:
-                left.append((k, i, old))
-    for k, i, old in left:  # removed, unless one like it has come to another group
+                without_new.append((k, i, old))
+    for k, i, old in without_new:  # they were removed, unless one of the same shape has come to another group
         if any(p.shape == old.shape for p in fresh.values()):
             raise _no_place(k, i, old)
 
@@ -100,32 +100,31 @@ def moved(
     groups: Sequence[Group],
     states: Mapping[Any, Any],
     before: Sequence[Snapshot],
-    beside: Callable[[Tensor], Tensor],
+    stand_in: Callable[[Tensor], Tensor],
 ) -> list[tuple[Tensor, Tensor, State]]:
-    """Parameters that have a state and are in no group any more, those in their places, and the states for these.
+    """Parameters with a state that are in no group any more, the ones that replace them, and the states for these.
 
-    beside: gives a tensor like a parameter, with the device and the memory format of its state.
+    stand_in: returns a tensor like a parameter, with the device and the memory format that its state has.
 
     Raises:
         ValueError: it is not clear which parameter takes the place of one that has a state.
     """
     return [
-        (old, new, State.of(states[old], Format.of(group)).moved(beside(new)))
+        (old, new, State.of(states[old], Format.of(group)).moved(stand_in(new)))
         for old, new, group in _moves(groups, states, before)
     ]
 
 
 def states_of(optimizer: Any) -> dict[Tensor, State]:
-    """The states of a block-wise optimizer's parameters as its next step will have them, for who reads them before.
+    """The states of a block-wise optimizer's parameters as its next step will find them, for reading before it.
 
-    Each knows its format, and one whose parameter was replaced is that of the parameter in its place. Raises ValueError
-    as :func:`moved` does.
+    Each has a format, and the state of a replaced parameter is that of the parameter in its place. Raises ValueError as
+    :func:`moved` does.
     """
-    groups, found = optimizer.param_groups, optimizer.state
-    known = {
-        p: State.of(values, Format.of(group)) for group in groups for p in group["params"] if (values := found.get(p))
-    }
-    return known | {new: state for _, new, state in moved(groups, found, optimizer._snapshots, optimizer._stand_in)}
+    groups, states = optimizer.param_groups, optimizer.state
+    with_state = [(p, group) for group in groups for p in group["params"] if states.get(p)]
+    own = {p: State.of(states[p], Format.of(group)) for p, group in with_state}
+    return own | {new: state for _, new, state in moved(groups, states, optimizer._snapshots, optimizer._stand_in)}
 
 
 def _no_place(k: int, i: int, old: Tensor) -> ValueError:

@@ -1,4 +1,4 @@
-"""The options that all optimizers share, stated once: their types, their defaults, and their place in signatures."""
+"""States the options that all optimizers share once: their types, defaults, and places in signatures."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ DEFAULTS_8BIT: SharedOptions = {**DEFAULTS, "state_bits": 8}
 
 
 def check_names(name: str, options: Iterable[str]) -> None:
-    """Raises TypeError, as Python does for other arguments, for one that is no shared option. ``name``: the class's."""
+    """Raises TypeError, as Python would, for an option that is not shared. ``name``: of the class, for the error."""
     if unknown := [option for option in options if option not in DEFAULTS]:
         raise TypeError(f"{name}.__init__() got an unexpected keyword argument {unknown[0]!r}")
 
 
 def full_signature(function: Any, defaults: Mapping[str, object]) -> inspect.Signature:
-    """A class's signature, from its ``__init__``.
+    """The signature of a class, from its ``__init__``.
 
-    Each shared option stands in place of ``**options: Unpack[SharedOptions]``, or of StorageOptions.
+    In place of ``**options: Unpack[SharedOptions]``, or StorageOptions, it has each of these options.
     """
     signature = inspect.signature(function)
     _, *parameters, last = signature.parameters.values()
     if last.kind is not last.VAR_KEYWORD or last.annotation not in _UNPACKED:
         return signature.replace(parameters=[*parameters, last])
-    types = _UNPACKED[last.annotation].__annotations__  # those of a TypedDict it extends too
+    types = _UNPACKED[last.annotation].__annotations__  # with those of the TypedDict that it extends
     options = (
         inspect.Parameter(
             option, inspect.Parameter.KEYWORD_ONLY, default=defaults[option],

@@ -1,4 +1,4 @@
-"""A parameter's state: its entries, the format that it knows, and the conversion to another."""
+"""A parameter's state: its entries, the format in which they are stored, and the conversion to another format."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .dtensor import blocks, shards
 from .format import Format, takes_8bit_state
 
 SIGNED = {name: signed for op in STEP_OPS.values() for name, signed in op.moments.items()}
-"""By a moment's name: whether its codes have a sign."""
+"""By a moment's name: whether its codes are signed."""
 ENTRIES = {
     *(*SIGNED, *AMSGRAD_STEP.moments),
     *(f"{name}_scale" for name in SIGNED),
@@ -30,28 +30,28 @@ ENTRIES = {
 
 
 def _forgetting_step(method: Any) -> Any:
-    """A dict's method that changes entries, for :class:`State`, which then forgets the plan of its last step."""
+    """Wraps a method of dict that changes entries, for :class:`State`, which then forgets the plan of its last step."""
 
     @functools.wraps(method)
-    def changed(self: State, *args: Any, **kwargs: Any) -> Any:
+    def forget_and_call(self: State, *args: Any, **kwargs: Any) -> Any:
         self.plan = self._layout = None
         return method(self, *args, **kwargs)
 
-    return changed
+    return forget_and_call
 
 
 class State(dict[str, Any]):
     """A parameter's tensors by name, as ``optimizer.state[p]`` has them, and the format of its codes.
 
-    format: None before the first step, where a wrapper's entries may be there already.
-    plan: of the parameter's last step (:class:`memkern.optim.plan.StepPlan`), until an entry is replaced. States alone
-    hold a plan, so that the tensors in it are freed with them: users move states to the host between two steps.
+    format: None before the first step, when there may be entries of a wrapper already.
+    plan: of the parameter's last step (:class:`memkern.optim.plan.StepPlan`), until an entry is replaced. Only states
+    hold plans, so that a plan's tensors are freed with them: users move states to the host between two steps.
     """
 
     format: Format | None = None
     plan: Any = None
-    region: Any = None  # of the host's memory, in which the entries are (memkern.optim.offload.device.Region)
-    _layout: Any = None  # of the parameter at its last step, until an entry is replaced
+    region: Any = None  # of host memory that the entries are in (memkern.optim.offload.device.Region)
+    _layout: Any = None  # that the parameter had at its last step, until an entry is replaced
 
     __setitem__ = _forgetting_step(dict.__setitem__)
     __delitem__ = _forgetting_step(dict.__delitem__)
@@ -75,28 +75,28 @@ class State(dict[str, Any]):
         return state
 
     def replace(self, entries: dict[str, Any], format: Format) -> None:
-        """Puts entries of a format in place of all."""
+        """Replaces all entries by ones of this format."""
         self.clear()
         self.update(entries)
         self.format = format
 
     def note_step(self, p: Tensor, plan: Any) -> None:
-        """Notes that a parameter's step has this plan: it can be stepped, and the entries are as it asks for."""
+        """Notes the plan of a step of the parameter, which it and the entries fit as they are."""
         self.plan, self._layout = plan, _layout(p)
 
     def is_as_stepped(self, p: Tensor) -> bool:
-        """Whether neither the parameter nor the entries have changed since then, but for their values."""
+        """Whether parameter and entries, but for their values, are unchanged since :meth:`note_step`."""
         return self._layout == _layout(p)
 
     def moved(self, new: Tensor) -> State:
         """The state for the parameter ``new`` in place of its own, on its device and ranks."""
-        found, format = State(), self.format
-        found.format = format
+        result, format = State(), self.format
+        result.format = format
         if not new.is_meta and any(isinstance(x, Tensor) and x.is_meta for x in self.values()):
-            return found  # a step on meta has made no values
+            return result  # empty: a step on meta has made no values
         for key, x in self.items():
-            if format is None or key not in ENTRIES:  # a wrapper's
-                found[key] = x
+            if format is None or key not in ENTRIES:  # a wrapper's entry
+                result[key] = x
                 continue
             if shards.is_dtensor(new) and not shards.is_dtensor(x) and not x.is_contiguous():
                 raise ValueError(
@@ -104,8 +104,8 @@ class State(dict[str, Any]):
                     "params must be contiguous; call .contiguous() before they are sharded"
                 )
             x = x if shards.is_dtensor(x) else x.to(new.device)
-            found[key] = shards.placed(key, x, new, format.block_size).to(new.device)
-        return found
+            result[key] = shards.placed(key, x, new, format.block_size).to(new.device)
+        return result
 
 
 def _layout(p: Tensor) -> Any:
@@ -119,12 +119,12 @@ def _unflatten(values: Iterable[Any], context: tuple[list[str], Format | None]) 
     return state
 
 
-# As a dict is: torch and its users map functions over the tensors of optimizer.state.
+# As dicts are registered: torch and its users map functions over the tensors of optimizer.state.
 register_pytree_node(State, lambda state: ([*state.values()], ([*state], state.format)), _unflatten)
 
 
 def has_scales(entries: Iterable[str]) -> bool:
-    """Whether the moments among a state's entries are codes."""
+    """Whether a state of these entries has moments as codes."""
     return any(key.endswith("_scale") for key in entries)
 
 
@@ -138,7 +138,7 @@ def moment_dtype(p: Tensor) -> torch.dtype:
 
 
 def dense_like(p: Tensor) -> Tensor:
-    """A tensor with the strides that a parameter's state has: the parameter, or one on meta where it is not dense."""
+    """A tensor with the strides of a parameter's moments: the parameter, or one on meta where it has gaps."""
     return p if is_dense(p.shape, p.stride()) else torch.empty_like(p, device="meta")
 
 
@@ -152,7 +152,7 @@ def state_keys(op: StepOp) -> list[str]:
 
 
 def state_args(op: StepOp, states: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:
-    """The states of parameters as an op's arguments have them."""
+    """The states of parameters as arguments of an op (StepArgs)."""
     return {
         "moments": [s[name] for name in op.moments for s in states],
         "scales": [s[f"{name}_scale"] for name in op.moments for s in states if f"{name}_scale" in s],
@@ -163,21 +163,21 @@ def state_args(op: StepOp, states: Sequence[Mapping[str, Tensor]]) -> dict[str, 
 
 
 def layers_for_ops(group: dict[str, Any]) -> int:
-    """The group's ``layers`` as the ops take it."""
+    """The group's ``layers`` as the number that ops take."""
     return EVERY_ROW if group["layers"] == "rows" else group["layers"]
 
 
 def count_layers(p: Tensor, group: dict[str, Any]) -> int:
-    """How many layers a parameter is, each of which has a trust ratio of its own."""
+    """How many layers a parameter has, each with a trust ratio of its own."""
     return layer_count(dense_like(p), group["block_size"], layers_for_ops(group))
 
 
-def _ones(p: Tensor, group: dict[str, Any]) -> Tensor:
-    """Trust ratios of a parameter that has not stepped yet."""
+def _initial_ratios(p: Tensor, group: dict[str, Any]) -> Tensor:
+    """The trust ratios before the first step: ones."""
     return torch.ones(count_layers(p, group), dtype=moment_dtype(p), device=p.device)
 
 
-@torch.inference_mode(False)  # tensors that were made inside could not be written outside
+@torch.inference_mode(False)  # tensors made in inference mode could not be written outside of it
 def initial_state(op: StepOp, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
     """The state before the first step: moments of zero, without scales where they are floats."""
     state: dict[str, Tensor] = {}
@@ -190,7 +190,7 @@ def initial_state(op: StepOp, p: Tensor, group: dict[str, Any]) -> dict[str, Ten
             state[f"{name}_scale"] = shards.new_scale(p, dense_like(p), group["block_size"])
     state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
     state |= weights.initial_state(p, group)
-    return state | {"trust_ratio": _ones(p, group)} if op.has_trust_ratios else state
+    return state | {"trust_ratio": _initial_ratios(p, group)} if op.has_trust_ratios else state
 
 
 # ---- moments
@@ -199,9 +199,9 @@ def initial_state(op: StepOp, p: Tensor, group: dict[str, Any]) -> dict[str, Ten
 def store_moment(
     name: str, x: Tensor, p: Tensor, group: dict[str, Any], step: int, coded: bool | None = None
 ) -> dict[str, Tensor]:
-    """A moment, given as floats of the parameter's shape, as the optimizer keeps it.
+    """The entries of a moment that is given as floats of the parameter's shape.
 
-    ``coded``: in 8 bits; by default where the group stores such a parameter so.
+    ``coded``: whether to store it in 8 bits; by default as the group does for such a parameter.
     """
     coded = takes_8bit_state(p, group) if coded is None else coded
     x = torch.empty_like(p, dtype=moment_dtype(p), requires_grad=False).copy_(x)
@@ -217,7 +217,7 @@ def store_moment(
 
 
 def load_moment(name: str, state: State) -> Tensor:
-    """A moment of memkern's as new float values with its own strides."""
+    """A moment of a state as new floats, with the strides of the entry."""
     codes, format = state[name], state.format
     if codes.is_floating_point():
         return codes.clone()
@@ -231,31 +231,33 @@ def load_moment(name: str, state: State) -> Tensor:
 
 
 def misfit(op: StepOp, state: State, p: Tensor) -> tuple[str, str] | None:
-    """The name of an entry whose shape or dtype does not fit a parameter, and what is wrong; None where all fit.
+    """The key of an entry whose shape or dtype does not fit a parameter, and what is wrong; None if all fit.
 
-    Whoever cuts or joins rows of a parameter, as 3D Gaussian splatting does, edits the entries by hand.
+    Users who cut or join rows of a parameter, as 3D Gaussian splatting does, edit entries by hand.
     """
     format, entries = state.format, own_entries(state)
-    if format is None or shards.is_flat_shard(p):  # which FullyShardedDataParallel may have gathered
+    if format is None or shards.is_flat_shard(p):  # FullyShardedDataParallel may have gathered its entries
         return None
-    like = state.get(next(iter(op.moments)), p)  # codes may lie in another memory format than the parameter now
+    like = state.get(next(iter(op.moments)), p)  # codes may have another memory format than the parameter has now
     layout = layout_of(dense_like(like if like.shape == p.shape else p), format.block_size)
     coded = has_scales(entries)
+    # By key, the shape and the dtype that an entry must have; None for any dtype.
     wanted: dict[str, tuple[tuple[int, ...], Any]] = dict.fromkeys(weights.KEYS, (tuple(p.shape), None))
     for name, signed in op.moments.items():
         codes = torch.int8 if signed else torch.uint8
         wanted[name] = (tuple(p.shape), codes if coded else None)
         wanted[f"{name}_scale"] = (layout.scale_shape, torch.float32)
     for key, (shape, dtype) in wanted.items():
-        if (x := entries.get(key)) is None or (tuple(x.shape) == shape and x.dtype == (dtype or x.dtype)):
+        x = entries.get(key)
+        if x is None or (tuple(x.shape) == shape and dtype in (None, x.dtype)):
             continue
-        way = (
+        advice = (
             "; codes and scales belong to blocks, whose elements cannot be cut out or joined: set state_bits=32 of the "
             "group and call optimizer.state_dict(), which makes floats of them, edit those, and set state_bits back"
         )
         return key, (
             f"must be {'' if dtype is None else f'{dtype} '}of shape {shape}, got {x.dtype} of shape {tuple(x.shape)}"
-            + (way if coded and key not in weights.KEYS else "")
+            + (advice if coded and key not in weights.KEYS else "")
         )
     return None
 
@@ -264,19 +266,19 @@ def misfit(op: StepOp, state: State, p: Tensor) -> tuple[str, str] | None:
 
 
 def converted(op: StepOp, state: State, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor] | None:
-    """The entries as the parameter and its group ask for them, or None where they are so already.
+    """The entries as the parameter and its group ask for them; None if they are so already.
 
-    Codes are read in the state's format and in their own memory format. A state of codes stays so while the group's
-    ``state_bits`` are not 32, whatever the parameter's size: shards are smaller than the tensor they were cut from.
+    Codes are read in the state's format and in their own memory format. They stay codes while the group's
+    ``state_bits`` is not 32, whatever the parameter's size: shards are smaller than the tensor they were cut from.
     """
-    new = _converted(op, state, p, group)
+    new = _converted_moments(op, state, p, group)
     if op.has_trust_ratios and len(state["trust_ratio"]) != count_layers(p, group):
-        return {**(new or state), "trust_ratio": _ones(p, group)}
+        return {**(new or state), "trust_ratio": _initial_ratios(p, group)}
     return new
 
 
-def _converted(op: StepOp, state: State, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor] | None:
-    """As :func:`converted`, but trust ratios stay as many as they are."""
+def _converted_moments(op: StepOp, state: State, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor] | None:
+    """As :func:`converted`, but the number of trust ratios stays."""
     before, wanted = state.format, Format.of(group)
     assert before is not None
     entries = own_entries(state)
@@ -285,21 +287,21 @@ def _converted(op: StepOp, state: State, p: Tensor, group: dict[str, Any]) -> di
     like = dense_like(p)
     stored = [name for name in op.moments if name in entries]  # amsgrad may have come or gone
     if any(entries[name].shape != p.shape for name in stored):
-        return None  # the op has a message for this
-    same_place = all(same_layout(entries[name], like) for name in stored)
+        return None  # for which the op has an error
+    same_layouts = all(same_layout(entries[name], like) for name in stored)
     if coded:
         same_form = was_coded and before._replace(master_weights=None) == wanted._replace(master_weights=None)
     else:
         same_form = all(entries[name].dtype == moment_dtype(p) for name in stored)
-    others = {"step", "trust_ratio", *(f"{name}_scale" for name in op.moments), *weights.KEYS}
+    not_moments = {"step", "trust_ratio", *(f"{name}_scale" for name in op.moments), *weights.KEYS}
     weight = weights.convert_storage(p, entries, group)
     same_weight = [*weight] == [key for key in weights.KEYS if key in entries] and all(
         x is entries[key] for key, x in weight.items()
     )
-    same_moments = same_place and same_form and {*entries} - others == {*op.moments}
+    same_moments = same_layouts and same_form and {*entries} - not_moments == {*op.moments}
     if same_moments and same_weight:
         return None
-    foreign = {key: x for key, x in state.items() if key not in entries}
+    foreign = {key: x for key, x in state.items() if key not in entries}  # a wrapper's
     if same_moments:
         return {key: x for key, x in entries.items() if key not in weights.KEYS} | weight | foreign
     step = int(entries["step"]) if "step" in entries else 0
@@ -307,8 +309,8 @@ def _converted(op: StepOp, state: State, p: Tensor, group: dict[str, Any]) -> di
     for name in op.moments:
         x = load_moment(name, state) if name in entries else torch.zeros_like(p, dtype=moment_dtype(p))
         new |= store_moment(name, x, p, group, step, coded)
-    rest = {key: x for key, x in entries.items() if key in ("step", "trust_ratio")}
-    if "trust_ratio" in rest:
-        rest["trust_ratio"] = rest["trust_ratio"].to(moment_dtype(p))
-    moments = {key: new[key] for key in sorted(new, key=lambda k: k.endswith("_scale"))}
-    return {**moments, **rest, **weight, **foreign}
+    step_and_ratios = {key: x for key, x in entries.items() if key in ("step", "trust_ratio")}
+    if "trust_ratio" in step_and_ratios:
+        step_and_ratios["trust_ratio"] = step_and_ratios["trust_ratio"].to(moment_dtype(p))
+    moments = {key: new[key] for key in sorted(new, key=lambda key: key.endswith("_scale"))}  # scales after moments
+    return {**moments, **step_and_ratios, **weight, **foreign}

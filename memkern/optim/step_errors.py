@@ -1,4 +1,4 @@
-"""Rewrites an op's errors for the caller of an optimizer: parameters by number, name and shape."""
+"""Rewrites errors of ops for users of an optimizer: they name a parameter by number, name and shape."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OP_ERRORS = (RuntimeError, ValueError, TypeError)
 """An op raises these for arguments that it refuses, before it changes anything."""
 
 _ENTRY = re.compile(r"\b(\w+)\[(\d+)\]")  # exp_avg[3]
-# The lists of StepArgs, as errors name their entries; others are named as they are.
+# By a list of StepArgs: what errors call an entry of it. "exp_avg of parameter" and the like need no name here.
 _LISTS = {
     "params": "parameter",
     "grads": "the gradient of parameter",
@@ -26,7 +26,7 @@ _LISTS = {
 
 
 def names_of(groups: Sequence[dict[str, Any]]) -> list[str | None]:
-    """The name of each parameter; None where a group has none, or its list was edited without them."""
+    """The name of each parameter; None in groups without names, or whose params alone were edited."""
     names: list[str | None] = []
     for group in groups:
         own, count = group.get("param_names", ()), len(group["params"])
@@ -41,14 +41,14 @@ def _number_and_name(p: Tensor, groups: Sequence[dict[str, Any]]) -> tuple[int, 
 
 
 def named(p: Tensor, groups: Sequence[dict[str, Any]]) -> str:
-    """A parameter by its number in ``state_dict()``, its name, if it has one, and its shape."""
+    """Text for a parameter: its number in ``state_dict()``, its name, if it has one, and its shape."""
     number, name = _number_and_name(p, groups)
     return f"parameter {number} ({'' if name is None else f'{name!r}, '}shape {tuple(p.shape)})"
 
 
 @contextlib.contextmanager
 def of_parameter(p: Tensor, groups: Sequence[dict[str, Any]]) -> Iterator[None]:
-    """Errors of checks as ones that say which parameter it is, as :func:`in_words` does."""
+    """A ``with`` block for checks of p, whose errors then begin with p's number and name."""
     try:
         yield
     except OP_ERRORS as error:
@@ -65,14 +65,14 @@ def in_words(error: Exception, args: StepArgs, groups: Sequence[dict[str, Any]])
         return error
     names = names_of(groups)
     numbers = {id(p): i for i, p in enumerate(p for g in groups for p in g["params"])}
-    with_weight_state = [i for i, k in enumerate(args.group) if args.storage_of(k) in WEIGHT_STATES]
+    with_weight_state = [i for i, group in enumerate(args.group) if args.storage_of(group) in WEIGHT_STATES]
 
-    def entry(found: re.Match[str]) -> str:
-        kind, i = found[1], int(found[2])
+    def entry(match: re.Match[str]) -> str:
+        kind, i = match[1], int(match[2])
         if kind == "weight_states":
             i = with_weight_state[i] if i < len(with_weight_state) else len(args.params)
         if i >= len(args.params) or (number := numbers.get(id(args.params[i]))) is None:
-            return found[0]
+            return match[0]
         name = "" if names[number] is None else f"{names[number]!r}, "
         return f"{_LISTS.get(kind, f'{kind} of parameter')} {number} ({name}shape {tuple(args.params[i].shape)})"
 

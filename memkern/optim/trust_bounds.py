@@ -1,4 +1,4 @@
-"""Bounds on the norm of a layer's weights in its trust ratio: phi of the LAMB paper."""
+"""Bounds the norm of a layer's weights in its trust ratio: phi of the LAMB paper."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def check_trust_bounds(bounds: Any) -> None:
     """Raises ValueError unless ``bounds`` is None or two numbers, 0 <= low < high; high may be infinite."""
     if bounds is None:
         return
-    numbers = isinstance(bounds, (tuple, list)) and len(bounds) == 2
-    if not (numbers and all(isinstance(x, Real) for x in bounds) and 0 <= bounds[0] < bounds[1]):
+    is_pair = isinstance(bounds, (tuple, list)) and len(bounds) == 2
+    if not (is_pair and all(isinstance(x, Real) for x in bounds) and 0 <= bounds[0] < bounds[1]):
         raise ValueError(f"trust_bounds must be None or (low, high), numbers with 0 <= low < high, got {bounds!r}")
 
 
@@ -29,14 +29,14 @@ def new_squares(args: StepArgs) -> Tensor:
 
 
 def clamp_norms(args: StepArgs, groups: Sequence[Mapping[str, Any]]) -> None:
-    """phi on ``args.squares``: the sums of squares of weights are clamped to those of their group's bounds."""
+    """Applies phi to ``args.squares``: clamps weights' sums of squares to the squares of their group's bounds."""
     assert args.squares is not None
     first = last = 0
-    of_next = [*args.group[1:], None]
-    for number, after, ratios in zip(args.group, of_next, args.trust_ratios, strict=True):
+    next_numbers = [*args.group[1:], None]
+    for number, next_number, ratios in zip(args.group, next_numbers, args.trust_ratios, strict=True):
         last += ratios.numel()
-        if number == after:
-            continue  # the layers of neighbours of one group are clamped at once
+        if number == next_number:
+            continue  # the layers of successive parameters of one group are clamped at once
         if (bounds := groups[number].get("trust_bounds")) is not None:
             low, high = map(float, bounds)
             args.squares[first:last, 0].clamp_(low * low, high * high)

@@ -1,4 +1,4 @@
-"""How an optimizer stores bf16 parameters: the options ``master_weights`` and ``stochastic_rounding``."""
+"""Stores bf16 parameters as the options ``master_weights`` and ``stochastic_rounding`` say, with their errors."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ MASTER_WEIGHTS = {
 }
 """Values of ``master_weights``, and the entry that each adds to a parameter's state."""
 KEYS = ("weight_error",)
-"""All entries that ``master_weights`` may add."""
+"""All entries that ``master_weights`` may add to a state."""
 
 
 def check_options(group: Group) -> None:
-    """Raises ValueError unless both options have allowed values, and not both are set."""
+    """Raises ValueError for values of the two options that are not allowed, and where both are set."""
     master, stochastic = group["master_weights"], group["stochastic_rounding"]
     if master not in [*MASTER_WEIGHTS]:
         raise ValueError(f"master_weights must be one of {', '.join(map(repr, MASTER_WEIGHTS))}, got {master!r}")
@@ -38,7 +38,7 @@ def check_options(group: Group) -> None:
 
 
 def check_param(p: Tensor, group: Group) -> None:
-    """Raises TypeError where the group stores weights in a way that is for bf16 alone."""
+    """Raises TypeError for a parameter that is not bf16 where its group sets one of the two options."""
     for name in ("master_weights", "stochastic_rounding"):
         if group[name] and p.dtype != torch.bfloat16:
             raise TypeError(
@@ -48,7 +48,7 @@ def check_param(p: Tensor, group: Group) -> None:
 
 
 def storage_of(group: Group) -> int:
-    """The group's ``weight_storage``, as the ops take it."""
+    """The group's ``weight_storage`` as the number that ops take."""
     return WEIGHTS[group["master_weights"] or ("stochastic" if group["stochastic_rounding"] else "nearest")]
 
 
@@ -68,20 +68,20 @@ def initial_state(p: Tensor, group: Group) -> dict[str, Tensor]:
 def fp32_weight(p: Tensor, state: dict[str, Tensor]) -> Tensor:
     """The weights that a step reads: a parameter joined with its state's error, as new fp32 values."""
     p = p.detach()
-    found, own = torch.empty_like(p, dtype=torch.float32), local(p)
+    result, own = torch.empty_like(p, dtype=torch.float32), local(p)
     if (error := state.get("weight_error")) is not None:
         dropped = WEIGHT_DROPPED_BITS["bf16+8" if error.dtype == torch.int8 else "bf16+16"]
         x = join_weight(own, local(error).to(own.device), dropped)
     else:
         x = own
-    local(found).copy_(x)
-    return found
+    local(result).copy_(x)
+    return result
 
 
 def state_from_fp32(p: Tensor, x: Tensor, group: Group) -> dict[str, Tensor]:
-    """The error that ``master_weights`` keeps of fp32 weights ``x`` beside ``p``, to which x rounds.
+    """The entries that ``master_weights`` keeps for fp32 weights ``x``, which round to ``p``: the error of rounding.
 
-    In 8 bits it is rounded to the nearest, and is at most 127 units.
+    In 8 bits the error is rounded to the nearest, to at most 127 units.
     """
     state = initial_state(p, group)
     p, x = local(p.detach()).float(), local(x).float()
@@ -94,7 +94,7 @@ def state_from_fp32(p: Tensor, x: Tensor, group: Group) -> dict[str, Tensor]:
 
 
 def convert_storage(p: Tensor, state: dict[str, Tensor], group: Group) -> dict[str, Tensor]:
-    """The entries as the group asks for them: the state's own where they are so already."""
+    """The entries as the group asks for them; the state's own tensors if they are so already."""
     wanted = MASTER_WEIGHTS[group["master_weights"]]
     own = {key: state[key] for key in KEYS if key in state}
     if {key: x.dtype for key, x in own.items()} == wanted and all(x.shape == p.shape for x in own.values()):
