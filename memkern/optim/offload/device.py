@@ -1,4 +1,4 @@
-"""HostOffload(step_on="device"): optimizer states in host memory, copied to the device for its step, and back."""
+"""HostOffload(step_on="device"): keeps optimizer states in host memory, and copies them to the device for its step."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from .pinned import Slabs
 from .transfers import Transfers, transfers_of
 
 BUCKET_BYTES = 64 * 2**20
-"""States are copied together up to so many bytes, 1.2 ms at 55 GB/s, and those of a parameter that has more by rows."""
+"""States are copied together up to so many bytes, 1.2 ms at 55 GB/s. A parameter with more has rows of them copied."""
 LARGE_BYTES = 4 * BUCKET_BYTES
-"""Buckets of more bytes, whose states are not stepped by rows, all take the first of the two buffers."""
+"""Larger buckets (states that cannot be stepped by rows) all take the first of the two buffers."""
 Places = dict[int, dict[str, tuple[int, Tensor]]]
-"""The entries of states, by the states' ids: each entry's offset in bytes, and a tensor of its dtype and shape."""
+"""By a state's id and an entry's key: the entry's offset in bytes, and a tensor of its dtype and shape."""
 ALIGNMENT = 128  # bytes; kernels read 16 at a time
 
 
@@ -35,8 +35,8 @@ class Slot:
     """A buffer on the device, for the states of one bucket at a time."""
 
     memory: Tensor
-    free: Any  # the event after which it may be written
-    holder: Bucket | None = None
+    free: Any  # the event after which the buffer may be written
+    holder: Bucket | None = None  # whose states are in the buffer
 
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
@@ -47,18 +47,18 @@ class Slot:
         self.free, self.holder = self.stage.transfers.now(), None
 
     def reserve(self, size: int) -> None:
-        """Makes the buffer as large as ``size`` bytes, if it is not."""
+        """Makes the buffer at least ``size`` bytes large."""
         if self.memory.numel() < size:
             self._allocate(size)
 
 
 class Region:
-    """States in one piece of the host's memory, which come to the device in one bucket or, of many bytes, in several.
+    """States in one piece of the host's memory, of which ``optimizer.state`` has views.
 
-    ``optimizer.state`` has views of it.
+    They come to the device in one bucket or, if they are too many bytes, in several.
     """
 
-    saved: Any = None  # the event after which the step counters of the last step are in it
+    saved: Any = None  # the event after which the last step's counters are in the host's memory
 
     def __init__(self, stage: Stage, states: Sequence[State]) -> None:
         self.stage = stage
@@ -77,33 +77,31 @@ class Region:
             state.region = self
 
     def has(self, state: State) -> bool:
-        """Whether a state's entries are in the region. Values of ones that were replaced by others alike are taken."""
+        """Whether a state's entries are in the region. Similar entries that replace its own are copied into it."""
         places, entries = self.places.get(id(state), {}), own_entries(state)
         if state.region is not self or {*places} != {*entries}:
             return False
-        others = {key: x for key, x in entries.items() if x is not places[key][1]}
-        if any(
-            type(x) is not type(own := places[key][1])
-            or (x.dtype, x.shape, x.stride()) != (own.dtype, own.shape, own.stride())
-            for key, x in others.items()
-        ):
-            return False
-        for key, x in others.items():
-            state[key] = places[key][1].copy_(x)
+        replaced_keys = [key for key, x in entries.items() if x is not places[key][1]]
+        for key in replaced_keys:
+            x, own = entries[key], places[key][1]
+            if type(x) is not type(own) or (x.dtype, x.shape, x.stride()) != (own.dtype, own.shape, own.stride()):
+                return False
+        for key in replaced_keys:
+            state[key] = places[key][1].copy_(entries[key])
         return True
 
 
 class Bucket:
-    """The states that are copied to the device together: a region's, or rows of the only state in one."""
+    """The states that are copied to the device together: a region's, or rows of its only state."""
 
     came: Any = None  # the event of the last copy to the device
-    saved: Any = None  # the event of the last copy back
+    saved: Any = None  # the event of the last copy back to the host
 
     def __init__(self, region: Region, slot: Slot, rows: slice | None = None, per_block: int = 1) -> None:
-        """per_block: the rows that have a scale together."""
+        """per_block: how many rows share a scale."""
         self.region, self.slot, self.rows = region, slot, rows
         self.places, self.size, self.is_last = region.places, region.size, True
-        self.copies = self.copies_back = [(region.host, 0)]  # memory of the host, and where it comes to
+        self.copies = self.copies_back = [(region.host, 0)]  # host memory, and its offset in the slot
         if rows is not None:
             self._take(rows, slice(rows.start // per_block, -(-rows.stop // per_block)))
         self._views: dict[int, dict[str, Tensor]] = {}
@@ -112,31 +110,31 @@ class Bucket:
         region.buckets.append(self)
 
     def _take(self, rows: slice, scales: slice) -> None:
-        """Takes these rows of all entries, and their scales."""
-        [(number, entries)] = self.region.places.items()
+        """Restricts the bucket to these rows of the only state's entries, and to their scales."""
+        [(state_id, entries)] = self.region.places.items()
         self.is_last = rows.stop == max(len(x) for _, x in entries.values() if x.dim())
-        self.places, self.size, self.copies, self.copies_back = {number: {}}, 0, [], []
+        self.places, self.size, self.copies, self.copies_back = {state_id: {}}, 0, [], []
         for key, (_, x) in entries.items():
             part = x if key == "step" else x[scales if key.endswith("_scale") else rows]
-            self.places[number][key] = self.size, part
+            self.places[state_id][key] = self.size, part
             self.copies.append((part.view(-1).view(torch.uint8), self.size))
-            if key != "step" or self.is_last:  # each bucket counts the step from the same number
+            if key != "step" or self.is_last:  # all buckets must begin with the same step counter
                 self.copies_back.append(self.copies[-1])
             self.size += _aligned(part.nbytes)
 
     def views(self) -> dict[int, dict[str, Tensor]]:
-        """The states on the device, while they are there."""
+        """By id, the states as tensors in the slot's memory."""
         memory = self.slot.memory
         if self._views_of is not memory:
             self._views_of = memory
             self._views = {
-                number: {key: _view(memory, offset, x) for key, (offset, x) in places.items()}
-                for number, places in self.places.items()
+                state_id: {key: _view(memory, offset, x) for key, (offset, x) in places.items()}
+                for state_id, places in self.places.items()
             }
         return self._views
 
     def bring(self) -> None:
-        """Begins the copy to the device, unless it is there."""
+        """Begins the copy to the device, unless the slot has the states already."""
         if self.slot.holder is not self:
             after = {self.slot.free, self.saved, self.region.saved} - {None}
             for host, offset in self.copies:
@@ -146,7 +144,7 @@ class Bucket:
 
     @contextlib.contextmanager
     def brought(self) -> Iterator[None]:
-        """The scope in which the states are on the device."""
+        """A ``with`` block in which the states are on the device; afterwards begins the copy back."""
         transfers, slot = self.region.stage.transfers, self.slot
         self.bring()
         transfers.device_waits(self.came)
@@ -163,39 +161,40 @@ class Bucket:
 
 
 class Staged:
-    """The states of a call: some of a bucket's, or all."""
+    """The states of one call of an op: some or all states of a bucket."""
 
     def __init__(self, bucket: Bucket, op: StepOp, states: Sequence[State]) -> None:
-        self.bucket, self.op, self.numbers = bucket, op, [*map(id, states)]
+        self.bucket, self.op, self.state_ids = bucket, op, [*map(id, states)]
         self._tensors: dict[str, Any] = {}
         self._views: Any = None
 
     def args(self, args: StepArgs) -> StepArgs:
-        """The op's arguments on the device, of the bucket's rows."""
-        if (views := self.bucket.views()) is not self._views:
-            self._views, self._tensors = views, state_args(self.op, [views[number] for number in self.numbers])
+        """The op's arguments with the states on the device, and with the bucket's rows of params and grads."""
+        views, rows = self.bucket.views(), self.bucket.rows
+        if views is not self._views:
+            self._views, self._tensors = views, state_args(self.op, [views[state_id] for state_id in self.state_ids])
         args = args._replace(**self._tensors)
-        if (rows := self.bucket.rows) is None:
+        if rows is None:
             return args
         return args._replace(params=[p[rows] for p in args.params], grads=[g[rows] for g in args.grads])
 
 
 class Stage:
-    """Copies states to a device and back: by two buffers, and a stream of copies in each direction.
+    """Copies states to a device and back, through two buffers and with a stream of copies for each direction.
 
-    While one bucket is stepped, the last one goes back and the next one comes: the one that came next in the last pass,
-    which is the last step, or of a step in the backward pass the last backward pass. Nothing waits on the host.
+    While one bucket is stepped, the one before goes back and the next one comes: the bucket that followed in the last
+    pass. A pass is a step, or a backward pass that steps. The host waits for nothing.
     """
 
     def __init__(self, device: torch.device, transfers: Transfers) -> None:
         self.device, self.transfers = device, transfers
         self.slabs = Slabs(allocate=transfers.host_memory)
         self.slots = Slot(self), Slot(self)
-        self._count = 0
-        self._next: dict[Bucket, Bucket] = {}  # what followed each, in the last pass
-        self._next_now: dict[Bucket, Bucket] = {}  # and in this one
-        self._last: Bucket | None = None
-        self._saved: Any = None
+        self._count = 0  # of the buckets that were given a slot in turn
+        self._next: dict[Bucket, Bucket] = {}  # the bucket that followed each in the last pass
+        self._next_now: dict[Bucket, Bucket] = {}  # the same for the current pass
+        self._last: Bucket | None = None  # the bucket that was stepped last in the current pass
+        self._saved: Any = None  # the event of the last copy back; None if it was waited for
 
     # ---- buckets
 
@@ -204,52 +203,53 @@ class Stage:
     def cut(
         self, parts: Sequence[Sequence[int]], states: Sequence[State], whole: bool, by_rows: bool
     ) -> list[list[int]]:
-        """The parts of a step, cut so that the states of each are in one region; ones that are in none get new ones.
+        """Cuts the parts of a step so that the states of each are in one region. States that are in none get new ones.
 
         Args:
             parts: numbers of states.
-            whole: whether a part whose states are in no region gets one, and not one for each ``BUCKET_BYTES``.
+            whole: whether a part's states that are in no region get one region, and not one for each ``BUCKET_BYTES``.
             by_rows: whether the op can step some rows of a parameter by themselves.
         """
         self.wait_for_copies()
-        found: list[list[int]] = []
-        new: list[list[int]] = []
+        result: list[list[int]] = []
+        new_parts: list[list[int]] = []
         for part in parts:
-            of_region: dict[Any, list[int]] = {}
+            by_region: dict[Any, list[int]] = {}  # None: states that need a new region
             for i in part:
                 region = states[i].region
-                known = region is not None and region.stage is self and region.has(states[i])
-                of_region.setdefault(region if known and (by_rows or len(region.buckets) == 1) else None, []).append(i)
-            loose = of_region.pop(None, [])
-            fresh = [loose] if whole and loose else [*buckets(loose, states, _bytes_of_largest, BUCKET_BYTES)]
-            new += fresh
-            found += [*of_region.values(), *fresh]
-        self.slabs.plan(sum(bytes_of(states[i]) for i in some) for some in new)
-        for some in new:
-            region = Region(self, [states[i] for i in some])
-            for rows, per_block in _rows_of(states[some[0]]) if by_rows and len(some) == 1 else [(None, 1)]:
+                is_in_region = region is not None and region.stage is self and region.has(states[i])
+                is_kept = is_in_region and (by_rows or len(region.buckets) == 1)
+                by_region.setdefault(region if is_kept else None, []).append(i)
+            unplaced = by_region.pop(None, [])
+            added = [unplaced] if whole and unplaced else [*buckets(unplaced, states, _bytes_of_largest, BUCKET_BYTES)]
+            new_parts += added
+            result += [*by_region.values(), *added]
+        self.slabs.plan(sum(bytes_of(states[i]) for i in part) for part in new_parts)
+        for part in new_parts:
+            region = Region(self, [states[i] for i in part])
+            for rows, per_block in _rows_of(states[part[0]]) if by_rows and len(part) == 1 else [(None, 1)]:
                 Bucket(region, self._slot_for(region.size if rows is None else BUCKET_BYTES), rows, per_block)
-        return found
+        return result
 
     def _slot_for(self, size: int) -> Slot:
-        """The buffer for a bucket of so many bytes."""
+        """The slot for a bucket of so many bytes: the two in turn, but the first one for large buckets."""
         self._count += size <= LARGE_BYTES
         return self.slots[self._count % 2 if size <= LARGE_BYTES else 0]
 
     def staged(self, op: StepOp, states: Sequence[State]) -> list[Staged]:
-        """The states of a call, which are in one region: of each of its buckets."""
+        """The states of a call, which are in one region, for each of the region's buckets."""
         return [Staged(bucket, op, states) for bucket in states[0].region.buckets]
 
     # ---- copies
 
     def begin(self) -> None:
-        """A pass begins. What came ahead of time in the last one and was not stepped may have been edited since."""
+        """Begins a pass. Copies that came ahead in the last pass are dropped: states may have been edited since."""
         for slot in self.slots:
             slot.holder = None
         self._next, self._next_now, self._last = self._next_now or self._next, {}, None
 
     def stepped(self, bucket: Bucket) -> None:
-        """A bucket was stepped, and the copy back was begun."""
+        """After a bucket's step, when the copy back was begun: begins to bring the next bucket."""
         self._saved = bucket.saved
         if self._last is not None:
             self._next_now[self._last] = bucket
@@ -274,10 +274,10 @@ def bytes_of(state: State) -> int:
 
 
 def _rows_of(state: State) -> list[tuple[slice | None, int]]:
-    """Rows of a state that come to the device at a time, if not all, and how many have a scale together.
+    """The rows of a state that come to the device at a time, None for all, each with how many rows share a scale.
 
-    Blocks begin with a row, and what is random about rounding depends on the place in a block: rows that end where a
-    block does are stepped as the whole is.
+    Blocks begin with a row, and the random bits of rounding depend on the place in a block: rows that end where a block
+    ends are stepped as in the whole tensor.
     """
     format, moment, size = state.format, next(x for key, x in state.items() if key in SIGNED), bytes_of(state)
     if size <= BUCKET_BYTES or is_dtensor(moment) or not moment.is_contiguous() or not moment.dim():
@@ -295,9 +295,9 @@ def _bytes_of_largest(state: State) -> int:
 
 
 def _view(memory: Tensor, offset: int, like: Tensor, by_itself: bool = False) -> Tensor:
-    """A tensor in these bytes with the dtype, the shape and the memory format of another; a DTensor like one.
+    """A tensor in ``memory`` with the dtype, shape and memory format of ``like``; a DTensor if ``like`` is one.
 
-    by_itself: it has a storage of its own: torch.save writes whole storages, each of them for one dtype.
+    by_itself: gives it a storage of its own, as torch.save writes whole storages, each of one dtype.
     """
     own = local(like)
     stride = torch.empty_like(own, device="meta").stride()
@@ -311,11 +311,11 @@ def _view(memory: Tensor, offset: int, like: Tensor, by_itself: bool = False) ->
 class StatesOnHost(BlockwiseOptimizer):
     """A block-wise optimizer whose states are on the host, and come to the device for its step.
 
-    Mixed into the optimizer's class by :func:`class_on_host`. ``HostOffload(step_on="device")`` has the documentation.
+    :func:`class_on_host` mixes it into an optimizer's class. :class:`HostOffload` documents it (``step_on="device"``).
     """
 
-    _stages: dict[torch.device, Stage | None]
-    _is_stepping = False
+    _stages: dict[torch.device, Stage | None]  # None: states stay on the device, which is the CPU
+    _is_stepping = False  # whether states are read by a step, which does not wait for copies
     _transfers_of: Any
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -326,7 +326,7 @@ class StatesOnHost(BlockwiseOptimizer):
 
     @property
     def state(self) -> Any:
-        """The states. Whoever reads them between two steps waits until they are on the host."""
+        """The states. Reading them between two steps waits until they are on the host."""
         if not self._is_stepping:
             self._wait_for_copies()
         return vars(self)["state"]
@@ -341,7 +341,7 @@ class StatesOnHost(BlockwiseOptimizer):
                 stage.wait_for_copies()
 
     def _forget_stages(self) -> None:
-        """Lets go of the host's memory that states were in, whose owners they are until the next step moves them."""
+        """Forgets the host's memory that states are in; they alone keep it until the next step moves them."""
         self._wait_for_copies()
         self._stages = {}
 
@@ -364,7 +364,7 @@ class StatesOnHost(BlockwiseOptimizer):
 
     @contextlib.contextmanager
     def _stepping(self) -> Iterator[None]:
-        """The scope in which states are used in the order of the device."""
+        """A ``with`` block in which states are read without waiting for copies, as the device's events order them."""
         before, self._is_stepping = self._is_stepping, True
         try:
             yield
@@ -383,7 +383,7 @@ class StatesOnHost(BlockwiseOptimizer):
 
     @torch._disable_dynamo
     def step(self, closure: Any = None) -> Any:
-        """As the optimizer's own. Returns when copies and steps are queued."""
+        """As the optimizer's own, but returns when copies and steps are queued."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -415,7 +415,7 @@ class StatesOnHost(BlockwiseOptimizer):
 
 
 class _ClassOnHost(type):
-    """The type of classes that :func:`class_on_host` makes, which are pickled by what they were made of."""
+    """The metaclass of :func:`class_on_host`'s classes, which are pickled as the arguments of that function."""
 
     optimizer_class: Any
     _transfers_of: Any
@@ -423,9 +423,9 @@ class _ClassOnHost(type):
 
 @functools.cache
 def class_on_host(optimizer_class: Any, transfers: Any = transfers_of) -> Any:
-    """A block-wise optimizer's class with states on the host. ``transfers``: of a device."""
+    """The subclass of a block-wise optimizer with states on the host. ``transfers``: returns those of a device."""
     attributes = {"optimizer_class": optimizer_class, "_transfers_of": staticmethod(transfers)}
     return _ClassOnHost(f"HostOffload({optimizer_class.__name__})", (StatesOnHost, optimizer_class), attributes)
 
 
-copyreg.pickle(_ClassOnHost, lambda made: (class_on_host, (made.optimizer_class, made._transfers_of)))
+copyreg.pickle(_ClassOnHost, lambda cls: (class_on_host, (cls.optimizer_class, cls._transfers_of)))

@@ -1,4 +1,4 @@
-"""HostOffload: optimizer states, and if wanted fp32 weights and gradients, on the host."""
+"""HostOffload: keeps optimizer states, and if wanted fp32 weights and gradients, on the host."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from .transfers import transfers_of
 from .weight import Weight, has_gradient
 
 HOST_WEIGHT = "host_weight"
-"""The entry of a parameter's state in ``state_dict()``, where the inner optimizer's state has no weights."""
+"""The key of the host's weight in a parameter's state in ``state_dict()``, where it has another dtype."""
 _TAKES_OTHER_GRADIENTS = hasattr(Tensor, "grad_dtype")  # torch 2.11: p.grad may have another dtype than p
-# Attributes that copies and pickles have, beside torch.optim's.
+# Attributes that copies and pickles have in addition to torch.optim's.
 _COPIED = ("_inner", "_class", "_options", "_hooks_gradients", "_weights")
 
 
@@ -48,14 +48,14 @@ class HostOffload(Optimizer):
         optimizer = memkern.optim.HostOffload(memkern.optim.AdamW8bit, model.parameters(), lr=1e-4, step_on="device")
         # the loop is as always: loss.backward(); optimizer.step(); optimizer.zero_grad()
 
-    ``step_on="device"``: the states are in pinned memory of the host. A step walks buckets of 64 MiB of them: while one
-    is stepped by the device's own op, the last one goes back and the next one comes, by a stream of copies for each
+    ``step_on="device"``: the states are in pinned memory of the host. A step walks buckets of 64 MiB of them: while the
+    device's own op steps one bucket, the one before goes back and the next one comes, with a stream of copies for each
     direction. ``step()`` returns when all of that is queued. Weights and gradients stay on the device. The object is an
-    instance of ``optimizer_class``, too: its groups, schedulers, hooks, GradScaler and ``state_dict`` are that class's,
-    its tensors are on the CPU, and weights and states have every bit of the optimizer without HostOffload. With
-    ``step_in_backward`` it is :class:`StepInBackward` of that: the states of a parameter come before its gradient, in
+    instance of ``optimizer_class``, too: groups, schedulers, hooks, GradScaler and ``state_dict`` work as that class's,
+    and weights and states have every bit of the optimizer without HostOffload; its state tensors are on the CPU. With
+    ``step_in_backward`` it is :class:`StepInBackward` of that class: a parameter's states come before its gradient, in
     the order of the last backward pass. Read and write states through ``optimizer.state`` and ``state_dict()``, which
-    wait for copies that are under way. On the CPU it is ``optimizer_class`` itself.
+    wait for copies that are under way. For parameters on the CPU it is ``optimizer_class`` itself.
 
     ``step_on="cpu"``: for each parameter p on the device the host has a weight in ``host_dtype``. A step copies the
     gradient to the host, steps the host's weight there with the CPU's kernels, and copies it back to p, rounded to p's
@@ -69,9 +69,9 @@ class HostOffload(Optimizer):
         step_in_backward: with "device", each parameter is stepped when its gradient has come, which is then freed.
             Default False.
         host_dtype: with "cpu", dtype of the weights on the host, default torch.float32, so that a half-precision model
-            has an fp32 model on the host. None: each parameter's own. A parameter of 4 or 8 bytes keeps its dtype. For
-            bf16 parameters and memkern's optimizers this is their ``master_weights="bf16+16"``, which has the bits of
-            fp32; where ``master_weights`` or ``stochastic_rounding`` is given, host_dtype is None.
+            has an fp32 model on the host. None: each parameter's own. A parameter of 4 or 8 bytes per element keeps its
+            dtype. For bf16 parameters memkern's optimizers use ``master_weights="bf16+16"`` instead, which has fp32's
+            bits; where ``master_weights`` or ``stochastic_rounding`` is given, host_dtype has no effect.
         offload_gradients: with "cpu", each gradient goes to the host when ``backward()`` has computed it and is freed
             on the device; gradients of further ``backward()`` calls are added there, in the parameter's dtype. Default
             False.
@@ -87,30 +87,30 @@ class HostOffload(Optimizer):
     | clipping | max_grad_norm or torch's functions | raises | max_grad_norm or torch's functions | max_grad_norm |
     | GradScaler | yes | raises | yes | raises |
 
-    A bucket is 64 MiB: of parameters with more states some rows are stepped at a time, but for LAMB, LARS, Muon's
-    matrices and shards, whose states come at once. States of ``AdamW8bit`` are 2.06 bytes per parameter, and 4.06 with
-    ``master_weights="bf16+16"``.
+    A bucket is 64 MiB. A parameter with more bytes of states is stepped some rows at a time, except with LAMB and LARS,
+    Muon's matrices and shards, whose states come at once. States of ``AdamW8bit`` are 2.06 bytes per parameter, and
+    4.06 with ``master_weights="bf16+16"``.
 
     With "cpu", ``step()`` returns when the host is done; copies of weights may be under way, and the device's current
-    stream waits for them. ``offload_gradients`` consumes a gradient in ``step()``.
+    stream waits for them. With ``offload_gradients`` a step uses up the gradients.
 
     It is a torch.optim.Optimizer of the model's parameters, and reads its groups and states as they are at the step:
     lists may be assigned, extended or shortened. What the step changes in groups (some classes count steps there) is
     changed here, too; a class whose ``step`` is neither memkern's nor torch.optim's takes all gradients in one call.
 
-    ``state_dict()`` is that of ``optimizer_class``, which can load it. With "cpu", what the host knows of a weight
-    beyond the model's bits is in its state as ``weight_error``, or as ``host_weight``, the fp32 weight, where the
-    optimizer is not memkern's or the model is fp16. A step goes on from the model's weights, whoever has written them
-    (a state_dict that it loads, an edit under no_grad or of ``p.data``): an error is relative to the weight that is
-    there, an fp32 weight is used where it rounds to it. On the CPU nothing is copied that the CPU can read where it is.
+    ``state_dict()`` is that of ``optimizer_class``, which can load it. With "cpu", the bits that the host's weight has
+    beyond the model's are in the state as ``weight_error``, or in ``host_weight``, the fp32 weight, where the optimizer
+    is not memkern's or the model is fp16. A step starts from the model's weights, also if they were loaded or edited
+    (under no_grad, or as ``p.data``): it adds the error to the model's weight, and uses the fp32 weight where it rounds
+    to the model's. For parameters on the CPU nothing is copied that the step can read where it is.
 
-    Of DTensors (fully_shard, HSDP, tensor parallelism) each rank has its shards on its host: states and host weights
+    For DTensors (fully_shard, HSDP, tensor parallelism) each rank has its shards on its host: states and host weights
     are DTensors of the same mesh and placements, which torch.distributed.checkpoint saves and reshards. Norms
     (max_grad_norm, LAMB, LARS) and, with "cpu", Muon's matrices are reduced and exchanged on the mesh's device, whose
     process group is enough. The result has every bit of the optimizer without HostOffload.
 
-    Memory that is transferred is pinned; where the system gives no more pinned memory, states that the device steps are
-    not, with a warning.
+    Host memory that is copied from or to is pinned. Where the system gives no more pinned memory, states for
+    ``step_on="device"`` are in ordinary memory, with a warning.
 
     Raises:
         ValueError, TypeError: from ``optimizer_class``; an option of another type, or of the other ``step_on``; with
@@ -121,14 +121,14 @@ class HostOffload(Optimizer):
     to the device by buckets: Megatron-LM's chunked optimizer states.
     """
 
-    wraps_a_class = True
+    wraps_a_class = True  # so that no other wrapper takes the class
 
     @property
     def frees_gradients(self) -> bool:
         """Whether gradients leave the device in the backward pass, so that nobody else can clip them."""
         return self._hooks_gradients
 
-    clips_by_norm = True
+    clips_by_norm = True  # supports max_grad_norm
     _inner: Optimizer
     _transfers_of = staticmethod(transfers_of)
 
@@ -158,9 +158,9 @@ class HostOffload(Optimizer):
                 "optimizer_class must be one of memkern.optim with step_on='device', got "
                 f"{optimizer_class.__module__}.{optimizer_class.__name__}; step_on='cpu' takes torch.optim's"
             )
-        for name, plain in (("host_dtype", torch.float32), ("offload_gradients", False)):
-            if (given := options.pop(name, plain)) not in (plain, None):
-                raise ValueError(f"{name} is for step_on='cpu', got {given!r} with step_on='device'")
+        for name, default in (("host_dtype", torch.float32), ("offload_gradients", False)):
+            if (value := options.pop(name, default)) not in (default, None):
+                raise ValueError(f"{name} is for step_on='cpu', got {value!r} with step_on='device'")
         on_host = class_on_host(optimizer_class, cls._transfers_of)
         return StepInBackward(on_host, params, **options) if step_in_backward else on_host(params, **options)
 
@@ -187,10 +187,10 @@ class HostOffload(Optimizer):
 
     def _start(self) -> None:
         """Makes the attributes that copies and pickles do not have."""
-        self._addition: Callable[[], None] | None = None  # of a gradient whose copy is under way to one on the host
-        self._copies: list[tuple[Weight, Any]] = []  # of weights to the device, with their events
-        self._takes = False  # gradients of this step: the groups have been followed
-        self._lock = threading.Lock()  # each device has its own thread in the backward pass
+        self._addition: Callable[[], None] | None = None  # adds a gradient whose copy is under way to one on the host
+        self._copies: list[tuple[Weight, Any]] = []  # weights that are being copied to the device, with the events
+        self._has_followed = False  # whether groups were followed for this step's gradients
+        self._lock = threading.Lock()  # the backward pass has a thread for each device
         self._hooks = ParameterHooks(self._take_in_backward)
 
     @property
@@ -203,54 +203,55 @@ class HostOffload(Optimizer):
 
     def _hand_over(self) -> None:
         """Gives the inner optimizer the groups and states as they are now, with the host's weights for parameters."""
-        weights, groups, inner = self._weights, self.param_groups, self._inner.param_groups
-        sizes = [[len(group["params"]) for group in of_one] for of_one in (groups, inner)]
-        changed = sizes[0] != sizes[1] or not weights.are_of(groups)
+        weights, groups, inner_groups = self._weights, self.param_groups, self._inner.param_groups
+        sizes, inner_sizes = ([len(group["params"]) for group in x] for x in (groups, inner_groups))
+        changed = sizes != inner_sizes or not weights.are_of(groups)
         if changed:
             weights.follow_lists(groups)
-            inner += ({} for _ in groups[len(inner) :])
-            del inner[len(groups) :]
-        for group, own in zip(groups, inner, strict=True):
-            params = [weights[p].host_param for p in group["params"]] if changed else own["params"]
-            own.clear()
-            own.update(group, params=params)
-        states, own_states = self.state, self._inner.state
-        same = len(states) == len(own_states) and all(map(operator.is_, states.values(), own_states.values()))
-        if changed or not same:
-            own_states.clear()
-            own_states.update((weights.host_param_of(p), x) for p, x in states.items())
+            inner_groups += ({} for _ in groups[len(inner_groups) :])
+            del inner_groups[len(groups) :]
+        for group, inner_group in zip(groups, inner_groups, strict=True):
+            params = [weights[p].host_param for p in group["params"]] if changed else inner_group["params"]
+            inner_group.clear()
+            inner_group.update(group, params=params)
+        states, inner_states = self.state, self._inner.state
+        same_states = len(states) == len(inner_states) and all(
+            map(operator.is_, states.values(), inner_states.values())
+        )
+        if changed or not same_states:
+            inner_states.clear()
+            inner_states.update((weights.host_param_of(p), x) for p, x in states.items())
         if changed:
             self._make_buckets()
             self._hook_parameters()
 
     def _hand_back(self) -> None:
-        """Takes options and states as the inner optimizer has them now: ``state[p]`` is its own dict."""
-        for own, group in zip(self._inner.param_groups, self.param_groups, strict=True):
+        """Takes options and states as the inner optimizer has them now. ``state[p]`` is the same dict in both."""
+        for inner_group, group in zip(self._inner.param_groups, self.param_groups, strict=True):
             params = group["params"]
             group.clear()
-            group.update(own, params=params)
+            group.update(inner_group, params=params)
         self._weights.give_states(self._inner.state, self.state)
 
     # ---- parameters
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch.optim's, and the inner optimizer's checks."""
+        """As torch.optim's, with the inner optimizer's checks."""
         if self.param_groups:
             self._hand_over()
-        given = set(param_group)  # before torch.optim adds the defaults
+        given_keys = set(param_group)  # before torch.optim adds the defaults
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         if self._weights.are_in_states(group):
             group["master_weights"] = "bf16+16"  # fp32's bits
-            given.add("master_weights")
-        made: list[Weight] = []
+            given_keys.add("master_weights")
         try:
-            made += (self._weights.new(p, group) for p in group["params"])
-            host_params: list[Any] = [w.host_param for w in made]
+            weights = [self._weights.new(p, group) for p in group["params"]]
+            host_params: list[Any] = [w.host_param for w in weights]
             if "param_names" in group:
                 host_params = [*zip(group["param_names"], host_params, strict=True)]
-            # What the group was not given, the inner optimizer's class decides or asks for.
-            options = {k: x for k, x in group.items() if k in given - {"params", "param_names"}}
+            # Options that the group was not given are left to the inner optimizer, which has defaults or an error.
+            options = {key: x for key, x in group.items() if key in given_keys - {"params", "param_names"}}
             if len(self.param_groups) == 1:
                 self._inner = self._class([{"params": host_params, **options}], **self._options)
             else:
@@ -259,7 +260,7 @@ class HostOffload(Optimizer):
             self.param_groups.pop()
             raise
         self.defaults = self._inner.defaults
-        self._weights.add(made)
+        self._weights.add(weights)
         self._hand_back()
         self._make_buckets()
         self._hook_parameters()
@@ -276,8 +277,8 @@ class HostOffload(Optimizer):
     # ---- gradients
 
     def _take(self, w: Weight) -> None:
-        """Begins the copy of a gradient to the host, or takes it where it is; adds to one that came before."""
-        self._add()
+        """Begins the copy of a gradient to the host, or takes it where memory is shared; adds it to an earlier one."""
+        self._finish_addition()
         self._addition = w.take(self._weights.transfers(w.p))
         if self._hooks_gradients:
             w.p.grad = None
@@ -286,20 +287,20 @@ class HostOffload(Optimizer):
         """The hook of a parameter whose gradient is complete."""
         check_not_reduced_later(p, HostOffload, "leave offload_gradients False")
         with self._lock:
-            if not self._takes:
+            if not self._has_followed:
                 self._hand_over()
-                self._takes = True
+                self._has_followed = True
             if (w := self._weights.get(p)) is not None:  # else it has left the groups, and others may want its gradient
                 self._take(w)
 
-    def _add(self) -> None:
-        """Adds the last gradient that came to one on the host. While it came, the backward pass went on."""
+    def _finish_addition(self) -> None:
+        """Adds the gradient whose copy was begun last to the one on the host; the backward pass went on meanwhile."""
         if self._addition is not None:
             addition, self._addition = self._addition, None
             addition()
 
     def _forget_gradients(self) -> None:
-        self._takes, self._addition = False, None
+        self._has_followed, self._addition = False, None
         for w in self._weights.values():
             w.gradient = None
 
@@ -355,29 +356,31 @@ class HostOffload(Optimizer):
         self._make_buckets()
 
     def _step_buckets(self) -> None:
-        """Steps what has a gradient. The gradients of a bucket are on their way while the one before is stepped."""
-        buckets = [some for bucket in self._weights.buckets if (some := [*filter(has_gradient, bucket)])]
+        """Steps the weights with gradients. The gradients of a bucket are copied while the one before is stepped."""
+        buckets = [[*filter(has_gradient, bucket)] for bucket in self._weights.buckets]
+        buckets = [bucket for bucket in buckets if bucket]
         ready = [w for bucket in buckets for w in bucket]
         if isinstance(self._inner, BlockwiseOptimizer):  # before the first bucket is changed
             for p in (w.p for w in ready):
                 if p.grad is not None:
                     check_gradient(p, p.grad)
         if ready and not any(w.separate for w in ready):
-            buckets = [ready]  # nothing is transferred: one call, as in memory
+            buckets = [ready]  # nothing is copied: one call, as without HostOffload
         elif ready:
             threads.warn_of_one_core()
         for i, bucket in enumerate(buckets):
-            for ahead in buckets[i and i + 1 : i + 2]:
-                for w in ahead:
+            first_not_begun = i + 1 if i > 0 else 0
+            for next_bucket in buckets[first_not_begun : i + 2]:
+                for w in next_bucket:
                     w.fetch(self._weights.transfers(w.p))
                     if w.p.grad is not None:
                         self._take(w)
-            self._add()
+            self._finish_addition()
             self._step_bucket(bucket)
 
     @torch.no_grad()
     def _step_bucket(self, bucket: list[Weight]) -> None:
-        """Steps weights whose gradients have come, and begins the copies back."""
+        """Steps weights whose gradients' copies were begun, and begins the copies back to the device."""
         for w in bucket:
             if w.arrived is not None:
                 self._weights.transfers(w.p).host_waits(w.arrived)
@@ -390,7 +393,7 @@ class HostOffload(Optimizer):
                 self._copies.append((w, event))
 
     def _step_inner(self, bucket: list[Weight]) -> None:
-        """The inner optimizer's step of these weights alone, as only they have gradients."""
+        """Has the inner optimizer step these weights alone, which are given gradients for it."""
         takes_any = _TAKES_OTHER_GRADIENTS and isinstance(self._inner, BlockwiseOptimizer)
         for w in bucket:
             g = w.gradient
@@ -407,23 +410,23 @@ class HostOffload(Optimizer):
                 w.host_param.grad = None
 
     def _scale_inner(self, scaled: bool = True) -> None:
-        """Hands what a GradScaler set for this step to the inner optimizer, on the host; or takes it away."""
+        """Hands what a GradScaler set for this step to the inner optimizer, on the host; or takes it from there."""
         for name in ("grad_scale", "found_inf"):
-            if scaled and (given := getattr(self, name, None)) is not None:
-                setattr(self._inner, name, torch.as_tensor(given, dtype=torch.float32, device="cpu"))
+            if scaled and (value := getattr(self, name, None)) is not None:
+                setattr(self._inner, name, torch.as_tensor(value, dtype=torch.float32, device="cpu"))
             else:
                 vars(self._inner).pop(name, None)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        # Else GradScaler unscales the device's gradients itself.
-        takes = getattr(self._inner, "_step_supports_amp_scaling", False)
-        return self._hooks_gradients or (takes and not lightning_asks())
+        # If it is False, GradScaler unscales the device's gradients itself.
+        inner_unscales = getattr(self._inner, "_step_supports_amp_scaling", False)
+        return self._hooks_gradients or (inner_unscales and not lightning_asks())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch.optim's, for gradients on the device and on the host."""
-        self._add()
-        self._takes = False
+        self._finish_addition()
+        self._has_followed = False
         for w in self._weights.values():
             if set_to_none:
                 w.gradient = None
@@ -434,15 +437,15 @@ class HostOffload(Optimizer):
     # ---- loading and saving
 
     def _host_weight(self, p: Tensor) -> Tensor | None:
-        """The host's weight of a parameter where it has another dtype, and so more bits."""
+        """The host's weight of a parameter; None where it has the parameter's dtype, and so no more bits."""
         w = self._weights.get(p)
         return w.host_param.detach() if w is not None and w.host_param.dtype != p.dtype else None
 
     def _follow_edits(self, converts: bool = True) -> None:
-        """Follows what has been written, before states are saved, copied or read.
+        """Follows edits of groups, states and parameters, before states are saved, copied or read.
 
-        converts: whether states are converted to options that have changed, as the next step would. States of
-            parameters in place of others move to these in any case.
+        converts: whether states are converted to options that have changed, as the next step would convert them. Where
+            parameters were replaced, states are converted and move to the new ones in any case.
         """
         converts = converts or not self._weights.are_of(self.param_groups)
         self._hand_over()
@@ -454,42 +457,42 @@ class HostOffload(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's, with a ``host_weight`` in the state of a parameter of another dtype."""
         self._follow_edits()
-        found = super().state_dict()
+        result = super().state_dict()
         if isinstance(self._inner, BlockwiseOptimizer):
-            found = loading.complete_state_dict(found, self.param_groups, self._inner._op_of)
+            result = loading.complete_state_dict(result, self.param_groups, self._inner._op_of)
         for i, w in enumerate(self._weights.values()):
-            if w.host_param.dtype != w.p.dtype and i in found["state"]:
-                found["state"][i] = {**found["state"][i], HOST_WEIGHT: w.host_param.detach()}
-        return found
+            if w.host_param.dtype != w.p.dtype and i in result["state"]:
+                result["state"][i] = {**result["state"][i], HOST_WEIGHT: w.host_param.detach()}
+        return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As the inner optimizer's. A weight whose state has no ``host_weight`` is the model's.
+        """As the inner optimizer's. A state without ``host_weight`` leaves the host the model's weight.
 
         Raises:
             ValueError: the state, or a host weight's shape, does not fit; before anything is changed.
         """
-        self._hand_over()  # its options win over the state's, where the inner optimizer says so
-        given = state_dict.copy()
+        self._hand_over()  # some options of the inner optimizer's groups win over the state_dict's
+        incoming = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-            given = pre_hook(self, given) or given
+            incoming = pre_hook(self, incoming) or incoming
         weights = [*self._weights.values()]
-        numbers = [i for group in given["param_groups"] for i in group["params"]]
-        loaded, state = {}, {**given["state"]}
-        # The inner optimizer has an error for other numbers of them.
+        numbers = [i for group in incoming["param_groups"] for i in group["params"]]
+        host_weights, state = {}, {**incoming["state"]}
+        # Not strict: the inner optimizer has an error for another number of parameters.
         for i, w in zip(numbers, weights, strict=False):
-            if isinstance(of_one := state.get(i), dict) and HOST_WEIGHT in of_one:
-                loaded[w] = x = of_one[HOST_WEIGHT]
-                state[i] = {key: value for key, value in of_one.items() if key != HOST_WEIGHT}
+            if isinstance(entries := state.get(i), dict) and HOST_WEIGHT in entries:
+                host_weights[w] = x = entries[HOST_WEIGHT]
+                state[i] = {key: value for key, value in entries.items() if key != HOST_WEIGHT}
                 if x.shape != w.p.shape:
                     raise ValueError(
                         f"{HOST_WEIGHT} of the state_dict does not fit parameter {i}: its shape is {tuple(x.shape)}, "
                         f"expected {tuple(w.p.shape)}"
                     )
-        self._inner.load_state_dict({"state": state, "param_groups": given["param_groups"]})
+        self._inner.load_state_dict({"state": state, "param_groups": incoming["param_groups"]})
         with torch.no_grad():
             for w in weights:
                 if w.separate:
-                    local(w.host_param).copy_(local(placed(HOST_WEIGHT, loaded.get(w, w.p), w.p, 1)))
+                    local(w.host_param).copy_(local(placed(HOST_WEIGHT, host_weights.get(w, w.p), w.p, 1)))
         self._hand_back()
         self._make_buckets()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():

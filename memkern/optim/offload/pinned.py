@@ -1,4 +1,4 @@
-"""Pinned memory for many tensors, without the rounding that torch's allocator does for each."""
+"""Allocates pinned memory for many tensors without rounding each of them up, as torch's allocator does."""
 
 from __future__ import annotations
 
@@ -10,48 +10,48 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-SLAB = 2**30  # bytes of a slab at most, unless a tensor has more
-UNIT = 512  # bytes to which each tensor is aligned
+SLAB = 2**30  # bytes of the largest slab, unless a tensor needs a larger one
+UNIT = 512  # bytes; each tensor takes a multiple
 
 
 class Slabs:
     """Host memory for tensors that stay, cut from slabs whose sizes are powers of two.
 
     torch's allocator of pinned memory rounds each tensor up to a power of two: 170 MiB to 256. So slabs of a GiB, and
-    smaller ones for the rest, are allocated when they are needed. Which tensor goes where is planned: the largest
-    first, each into the smallest gap that is large enough. What was not planned goes where there is room, or into
-    another slab, as large as all before it.
+    smaller ones for what is left, are allocated when they are needed. Places are planned: the largest tensor first,
+    each in the smallest gap that is large enough. A tensor that was not planned takes such a gap, too, or another slab,
+    as large as all slabs before it.
 
     Args:
         sizes: bytes of the tensors that will come, in any order.
-        allocate: makes a slab of so many bytes; by default pinned.
+        allocate: returns a slab of so many bytes; by default pinned.
     """
 
     def __init__(self, sizes: Iterable[int] = (), allocate: Callable[[int], Tensor] | None = None) -> None:
         self._allocate = allocate or _pinned
-        self._made: dict[int, Tensor] = {}
+        self._made: dict[int, Tensor] = {}  # the slabs that were allocated, by number
         self.slabs: list[int] = []
-        """Sizes of the slabs."""
-        self._places: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)  # of tensors by size: slab, offset
-        self._gaps: list[tuple[int, int, int]] = []  # sizes with slabs and offsets, the smallest first
+        """The sizes of all slabs, by number."""
+        self._places: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)  # by size: slab, offset
+        self._gaps: list[tuple[int, int, int]] = []  # size, slab and offset, the smallest first
         self.plan(sizes)
 
     def plan(self, sizes: Iterable[int]) -> None:
         """Finds places for tensors that will come."""
         aligned = sorted(map(_aligned, sizes), reverse=True)
-        rest = sum(aligned)
+        remaining = sum(aligned)
         for size in aligned:
-            self._places[size].append(self._find(size, rest))
-            rest -= size
+            self._places[size].append(self._reserve(size, remaining))
+            remaining -= size
 
-    def _find(self, size: int, rest: int) -> tuple[int, int]:
-        """The slab and the offset of so many bytes. A new slab is for ``rest`` bytes, but a GiB at most."""
-        at = bisect.bisect_left(self._gaps, (size, 0, 0))
-        if at == len(self._gaps):
-            least, most = 1 << (size - 1).bit_length(), 1 << (rest.bit_length() - 1)
-            self.slabs.append(max(least, min(SLAB, most)))
+    def _reserve(self, size: int, remaining: int) -> tuple[int, int]:
+        """Reserves so many bytes; returns their slab and offset. A new slab has up to ``remaining`` bytes or a GiB."""
+        index = bisect.bisect_left(self._gaps, (size, 0, 0))
+        if index == len(self._gaps):
+            power_above, power_below = 1 << (size - 1).bit_length(), 1 << (remaining.bit_length() - 1)
+            self.slabs.append(max(power_above, min(SLAB, power_below)))
             self._gaps.append((self.slabs[-1], len(self.slabs) - 1, 0))
-        gap, slab, offset = self._gaps.pop(at)
+        gap, slab, offset = self._gaps.pop(index)
         bisect.insort(self._gaps, (gap - size, slab, offset + size))
         return slab, offset
 
@@ -59,7 +59,7 @@ class Slabs:
         """A tensor of so many bytes, uint8, in a slab."""
         size = _aligned(nbytes)
         places = self._places[size]
-        slab, offset = places.pop(0) if places else self._find(size, max(size, sum(self.slabs)))
+        slab, offset = places.pop(0) if places else self._reserve(size, max(size, sum(self.slabs)))
         if slab not in self._made:
             self._made[slab] = self._allocate(self.slabs[slab])
         return self._made[slab][offset : offset + nbytes]

@@ -1,4 +1,4 @@
-"""Copies between a device and the host, in the order that their events give."""
+"""Copies tensors between a device and the host, ordered by events."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .pinned import pinned_if_possible
 class Transfers:
     """Copies where the device is the CPU: each is complete when the call returns, and events are None.
 
-    It is also the interface of :class:`StreamTransfers`.
+    Its methods are the interface of :class:`StreamTransfers`, too.
     """
 
     shares_memory = True
-    """Whether the host can compute with the device's tensors, so that nothing need be copied."""
+    """Whether the host can compute with the device's tensors, so that nothing needs to be copied."""
 
     def empty_like(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Host memory for a tensor's values; for those of this rank where it is a DTensor, and then one of its mesh."""
+        """Host memory like a tensor; like a DTensor, a DTensor of its mesh with this rank's part on the host."""
         return torch.empty_like(x, dtype=dtype, device="cpu", requires_grad=False)
 
     def to_host(self, host: Tensor, x: Tensor) -> Any:
@@ -30,12 +30,12 @@ class Transfers:
         return None
 
     def to_device(self, x: Tensor, host: Tensor, *after: Any) -> Any:
-        """Copies to ``x`` after these events; returns the copy's event, before which ``host`` may not be written."""
+        """Copies to ``x`` after these events; returns the copy's event, until which ``host`` must not be written."""
         x.copy_(host)
         return None
 
     def now(self) -> Any:
-        """An event after all that the current stream was given."""
+        """An event after all work that is in the current stream by now."""
         return None
 
     def host_memory(self, size: int) -> Tensor:
@@ -43,17 +43,17 @@ class Transfers:
         return torch.empty(size, dtype=torch.uint8)
 
     def buffer_for(self, x: Tensor) -> Tensor:
-        """Host memory with a tensor's shape and dtype; the next call may return the same."""
+        """Host memory with a tensor's shape and dtype, which the next call may return again."""
         buffer: Tensor | None = vars(self).get("_buffer")
         if buffer is None or buffer.nbytes < x.nbytes:
             buffer = self._buffer = self.empty_like(torch.empty(x.nbytes, dtype=torch.uint8, device="meta"))
         return buffer[: x.nbytes].view(x.dtype).view(x.shape)
 
     def host_waits(self, event: Any) -> None:
-        """Returns when an event is complete."""
+        """Waits on the host until an event is complete."""
 
     def device_waits(self, event: Any) -> None:
-        """Work given to the current stream from now on begins after an event."""
+        """Makes the current stream's work from now on begin after an event."""
 
 
 class StreamTransfers(Transfers):
@@ -63,14 +63,14 @@ class StreamTransfers(Transfers):
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.module = device, torch.get_device_module(device)
-        self.down, self.up = self.module.Stream(device), self.module.Stream(device)
+        self.down, self.up = self.module.Stream(device), self.module.Stream(device)  # to the host, to the device
 
     def empty_like(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        made = super().empty_like(x, dtype)
-        if is_dtensor(made):
-            made._local_tensor = made._local_tensor.pin_memory()
-            return made
-        return made.pin_memory()
+        host = super().empty_like(x, dtype)
+        if is_dtensor(host):
+            host._local_tensor = host._local_tensor.pin_memory()
+            return host
+        return host.pin_memory()
 
     def to_host(self, host: Tensor, x: Tensor) -> Any:
         self.down.wait_event(self.now())

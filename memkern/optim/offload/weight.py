@@ -1,4 +1,4 @@
-"""One parameter of a model and what the host has of it: weight, gradient, and their copies to and fro."""
+"""A parameter of a model with the host's weight and gradient for it, and the copies between device and host."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ Options = dict[str, Any]  # of an optimizer, or a group
 
 @dataclass(eq=False)
 class Weight:
-    """A parameter of the model, and what the host has of it.
+    """A parameter of the model, and the host's weight and gradient for it.
 
-    Of a DTensor the host has this rank's shard: host_param and gradient are DTensors of the parameter's mesh and
-    placements, whose local tensors are on the host.
+    For a DTensor, host_param and gradient are DTensors of its mesh and placements, whose local tensors, this rank's
+    shard, are on the host.
     """
 
     p: Tensor
     host_param: nn.Parameter
-    """The weight that the inner optimizer steps, on the host."""
+    """The weight on the host, which the inner optimizer steps."""
     separate: bool
     """Whether host_param has memory of its own, which is copied to p after a step."""
     frozen: bool = False
-    """Whether host_param only stands in the groups for p, which needs no gradient."""
+    """Whether p needs no gradient, so that host_param only takes its place in the inner optimizer's groups."""
     current: Tensor | None = None
-    """p's values before a step, on the host; not needed where host_param has p's dtype."""
+    """p's values before a step, on the host; None where host_param has p's dtype and takes them itself."""
     buffer: Tensor | None = None
     """Host memory in p's dtype: the gradient on its way here, then the weights on their way back."""
     gradient: Tensor | None = None
-    """The gradient of the next step, where the inner optimizer takes it."""
+    """The gradient of the next step, on the host."""
     arrived: Any = None
     """The event of the last copy to the host: of p's values, or of the gradient."""
 
@@ -64,7 +64,7 @@ class Weight:
             _set_data(self.host_param, transfers.empty_like(p, host_param.dtype).copy_(values))
 
     def fetch(self, transfers: Transfers) -> None:
-        """Begins the copy of p's values to where host_param is: a step goes on from them, whoever has written them."""
+        """Begins the copy of p's values to the host: a step starts from them, also if they were edited or loaded."""
         if not self.separate:
             return
         p, host_param = local(self.p).detach(), local(self.host_param)
@@ -78,7 +78,7 @@ class Weight:
             self.arrived = transfers.to_host(self.current, p)
 
     def renew(self) -> None:
-        """Takes p's values, whose copy has arrived, where host_param does not round to them."""
+        """Writes p's values, whose copy has arrived, into host_param where it does not round to them."""
         if self.separate and self.current is not None:
             host_param, p = local(self.host_param).data, self.current
             rounded = host_param.to(p.dtype)
@@ -86,10 +86,10 @@ class Weight:
                 torch.where(rounded == p, host_param, p.to(host_param.dtype), out=host_param)
 
     def take(self, transfers: Transfers) -> Callable[[], None] | None:
-        """Begins the copy of p's gradient, or takes the gradient where it is.
+        """Begins the copy of p's gradient to the host, or takes p's gradient itself where memory is shared.
 
-        If a gradient is there already, returns the function that adds this one to it. It is to be called before
-        anything else goes through the transfers' buffer.
+        If an earlier gradient is on the host already, returns a function that adds this one to it, which must be called
+        before anything else goes through the transfers' buffer.
         """
         grad = self.p.grad
         assert grad is not None
@@ -101,12 +101,12 @@ class Weight:
             raise RuntimeError(f"gradients must be dense to be copied to the host, got {grad.layout}")
         if self.buffer is None or self.buffer.shape != grad.shape:
             self.buffer = transfers.empty_like(self.p.detach(), grad.dtype)
-        part = local(grad)
+        own = local(grad)
         if self.gradient is None:
-            self.arrived, self.gradient = transfers.to_host(local(self.buffer), part), self.buffer
+            self.arrived, self.gradient = transfers.to_host(local(self.buffer), own), self.buffer
             return None
-        buffer, total = transfers.buffer_for(part), local(self.gradient)
-        event = transfers.to_host(buffer, part)
+        buffer, total = transfers.buffer_for(own), local(self.gradient)
+        event = transfers.to_host(buffer, own)
 
         def add() -> None:
             transfers.host_waits(event)
@@ -116,28 +116,28 @@ class Weight:
 
     def copy_back(self, transfers: Transfers) -> Any:
         """Begins the copy of host_param to p; returns its event."""
-        p, source, done = local(self.p).detach(), local(self.host_param).detach(), None
+        p, source, event = local(self.p).detach(), local(self.host_param).detach(), None
         if transfers.shares_memory:
             p.copy_(source)
         else:
             if source.dtype != p.dtype:
                 assert self.buffer is not None
-                source = local(self.buffer).copy_(source)  # the gradient was used
-            # The gradient's copy began after every use of the parameter in the backward pass.
-            done = transfers.to_device(p, source, self.arrived)
+                source = local(self.buffer).copy_(source)  # free: the gradient was used
+            # After the copy of the gradient, which follows every use of the parameter in the backward pass.
+            event = transfers.to_device(p, source, self.arrived)
         if is_dtensor(self.p):
             torch.autograd.graph.increment_version([self.p])
         self.arrived = None
-        return done
+        return event
 
 
 def frozen_weight_of(p: Tensor) -> Weight:
-    """A parameter that needs no gradient: nothing is copied to the host."""
+    """The Weight of a parameter that needs no gradient: nothing is copied to the host."""
     return Weight(p, nn.Parameter(p.detach(), requires_grad=False), separate=False, frozen=True)
 
 
 def host_weight_of(p: Tensor, dtype: torch.dtype, transfers: Transfers) -> Weight:
-    """A parameter whose weight for the inner optimizer is in ``dtype``, on the host."""
+    """The Weight of a parameter whose host_param has this dtype."""
     if dtype == p.dtype and transfers.shares_memory:
         return Weight(p, nn.Parameter(p.detach(), requires_grad=p.requires_grad), separate=False)
     values = transfers.empty_like(p.detach(), dtype)
@@ -146,18 +146,18 @@ def host_weight_of(p: Tensor, dtype: torch.dtype, transfers: Transfers) -> Weigh
 
 
 def put_in_place(inner: Optimizer, old: Tensor, new: Tensor) -> None:
-    """Puts a parameter in another's place in an optimizer, with its state on the new one's device."""
+    """Puts ``new`` in the place of ``old`` in an optimizer, with old's state, moved to new's device."""
     for group in inner.param_groups:
         group["params"] = [new if p is old else p for p in group["params"]]
     state = inner.state.pop(old, {})
     if isinstance(state, State):
         inner.state[new] = state.moved(new)
     elif state:
-        inner.state[new] = {k: x.to(new.device) if isinstance(x, Tensor) else x for k, x in state.items()}
+        inner.state[new] = {key: x.to(new.device) if isinstance(x, Tensor) else x for key, x in state.items()}
 
 
 def _set_data(p: Tensor, values: Tensor) -> None:
-    """``p.data = values``; of a DTensor its local tensor."""
+    """``p.data = values``; for a DTensor sets the local tensor."""
     if is_dtensor(p):
         p._local_tensor = values  # as fully_shard does
     else:
@@ -165,7 +165,7 @@ def _set_data(p: Tensor, values: Tensor) -> None:
 
 
 def elements_of(p: Tensor) -> int:
-    """The elements of a parameter, or of the largest shard of a DTensor."""
+    """The number of elements of a parameter, or of the largest shard of a DTensor."""
     return math.prod(shards.largest_shard(p))
 
 
