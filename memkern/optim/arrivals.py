@@ -105,11 +105,11 @@ class Arrivals:
             :meth:`defer` or :meth:`wait`.
         """
 
-        def after(p: Tensor) -> None:
+        def wait_and_call(p: Tensor) -> None:
             self.wait()
             hook(p)
 
-        return Handle(self._hooks.setdefault(p, {}), after if waits else hook)
+        return Handle(self._hooks.setdefault(p, {}), wait_and_call if waits else hook)
 
     # ---- a backward pass
 
@@ -124,7 +124,7 @@ class Arrivals:
                 self._held[p], p.grad = p.grad, None
 
     def arrived(self, params: Iterable[Tensor]) -> None:
-        """After the copies of the gradients of ``params`` were begun."""
+        """After the copies of the gradients of ``params`` were begun: calls hooks, and has the thread use gradients."""
         with_grad = [p for p in params if p.grad is not None]
         event = self._event = self._record()
         try:

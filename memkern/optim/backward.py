@@ -188,7 +188,7 @@ class StepInBackward(Optimizer):
     def _can_defer(self) -> bool:
         """Whether a thread can step all parameters: their gradients arrive on the host and no step needs other ranks.
 
-        A step's collectives must come between the backward pass's in one order on all ranks, which a thread has not.
+        A step's collectives must come between the backward pass's in one order on all ranks, which a thread breaks.
         """
         return all(
             arrivals_of(p) is not None and why_ranks_are_needed(self.optimizer_class, p, group) is None

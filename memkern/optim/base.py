@@ -88,7 +88,7 @@ class BlockwiseOptimizer(Optimizer):
             foreign.check_overrides(tensors)
             default = self.defaults["max_grad_norm"]
             norm = self.defaults["max_grad_norm"] = replaced.max_grad_norm(self.param_groups, default)
-            self._check_params({**self.defaults, **param_group, "params": tensors})
+            self._check_group_and_params({**self.defaults, **param_group, "params": tensors})
             check_norm_of_group(param_group, norm)
         super().add_param_group(param_group)
         place_lr(self.param_groups[-1])
@@ -136,7 +136,7 @@ class BlockwiseOptimizer(Optimizer):
             if isinstance(p, Tensor) and (p.requires_grad or self.state.get(p)) and not is_lazy(p)
         ]
 
-    def _check_params(self, group: dict[str, Any]) -> None:
+    def _check_group_and_params(self, group: dict[str, Any]) -> None:
         """Checks a group's options and parameters."""
         self._check_group(group)
         for p in self._trained(group):
@@ -182,7 +182,7 @@ class BlockwiseOptimizer(Optimizer):
         norm = replaced.max_grad_norm(self.param_groups, self.defaults["max_grad_norm"])
         replaced.check_not_flattened(self.param_groups, self._snapshots, self._needs_norms(norm))
         for group in self.param_groups:
-            self._check_params(group)
+            self._check_group_and_params(group)
         for group in self.param_groups:
             for p in group["params"]:
                 self._check_entries(p, group)
@@ -308,8 +308,8 @@ class BlockwiseOptimizer(Optimizer):
         if group is self.param_groups[0]:
             self._follow_groups()
             if torch._guards.TracingContext.try_get() is not None:
-                pairs = [(p, g) for g in self.param_groups for p in g["params"]]
-                self._prepare([(p, g) for p, g in pairs if p.grad is not None and id(p) not in self._elsewhere])
+                pairs = [(p, owner) for owner in self.param_groups for p in owner["params"]]
+                self._prepare([(p, owner) for p, owner in pairs if p.grad is not None and id(p) not in self._elsewhere])
         elsewhere = self._elsewhere
         for p in group["params"]:
             if (g := p.grad) is not None and id(p) not in elsewhere:
@@ -320,9 +320,9 @@ class BlockwiseOptimizer(Optimizer):
         """The plan of a step of ``params``, the last one if nothing changed. group_of_each: their groups' numbers."""
         groups, states = self.param_groups, self.state
         if not torch.compiler.is_compiling():
-            known = [states[p] for p in params]
-            plan = getattr(known[0], "plan", None)  # every state has the plan of its last step
-            if plan is not None and plan.still_fits(params, group_of_each, known, groups, self._snapshots):
+            state_of_each = [states[p] for p in params]
+            plan = getattr(state_of_each[0], "plan", None)  # every state has the plan of its last step
+            if plan is not None and plan.still_fits(params, group_of_each, state_of_each, groups, self._snapshots):
                 return plan
             self._prepare([(p, groups[k]) for p, k in zip(params, group_of_each, strict=True)])
         entries = [Entry(p, k, states[p], self._op_of(groups[k])) for p, k in zip(params, group_of_each, strict=True)]
@@ -345,7 +345,7 @@ class BlockwiseOptimizer(Optimizer):
         try:
             for group in self.param_groups:
                 make_plain(group, self.defaults)
-                self._check_params(group)
+                self._check_group_and_params(group)
             for p, g in zip(params, grads, strict=True):
                 check_gradient(p, g)
         except step_errors.OP_ERRORS as explained:

@@ -70,7 +70,7 @@ class MuonGroups(list[dict[str, Any]]):
     """The groups of :func:`muon_groups`; ``print`` shows which parameter went where, and why.
 
     reasons: by a parameter's name, the algorithm of its group and the reason for it.
-    doubts: the names of parameters that a rule for unknown modules has decided.
+    doubts: the names of parameters whose algorithm only a rule for unknown modules has decided.
     """
 
     reasons: dict[str, tuple[str, str]]

@@ -138,7 +138,7 @@ def _check_options(target: Target, number: int, saved: Group) -> None:
 
 
 def _load_state(target: Target, i: Any, state: Any, p: Tensor, old: Group, new: Group) -> State:
-    """The state of a saved group's (``old``) parameter, checked, and stored as the optimizer's group (``new``) asks."""
+    """A saved state, checked, and stored as ``new``, the optimizer's group, asks for. ``old``: the saved group."""
     if not isinstance(state, dict):
         refuse_state(target.name, i, f"it must be a dict of tensors, got {state!r}")
     p, op, format = target.stand_in(p, True), target.op_of(old), Format.of(old)

@@ -110,7 +110,7 @@ class StepPlan:
         self.matrices = [i for i, entry in enumerate(entries) if entry.op is MUON_STEP]  # numbers of Muon's parameters
         self._norm: Tensor | None = None  # memory for the norm of all gradients
         self._rates: list[Tensor] = []  # memory for the groups' learning rates
-        self._is_checked = False  # whether ops have been asked about their arguments
+        self._is_checked = False  # whether the ops' arguments were checked
         if not torch.compiler.is_compiling():
             self._param_ids, self._state_ids = [*map(id, params)], [id(entry.state) for entry in entries]
 

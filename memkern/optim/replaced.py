@@ -72,26 +72,26 @@ def _moves(
     groups: Sequence[Group], states: Mapping[Any, Any], before: Sequence[Snapshot]
 ) -> Iterator[tuple[Tensor, Tensor, Group]]:
     """Yields parameters with a state that are in no group any more, what replaces each, and the group."""
-    now = {id(p) for group in groups for p in group["params"]}
-    known = {number for ids, _ in before for number in ids}
+    ids_now = {id(p) for group in groups for p in group["params"]}
+    ids_before = {old_id for ids, _ in before for old_id in ids}
     stateful = {id(p): p for p, state in states.items() if isinstance(p, Tensor) and state}
-    fresh = {id(p): p for g in groups for p in g["params"] if id(p) not in known and id(p) not in stateful}
-    without_new: list[tuple[int, int, Tensor]] = []
+    fresh = {id(p): p for g in groups for p in g["params"] if id(p) not in ids_before and id(p) not in stateful}
+    unreplaced: list[tuple[int, int, Tensor]] = []
     for k, ((ids, _), group) in enumerate(zip(before, groups, strict=False)):
         params = group["params"]
         added = [p for p in params if id(p) in fresh]
-        for i, number in enumerate(ids):
-            if number not in stateful or number in now:
+        for i, old_id in enumerate(ids):
+            if old_id not in stateful or old_id in ids_now:
                 continue
-            old, new = stateful[number], params[i] if len(params) == len(ids) else None
+            old, new = stateful[old_id], params[i] if len(params) == len(ids) else None
             if new is not None and id(new) in fresh and new.shape == old.shape:
                 del fresh[id(new)]
                 yield old, new, group
             elif added:
                 raise _no_place(k, i, old)
             else:
-                without_new.append((k, i, old))
-    for k, i, old in without_new:  # they were removed, unless one of the same shape has come to another group
+                unreplaced.append((k, i, old))
+    for k, i, old in unreplaced:  # they were removed, unless one of the same shape has come to another group
         if any(p.shape == old.shape for p in fresh.values()):
             raise _no_place(k, i, old)
 

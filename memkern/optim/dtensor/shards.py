@@ -107,7 +107,7 @@ def cuts_blocks(p: Tensor, block_size: int) -> bool:
             return True
     row_numel = p.numel() // p.shape[0] if p.dim() else 1
     if short_rows:
-        nested = [placements[mesh_dim].dim for mesh_dim in dims].count(0) > 1
+        nested = [placements[mesh_dim].dim for mesh_dim in dims].count(0) > 1  # shards of shards of the rows
         return nested or -(-p.shape[0] // shard_counts[0]) * row_numel % layout.block != 0
     parts = shard_counts.get(1, 1)  # of each row
     return parts > 1 and (p.shape[1] % parts != 0 or row_numel // parts % layout.block != 0)

@@ -103,13 +103,13 @@ class Bucket:
         self.places, self.size, self.is_last = region.places, region.size, True
         self.copies = self.copies_back = [(region.host, 0)]  # host memory, and its offset in the slot
         if rows is not None:
-            self._take(rows, slice(rows.start // per_block, -(-rows.stop // per_block)))
+            self._restrict_to(rows, slice(rows.start // per_block, -(-rows.stop // per_block)))
         self._views: dict[int, dict[str, Tensor]] = {}
         self._views_of: Tensor | None = None
         slot.reserve(self.size)
         region.buckets.append(self)
 
-    def _take(self, rows: slice, scales: slice) -> None:
+    def _restrict_to(self, rows: slice, scales: slice) -> None:
         """Restricts the bucket to these rows of the only state's entries, and to their scales."""
         [(state_id, entries)] = self.region.places.items()
         self.is_last = rows.stop == max(len(x) for _, x in entries.values() if x.dim())
@@ -227,7 +227,8 @@ class Stage:
         self.slabs.plan(sum(bytes_of(states[i]) for i in part) for part in new_parts)
         for part in new_parts:
             region = Region(self, [states[i] for i in part])
-            for rows, per_block in _rows_of(states[part[0]]) if by_rows and len(part) == 1 else [(None, 1)]:
+            row_slices = _rows_of(states[part[0]]) if by_rows and len(part) == 1 else [(None, 1)]
+            for rows, per_block in row_slices:
                 Bucket(region, self._slot_for(region.size if rows is None else BUCKET_BYTES), rows, per_block)
         return result
 
