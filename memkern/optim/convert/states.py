@@ -51,7 +51,7 @@ def import_groups(optimizer: BlockwiseOptimizer, state_dict: dict[str, Any], **f
 
 
 def float_betas(betas: Iterable[Any]) -> tuple[float, ...]:
-    """Betas as floats: one or both may be tensors, which bitsandbytes cannot read."""
+    """Betas as floats: one or both may be tensors."""
     return tuple(float(b) for b in betas)
 
 
@@ -93,7 +93,7 @@ def import_entries(optimizer: BlockwiseOptimizer, state_dict: dict[str, Any]) ->
 
 
 def loadable(state: dict[Any, dict[str, Tensor]], groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """The state dict of memkern's states, by parameter numbers, and groups."""
+    """The state dict of these states, by parameter numbers, and groups."""
     return {"state": {i: {**entries, **block_order(entries)} for i, entries in state.items()}, "param_groups": groups}
 
 
@@ -131,7 +131,7 @@ def check_moment(where: str, x: Any, p: Tensor, or_uint8: bool = False) -> None:
 
 
 def step_number(where: str, step: Any) -> float:
-    number = float(step) if not isinstance(step, Tensor) or step.numel() == 1 else -1.0
+    number = float(step) if not isinstance(step, Tensor) or step.numel() == 1 else -1.0  # which is refused
     if not number >= 0 or number % 1 != 0:
         raise ValueError(f"{where}['step'] must be one whole number, 0 or more, got {step}")
     return number

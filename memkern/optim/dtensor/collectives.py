@@ -170,7 +170,7 @@ def _squares(
     kinds: Sequence[Ranks | None],
 ) -> list[Tensor]:
     """The sum of the squares of this rank's gradients of each of ``kinds``; 0 where it has none."""
-    of_ranks: dict[Ranks | None, list[Tensor]] = {kind: [] for kind in kinds}
+    by_kind: dict[Ranks | None, list[Tensor]] = {kind: [] for kind in kinds}
     for g, kind in zip(grads, ranks, strict=True):
-        of_ranks[kind].append(g)
-    return [norm_of(of_kind, grad_scale, grads[0].device).square() for of_kind in of_ranks.values()]
+        by_kind[kind].append(g)
+    return [norm_of(of_kind, grad_scale, grads[0].device).square() for of_kind in by_kind.values()]

@@ -271,8 +271,8 @@ class HostOffload(Optimizer):
 
     def _make_buckets(self) -> None:
         self._is_clipping = self.defaults.get("max_grad_norm") is not None
-        at_once = self._is_clipping or not steps_each_by_itself(self._class)
-        self._weights.make_buckets(at_once, Order(self.param_groups))
+        in_one_bucket = self._is_clipping or not steps_each_by_itself(self._class)
+        self._weights.make_buckets(in_one_bucket, Order(self.param_groups))
 
     # ---- gradients
 

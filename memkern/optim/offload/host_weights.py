@@ -72,8 +72,8 @@ class HostWeights(dict[Tensor, Weight]):
 
     def new(self, p: Tensor, group: Options) -> Weight:
         """The weight of a parameter that is in no group yet."""
-        if (known := self.left.get(p)) is not None:
-            return known
+        if (earlier := self.left.get(p)) is not None:
+            return earlier
         if not p.requires_grad and p.grad is None:
             return frozen_weight_of(p)
         options = {**self.options, **group}
@@ -93,25 +93,25 @@ class HostWeights(dict[Tensor, Weight]):
 
     def follow_lists(self, param_groups: Sequence[Options]) -> None:
         """Makes weights for parameters that have come to the groups, and puts those of removed ones in ``left``."""
-        now: dict[Tensor, Weight] = {}
+        weights: dict[Tensor, Weight] = {}
         for group in param_groups:
             if not any(p in self for p in group["params"]) and self.are_in_states(group):
                 group["master_weights"] = "bf16+16"
-            now |= {p: self[p] if p in self else self.new(p, group) for p in group["params"]}
+            weights |= {p: self[p] if p in self else self.new(p, group) for p in group["params"]}
         self.left |= self
         self.clear()
-        self.add([*now.values()])
+        self.add([*weights.values()])
 
     def host_param_of(self, p: Any) -> Any:
         """The host's weight of a parameter that is or was in the groups; any other key as it is."""
         w = self.get(p) or self.left.get(p)
         return p if w is None else w.host_param
 
-    def give_states(self, of_host_params: Mapping[Any, Any], states: MutableMapping[Any, Any]) -> None:
-        """Replaces ``states`` by the states of the host's weights, under the model's parameters."""
+    def give_states(self, host_states: Mapping[Any, Any], states: MutableMapping[Any, Any]) -> None:
+        """Replaces ``states`` by ``host_states``, whose keys, the host's weights, become the model's parameters."""
         p_of = {w.host_param: w.p for weights in (self.left, self) for w in weights.values()}
         states.clear()
-        states.update((p_of.get(key, key), x) for key, x in of_host_params.items())
+        states.update((p_of.get(key, key), x) for key, x in host_states.items())
         self.left = {p: w for p, w in self.left.items() if states.get(p)}
 
     def thawed(self) -> set[Tensor]:
@@ -131,14 +131,14 @@ class HostWeights(dict[Tensor, Weight]):
 
     # ---- buckets
 
-    def make_buckets(self, at_once: bool, order: Order) -> None:
-        """Cuts the weights, in order, into buckets. ``at_once``: into one, for a norm of all gradients."""
+    def make_buckets(self, in_one: bool, order: Order) -> None:
+        """Cuts the weights, in order, into buckets. ``in_one``: into one, for a norm of all gradients."""
         self.buckets = [[]]
         elements = 0
         for w in (w for _, w in order.sorted(self.items()) if not w.frozen):
             size = elements_of(w.p)  # the same on every rank, so that buckets and their reductions are
             is_full = elements >= BUCKET_ELEMENTS or size >= BUCKET_ELEMENTS
-            if self.buckets[-1] and not at_once and is_full:
+            if self.buckets[-1] and not in_one and is_full:
                 self.buckets.append([])
                 elements = 0
             self.buckets[-1].append(w)
