@@ -56,9 +56,9 @@ def _triton_muon(name: str, updates: Sequence[Tensor], second: Sequence[Any], *a
 
 
 def _muon_momentum(updates: Sequence[Tensor], sums: Sequence[Tensor], *args: Any) -> None:
-    found = reference.muon_momentum_(_aligned(StepArgs(*args)), updates)
-    for total, own in zip(sums, found, strict=True):
-        total.copy_(own)
+    computed = reference.muon_momentum_(_aligned(StepArgs(*args)), updates)
+    for output, values in zip(sums, computed, strict=True):
+        output.copy_(values)
 
 
 def _muon_apply(updates: Sequence[Tensor], ratios: Sequence[float], *args: Any) -> None:
@@ -66,7 +66,7 @@ def _muon_apply(updates: Sequence[Tensor], ratios: Sequence[float], *args: Any) 
 
 
 MUON_OPS: dict[str, Callable[..., Any]] = {"muon_momentum_": _muon_momentum, "muon_apply_": _muon_apply}
-"""Muon's ops by the reference, which returns the sums that the op writes into an argument."""
+"""Muon's ops by the reference. The sums that it returns are copied into the op's argument ``sums``."""
 
 
 def _kernel(namespace: str, name: str) -> Callable[..., Any]:
@@ -91,27 +91,27 @@ def _register() -> None:
     """Registers the ops of all namespaces: schemas, implementations, fakes and rules for vmap."""
     has_cpp = backend.load_library() is None
     for namespace in {*NAMESPACES.values()}:
-        defined = has_cpp and namespace == NAMESPACE
-        library = torch.library.Library(namespace, "FRAGMENT" if defined else "DEF")
+        is_defined = has_cpp and namespace == NAMESPACE  # by the compiled library
+        library = torch.library.Library(namespace, "FRAGMENT" if is_defined else "DEF")
         _libraries.append(library)
-        only = {AMSGRAD_STEP.name: STEP_SCHEMA} if namespace == NAMESPACES["reference"] else {}
-        for name, schema in {**SCHEMAS, **only}.items():
-            if not defined:
+        extra_schemas = {AMSGRAD_STEP.name: STEP_SCHEMA} if namespace == NAMESPACES["reference"] else {}
+        for name, schema in {**SCHEMAS, **extra_schemas}.items():
+            if not is_defined:
                 library.define(name + schema)
             library.impl(name, _kernel(namespace, name), "CompositeExplicitAutograd")
-            fake = FAKES[ADAM_STEP.name if name in only else name]
+            fake = FAKES[ADAM_STEP.name if name in extra_schemas else name]
             torch.library.register_fake(f"{namespace}::{name}", fake, lib=library)
         for name in ("few_bit_backward", "few_bit_backward_from_output"):
             op = getattr(getattr(torch.ops, namespace), name).default
             torch.library.register_vmap(f"{namespace}::{name}", functools.partial(vmap_one_by_one, op), lib=library)
-        if defined:
+        if is_defined:
             library.impl("few_bit_forward", torch.no_grad()(_few_bit_forward_on_cpu()), "CPU")
 
 
 _register()
 
 
-@assume_constant_result  # TorchDynamo would trace into the file system; asked_for guards the answer
+@assume_constant_result  # TorchDynamo would trace into the file system; it traces again for another asked_for
 def _namespace(device: torch.device, asked_for: str | None) -> str:
     name = backend.select(device)
     if name == "reference":
@@ -135,7 +135,7 @@ def dequantize_blockwise(codes: Tensor, scale: Tensor, codec: str, block_size: i
 
 
 def _nothing_watches(tensors: Sequence[Tensor]) -> bool:
-    """Whether nobody would see an op that is called through the dispatcher: no compiler, mode, or subclass."""
+    """Whether no compiler, dispatch mode or tensor subclass would see an op that is called through the dispatcher."""
     return (
         not torch.compiler.is_compiling()
         and torch._C._len_torch_dispatch_stack() == 0
@@ -159,7 +159,7 @@ def step_(step: StepOp, args: StepArgs, by_reference: bool = False) -> None:
 def muon_momentum_(args: StepArgs, updates: Sequence[Tensor], by_reference: bool = False) -> list[Tensor]:
     """Updates the momentum, and writes what is to be orthogonalized into ``updates``, bfloat16.
 
-    Returns the sums of the squares of its matrices, float64.
+    Returns the sums of the squares of the matrices in ``updates``, float64.
     """
     device = args.params[0].device
     sums = [torch.empty(u.shape[:-2], dtype=torch.float64, device=device) for u in updates]
@@ -188,7 +188,7 @@ def few_bit_forward(x: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
     namespace = _namespace(x.device, backend._asked_for)
     eager = not torch.compiler.is_compiling() and not torch.is_grad_enabled()
     if eager and x.is_cpu and namespace == NAMESPACE:
-        forward = _few_bit_forward_on_cpu()  # without a way through the dispatcher back into Python
+        forward = _few_bit_forward_on_cpu()  # saves the way through the dispatcher and back into Python
     else:
         forward = getattr(torch.ops, namespace).few_bit_forward.default
     fn = ACTIVATIONS[activation.name]

@@ -56,18 +56,18 @@ def shadowed() -> Path | None:
     """
     if LIBRARY.exists():
         return None
-    found = [PathFinder.find_spec("memkern", [entry]) for entry in sys.path]
-    found += [finder.find_spec("memkern", None) for finder in sys.meta_path]  # editable installs have their own
-    folders = [Path(spec.origin).parent for spec in found if spec and spec.origin]
+    specs = [PathFinder.find_spec("memkern", [entry]) for entry in sys.path]
+    specs += [finder.find_spec("memkern", None) for finder in sys.meta_path]  # editable installs have their own
+    folders = [Path(spec.origin).parent for spec in specs if spec and spec.origin]
     return next((folder for folder in folders if (folder / LIBRARY.name).exists()), None)
 
 
 @functools.cache
 def load_library() -> str | None:
     """Loads the C++ ops once. Returns None, or why they are not there."""
-    if other := shadowed():
+    if hidden := shadowed():
         reason = (
-            f"{LIBRARY.parent} has no compiled library and hides the memkern in {other}, which has one; run Python in "
+            f"{LIBRARY.parent} has no compiled library and hides the memkern in {hidden}, which has one; run Python in "
             "another directory, or compile here: pip install --no-build-isolation -e ."
         )
         log.warning("backend 'cpu' is not available: %s", reason)
@@ -88,7 +88,7 @@ def load_library() -> str | None:
 
 @functools.cache
 def _missing_cuda() -> str | None:
-    """Why no CUDA kernel of memkern can run in this process, as far as shows without a call of one (_cuda_fails)."""
+    """Why no CUDA kernel of memkern can run in this process, as far as one can tell without calling one."""
     import torch
 
     if reason := load_library():
@@ -117,11 +117,11 @@ def _watched() -> bool:
 _cuda_failures: dict[int, str | None] = {}  # by device; None where a call worked
 
 
-def _cuda_fails(index: int) -> str | None:
-    """Why the CUDA kernels do not run on a device: from one small call, made once.
+def _cuda_failure(index: int) -> str | None:
+    """Why the CUDA kernels do not run on a device, None where they do: found out by one small call, made once.
 
-    The launch itself raises where another backend helps, as for a kernel that was not compiled for the device. A later
-    error leaves a CUDA context that no backend can use, so nothing is waited for.
+    Errors that another backend avoids, such as a kernel that was not compiled for the device, are raised by the launch
+    itself. So the call is not synchronized: after a later error no backend can use the CUDA context.
     """
     import torch
 
@@ -135,11 +135,11 @@ def _cuda_fails(index: int) -> str | None:
     except torch.OutOfMemoryError:
         return None  # says nothing of the kernels
     except RuntimeError as error:
-        first = str(error).strip().partition("\n")[0]
-        if "captur" in first:
+        first_line = str(error).strip().partition("\n")[0]
+        if "captur" in first_line:
             return None  # another stream's capture is in the way, which says nothing of the kernels either
         _cuda_failures[index] = (
-            f"a CUDA kernel of memkern failed on cuda:{index}, {torch.cuda.get_device_name(index)}: {first}; "
+            f"a CUDA kernel of memkern failed on cuda:{index}, {torch.cuda.get_device_name(index)}: {first_line}; "
             "reinstall memkern on this machine with MEMKERN_BUILD=cuda, against this torch"
         )
         log.warning("backend 'cuda' is not available: %s", _cuda_failures[index])
@@ -149,7 +149,7 @@ def _cuda_fails(index: int) -> str | None:
 
 
 def _missing(backend: str, index: int | None = None) -> str | None:
-    """Why a backend cannot run, on the CUDA device of an index or on the current one."""
+    """Why a backend cannot run (on the CUDA device ``index``, by default the current one); None where it can."""
     if backend == "reference":
         return None
     if backend == "cpu":
@@ -159,8 +159,8 @@ def _missing(backend: str, index: int | None = None) -> str | None:
             return reason
         import torch
 
-        return _cuda_fails(torch.cuda.current_device() if index is None else index)
-    # Only looked for: importing it takes a second.
+        return _cuda_failure(torch.cuda.current_device() if index is None else index)
+    # Not imported: that takes a second.
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed; the extra memkern[triton] brings it (Linux)"
     return None
@@ -193,7 +193,7 @@ _chosen: dict[str | torch.device, str] = {}  # by device or type of device, wher
 @functools.cache  # once
 def warn_of_reference(kind: str, asked_for: str | None) -> None:
     """Says that plain PyTorch runs where nobody has asked for it and there are kernels for the type of device."""
-    if asked_for or from_environment() or kind not in PREFERENCE or shadowed():  # the last has been warned of
+    if asked_for or from_environment() or kind not in PREFERENCE or shadowed():  # load_library warns of the last
         return
     log.warning(
         "%s tensors run in plain PyTorch, which can be tens of times slower than compiled kernels: %s "
@@ -207,12 +207,12 @@ def _automatic(device: str | torch.device) -> str:
     """The first backend that can run on a device, where nobody asked for one."""
     if name := _chosen.get(device):
         return name
-    kind, _, place = str(device).partition(":")
-    index = int(place) if place else None
+    kind, _, number = str(device).partition(":")
+    index = int(number) if number else None
     for name in PREFERENCE.get(kind, OTHER_DEVICES):
         reason = _missing(name, index)
         if reason is None:
-            # Not yet certain where CUDA was not called, and not for ever where the current device decided.
+            # Remembered if certain: not before the CUDA call, and not without an index (the current device may change).
             if kind != "cuda" or _missing_cuda() or index in _cuda_failures:
                 _chosen[device] = name
             return name

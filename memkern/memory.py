@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# What a caller can name as existing before the measured call.
+# What may exist before the measured call: the types of the functions' ``held``.
 Held = Tensor | nn.Module | torch.optim.Optimizer
 _PLAIN = {Tensor, nn.Parameter, FakeTensor}
 """Types without tensors inside, for which looking up an attribute that they lack takes long."""
@@ -92,7 +92,7 @@ class Storage:
 class LiveBytes(TorchDispatchMode):
     """Follows the storages that operators return until they are freed, which a weak reference's callback notices.
 
-    held: tensors that exist before. counted: whether their bytes count.
+    held: tensors that exist already. counted: whether their bytes count.
     on_operator: called as ``on_operator(func, args, kwargs, out)`` after each operator that allocates.
 
     live, peak: bytes now, and the most so far. clock: how many operators have allocated so far. storages: all that
@@ -151,10 +151,10 @@ class LiveBytes(TorchDispatchMode):
         # of it is no new storage.
         self._track(_tensors((args, kwargs)), counted=False)
         out = run(func, args, kwargs)
-        known = len(self.storages)
+        count_before = len(self.storages)
         self.clock += 1
         self._track(_tensors(out), counted=True)
-        if len(self.storages) == known:
+        if len(self.storages) == count_before:
             self.clock -= 1
         else:
             self._on_operator(func, args, kwargs, out)
@@ -231,8 +231,8 @@ def saved_bytes(fn: Callable[[], Any], *held: Held) -> int:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         result = fn()
     excluded = [*_held_tensors(held), *filter(_is_parameter, saved)]
-    known = {storage._cdata for storage in _storages(excluded)}
-    sizes = {s._cdata: s.nbytes() for s in _storages(saved) if s._cdata not in known}
+    excluded_ids = {storage._cdata for storage in _storages(excluded)}
+    sizes = {s._cdata: s.nbytes() for s in _storages(saved) if s._cdata not in excluded_ids}
     saved.clear()  # a graph that lives on holds the hooks, and the hooks hold this list
     del result  # last: it keeps the graph and its saved tensors alive
     return sum(sizes.values())
@@ -241,7 +241,7 @@ def saved_bytes(fn: Callable[[], Any], *held: Held) -> int:
 def return_freed_memory() -> None:
     """Makes glibc return what is free now, and each block of 64 KiB or more when it is freed, as predictions assume.
 
-    By default it raises this threshold up to 32 MiB as large blocks are freed, and keeps freed blocks below it: most
+    By default glibc raises this threshold up to 32 MiB as large blocks are freed, and keeps freed blocks below it: most
     activations of a training step. No effect on other systems.
     """
     gc.collect()

@@ -10,17 +10,17 @@ from torch import nn
 def block_lists(model: nn.Module) -> Iterator[list[nn.Module]]:
     """Yields the lists of like blocks, such as a transformer's layers; of nested lists the outermost.
 
-    Blocks are modules that can be called: a list of lists has none itself. An entry may be None, and a block may occur
-    several times, as where layers share their weights; it is there once.
+    Blocks are modules that can be called: a list of lists has none itself. Entries that are None are left out, and a
+    block that occurs several times, as where layers share their weights, is yielded once.
     """
     inside: set[nn.Module] = set()
     for module in model.modules():
         if module in inside or not isinstance(module, (nn.ModuleList, nn.Sequential)):
             continue
-        found = [block for block in module if block is not None]
-        if len(found) < 2 or len({*map(type, found)}) > 1 or type(found[0]).forward is nn.Module.forward:
+        entries = [block for block in module if block is not None]
+        if len(entries) < 2 or len({*map(type, entries)}) > 1 or type(entries[0]).forward is nn.Module.forward:
             continue
-        blocks = [*dict.fromkeys(found)]
+        blocks = [*dict.fromkeys(entries)]
         if any(True for _ in blocks[0].parameters()):
             inside |= {inner for block in blocks for inner in block.modules()}
             yield blocks

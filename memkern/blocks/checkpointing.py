@@ -53,23 +53,23 @@ def caches_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
 def without_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A block's arguments without transformers' cache of keys and values, where gradients are asked for.
 
-    It would keep those of every block through the backward pass, and each block that is run again would append to it.
+    The cache would hold every block's through the backward pass, and each block that is run again would append to it.
     transformers' own checkpoints leave it out too.
     """
     caches = {id(x) for x in caches_of(args, kwargs)}
     if not torch.is_grad_enabled() or not (caches or kwargs.get("use_cache")):
         return args, kwargs
-    kept = {name: None if id(x) in caches else x for name, x in kwargs.items()}
-    if kept.get("use_cache"):
-        kept["use_cache"] = False
-    return tuple(None if id(x) in caches else x for x in args), kept
+    new_kwargs = {name: None if id(x) in caches else x for name, x in kwargs.items()}
+    if new_kwargs.get("use_cache"):
+        new_kwargs["use_cache"] = False
+    return tuple(None if id(x) in caches else x for x in args), new_kwargs
 
 
 def is_filled(cache: Any) -> bool:
-    """Whether transformers' cache has keys and values already, such as those of a learned prefix."""
+    """Whether a cache of transformers has keys and values already, such as those of a learned prefix."""
     try:
         return bool(cache.get_seq_length())
-    except ValueError:  # has none: a cache of linear attention's states
+    except ValueError:  # a cache of linear attention's states has no length
         return False
 
 
@@ -83,10 +83,10 @@ def _run(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """A block's forward method in a checkpoint, which saves the first argument, or its codes, and holds the others.
+    """Runs a block in a checkpoint, which saves the first argument, or its codes, and holds the others.
 
-    From codes the forward pass goes on with the decoded values, and so does the recomputation: both are one function,
-    and decide alike in a router, a mask or a top-k. The gradient of the argument is that of its decoded values.
+    With codes both the forward pass and the recomputation use the decoded values: both are one function, and decide
+    alike in a router, a mask or a top-k. The gradient of the argument is that of its decoded values.
     first: the argument's name. With a cache that is filled already the block runs without a checkpoint: to run it again
     would append to the cache again.
     """
@@ -167,8 +167,8 @@ def checkpoint_blocks(model: nn.Module, blocks: str = "blocks", *, bits: int | N
         raise not_allowed("bits", bits, ", ".join(map(repr, CHECKPOINT_BITS)))
     if not at_least(1).holds(every):
         raise not_allowed("every", every, at_least(1).words)
-    for found in _blocks_of(model, "blocks"):
-        for index, block in enumerate(found):
+    for block_list in _blocks_of(model, "blocks"):
+        for index, block in enumerate(block_list):
             first = next(iter(inspect.signature(block.forward).parameters), "")
             # An object and no closure, so that a copy of the model runs its own blocks.
             block.forward = functools.partial(_run, block, _unbound(block), first, bits, index % every == 0)
