@@ -53,7 +53,7 @@ def caches_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
 def without_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A block's arguments without transformers' cache of keys and values, where gradients are asked for.
 
-    The cache would hold every block's through the backward pass, and each block that is run again would append to it.
+    The cache would keep every block's keys and values for the backward pass, and blocks that run again would append.
     transformers' own checkpoints leave it out too.
     """
     caches = {id(x) for x in caches_of(args, kwargs)}

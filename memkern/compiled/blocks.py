@@ -43,7 +43,7 @@ def check_compilable(model: nn.Module, techniques: Techniques) -> None:
         allowed = "False for a model without a list of like blocks, of which memkern.compile(model) compiles the whole"
         raise not_allowed("compile", True, allowed)
     try:
-        _arguments(techniques)
+        _compile_arguments(techniques)
     except RuntimeError as error:
         raise OptionError("compile", f"True given with saved_bits={techniques.saved_bits!r}: {error}") from error
     if any(p.device.type == "cpu" for p in model.parameters()):
@@ -51,12 +51,12 @@ def check_compilable(model: nn.Module, techniques: Techniques) -> None:
 
 
 def can_be_compiled(model: Any) -> TypeGuard[nn.Module]:
-    """Whether it is a module with a list of like blocks, of which nothing is compiled yet."""
+    """Whether ``model`` is a module with a list of like blocks, and nothing in it is compiled yet."""
     return isinstance(model, nn.Module) and any(block_lists(model)) and not any(map(is_compiled, model.modules()))
 
 
 def is_made_of_blocks(model: nn.Module) -> bool:
-    """Whether most layers are inside of blocks, so that what stays uncompiled around these is little.
+    """Whether most layers are inside of blocks, so that little stays uncompiled around these.
 
     A list of two norms beside the layers between them is no list of blocks, nor is one of Linear modules.
     """
@@ -67,15 +67,15 @@ def is_made_of_blocks(model: nn.Module) -> bool:
 
 def compile_blocks(model: nn.Module, techniques: Techniques) -> None:
     """Compiles the blocks of a model with what its techniques save. Raises RuntimeError where torch is too old."""
-    compile_each(model, _arguments(techniques))
+    compile_each(model, _compile_arguments(techniques))
 
 
 def compile_each(model: nn.Module, arguments: dict[str, Any]) -> nn.Module:
     """Compiles the forward method of every block in place, and returns the model. arguments: of torch.compile.
 
     A block is compiled by itself: of like blocks one graph is compiled, whatever their number. What is around a forward
-    method stays outside of the graph: checkpoints, the hooks of ``fully_shard`` and DDP. After a second length a graph
-    is for many lengths (torch's automatic dynamic shapes); where torch compiles no more, a warning names what a block
+    method stays outside of the graph: checkpoints, the hooks of ``fully_shard`` and DDP. The graph of a second sequence
+    length serves many (torch's automatic dynamic shapes). Where torch compiles no more, a warning names what a block
     saves. Copies of a model, pickled ones too, have compiled blocks of their own.
     """
     for blocks in block_lists(model):
@@ -96,8 +96,8 @@ def compile_each(model: nn.Module, arguments: dict[str, Any]) -> nn.Module:
 class _Compiled:
     """A block's compiled forward method, as a function of the block and without transformers' cache.
 
-    With the cache a graph would be of one layer of the cache of keys and values, so that each block had its own, up to
-    TorchDynamo's limit of 8. In a training step transformers makes an empty cache by default (use_cache), which is left
+    With the cache as an argument each block would need a graph of its own, for its layer of keys and values, and
+    TorchDynamo's limit is 8. In a training step transformers makes an empty cache by default (use_cache), which is left
     out. With a cache that is not empty, or that is to be filled (no gradients), the block runs uncompiled.
 
     An object and no closure, so that it can be pickled: it is compiled again then.
@@ -120,28 +120,29 @@ class _Compiled:
         if self.is_at_limit:
             return self.compiled(*args, **kwargs)
         config = torch._dynamo.config
-        before = config.recompile_limit, config.fail_on_recompile_limit_hit
-        config.recompile_limit, config.fail_on_recompile_limit_hit = max(before[0], _GRAPHS), True
+        limit, raises = config.recompile_limit, config.fail_on_recompile_limit_hit  # the caller's settings
+        most_graphs = max(limit, _GRAPHS)
+        config.recompile_limit, config.fail_on_recompile_limit_hit = most_graphs, True
         try:
             return self.compiled(*args, **kwargs)
         except torch._dynamo.exc.FailOnRecompileLimitHit:
-            if before[1]:
+            if raises:
                 raise
             self.is_at_limit = True
         finally:
-            config.recompile_limit, config.fail_on_recompile_limit_hit = before
-        out, saved = _saved_by(self.forward, args, kwargs)
+            config.recompile_limit, config.fail_on_recompile_limit_hit = limit, raises
+        out, saved = _run_counting(self.forward, args, kwargs)
         name = getattr(self.forward, "__qualname__", "a block")
         warnings.warn(
-            f"{name} has as many graphs as torch may compile ({max(before[0], _GRAPHS)}, or what torch._dynamo.config."
+            f"{name} has as many graphs as torch may compile ({most_graphs}, or what torch._dynamo.config."
             f"recompile_limit has): for other inputs it runs uncompiled, as now, and saves {saved:,} bytes",
             stacklevel=2,
         )
         return out
 
 
-def _saved_by(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int]:
-    """A call's result, and the bytes that it saves but parameters, by hooks that call those of the caller."""
+def _run_counting(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int]:
+    """A call's result, and the bytes that it saves without parameters, counted by hooks that call the caller's."""
     saved: dict[int, torch.UntypedStorage] = {}
     pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False) or (lambda x: x, lambda x: x)
 
@@ -155,7 +156,7 @@ def _saved_by(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     return out, sum(storage.nbytes() for storage in saved.values())
 
 
-def _arguments(techniques: Techniques) -> dict[str, Any]:
+def _compile_arguments(techniques: Techniques) -> dict[str, Any]:
     """The arguments of torch.compile. Raises RuntimeError where torch is too old for what is to be saved."""
     bits, activations, budget = techniques.saved_bits, techniques.activation_bits, techniques.memory_budget
     if bits is None and activations is None and budget is None and TorchVersion(torch.__version__) < FIRST_VERSION:

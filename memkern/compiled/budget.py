@@ -40,7 +40,7 @@ _PRODUCTS_AGAIN = [
 ]
 """Options of cuts that compute products again. What is used far from where it is computed, as sums of residuals are, is
 computed again only where nothing else saves less: Inductor fuses layers that read the same values, and all of them wait
-for the last. A Llama of two layers had a peak of 1.10 of torch.compile's, and has 0.89."""
+for the last. So a Llama of two layers has 0.89 of torch.compile's peak; with these sums again it would be 1.10."""
 
 _STEPS = 12
 """The number of steps in which products are added to those that are computed again: a cut and a peak for each."""
@@ -59,29 +59,26 @@ def check(budget: Any) -> None:
 
 
 def size_in_codes(node: fx.Node, size: int) -> int:
-    codec = node.meta.get(CODEC)
-    return (
-        size
-        if codec is None
-        else max(1, int(size * codecs.BY_BACKEND["ops"][codec].bytes / value(node).element_size()))
-    )
+    """The bytes of a value's codes, or ``size``, its plain bytes, if it has no codec."""
+    if (codec := node.meta.get(CODEC)) is None:
+        return size
+    return max(1, int(size * codecs.BY_BACKEND["ops"][codec].bytes / value(node).element_size()))
 
 
 @contextlib.contextmanager
 def symbolic_sizes(graph: fx.Graph, budget: float | int | None) -> Iterator[None]:
-    """Has torch's cut not ask for hints of symbolic sizes, by which the first call would decide for later ones.
+    """Gives torch's cut fixed numbers for symbolic sizes, not hints: the first call must not decide for later ones.
 
-    A budget in bytes is kept for sizes up to a power of two, for which there are guards: longer ones have a graph anew.
+    A budget in bytes is kept for sizes up to a power of two, with guards: longer sizes get a graph of their own.
     """
     symbols: dict[Any, int] = {}
     if isinstance(budget, int):
-        given = [value(node) for node in graph.find_nodes(op="placeholder")]
-        sizes = [n for x in given for n in (x.shape if isinstance(x, Tensor) else (x,)) if isinstance(n, torch.SymInt)]
-        for size in sizes:
-            if size.node.expr.is_symbol and size.node.hint is not None:
-                most = 1 << (size.node.hint - 1).bit_length()
-                if guard_or_false(size <= most):
-                    symbols[size.node.expr] = most
+        for x in map(value, graph.find_nodes(op="placeholder")):
+            for size in x.shape if isinstance(x, Tensor) else (x,):
+                if isinstance(size, torch.SymInt) and size.node.expr.is_symbol and size.node.hint is not None:
+                    limit = 1 << (size.node.hint - 1).bit_length()
+                    if guard_or_false(size <= limit):
+                        symbols[size.node.expr] = limit
     hint = getattr(partitioners, HINT)
     setattr(partitioners, HINT, functools.partial(number, symbols=symbols))
     try:
@@ -92,7 +89,7 @@ def symbolic_sizes(graph: fx.Graph, budget: float | int | None) -> Iterator[None
 
 @contextlib.contextmanager
 def _sizes_in_codes() -> Iterator[None]:
-    """Has torch's cut count a value that may be coded with the size of its codes."""
+    """Makes torch's cut count the size of codes for a value that may be coded."""
     plain = partitioners._size_of
     partitioners._size_of = lambda node: size_in_codes(node, plain(node))
     try:
@@ -104,33 +101,33 @@ def _sizes_in_codes() -> Iterator[None]:
 def constants(graph: fx.Graph) -> list[fx.Node]:
     """Nodes computed from no input, which are not saved, such as the numbers of T5's buckets of distances."""
     is_recomputable = partitioners.get_default_op_list().is_recomputable
-    found: dict[fx.Node, None] = {}
+    independent: dict[fx.Node, None] = {}
     for node in graph.nodes:
-        if node.op == "call_function" and is_recomputable(node) and all(a in found for a in node.all_input_nodes):
-            found[node] = None
-    return [*found]
+        if node.op == "call_function" and is_recomputable(node) and all(a in independent for a in node.all_input_nodes):
+            independent[node] = None
+    return [*independent]
 
 
 @contextlib.contextmanager
 def _marked(policies: dict[CheckpointPolicy, list[fx.Node]]) -> Iterator[None]:
-    """Tells torch's cut to save or to recompute these nodes, but for those that a checkpoint has given a policy."""
-    given = {node: policy for policy, nodes in policies.items() for node in nodes if "recompute" not in node.meta}
-    for node, policy in given.items():
+    """Tells torch's cut to save or to recompute these nodes, except those that have a checkpoint's policy."""
+    marked = {node: policy for policy, nodes in policies.items() for node in nodes if "recompute" not in node.meta}
+    for node, policy in marked.items():
         node.meta["recompute"] = policy
     try:
         yield
     finally:
-        for node in given:
+        for node in marked:
             del node.meta["recompute"]
 
 
-def storages(saved: Iterable[fx.Node], of_caller: set[fx.Node]) -> set[fx.Node]:
-    """The computed values that are alive because these are saved: a view keeps all that it is a view of.
+def storages(saved: Iterable[fx.Node], held_by_caller: set[fx.Node]) -> set[fx.Node]:
+    """The computed values that are alive because these are saved: a view keeps its whole base alive.
 
-    of_caller: what the caller holds anyway, which does not count.
+    held_by_caller: what the caller holds anyway, which does not count.
     """
     bases = {views(node)[0] for node in saved if isinstance(value(node), Tensor)}
-    return {base for base in bases if base.op == "call_function" and base not in of_caller}
+    return {base for base in bases if base.op == "call_function" and base not in held_by_caller}
 
 
 def size_of(nodes: Iterable[fx.Node]) -> int:
@@ -160,7 +157,7 @@ class Choice:
 
     def __call__(self, joint_graph: fx.Graph, node_info: Any, memory_budget: float = 1) -> list[fx.Node]:
         graph, info = joint_graph, node_info
-        written.in_forward(graph, info)
+        written.claim_copies(graph, info)
         if memory_budget != 1:
             raise ValueError(
                 f"memkern.compile has memory_budget= in place of torch's activation_memory_budget, got {memory_budget}"
@@ -169,9 +166,9 @@ class Choice:
             return self._lifted(graph, info, self.coded)
         can_be_coded, self.coded = self.coded, False
         saved = self._plain(graph, info)
-        as_torch = self._bytes(graph, saved)
-        self.limit = self.budget if isinstance(self.budget, int) else math.floor(self.budget * as_torch)
-        if as_torch > self.limit:
+        torch_bytes = self._bytes(graph, saved)
+        self.limit = self.budget if isinstance(self.budget, int) else math.floor(self.budget * torch_bytes)
+        if torch_bytes > self.limit:
             saved = self._lifted(graph, info, coded=False)
         if self._bytes(graph, saved) > self.limit:
             self.coded = can_be_coded
@@ -181,8 +178,8 @@ class Choice:
     def _lifted(self, graph: fx.Graph, info: Any, coded: bool) -> list[fx.Node]:
         """The values that torch's cut saves without the bans of ``_LIFTED``.
 
-        What is used at once and much later is computed again too, where that saves less and has no higher peak, as
-        with what a router gives to experts. For sums that the next layer needs the peak is mostly higher.
+        Values used both at once and much later are computed again too, if that saves less and has no higher peak, as
+        with a router's results for experts. For sums that the next layer needs the peak is mostly higher.
         """
         policies = {CheckpointPolicy.PREFER_RECOMPUTE: constants(graph)}
         if coded:
@@ -191,44 +188,44 @@ class Choice:
         with functorch_config.patch(_LIFTED), _marked(policies), sizes:
             saved: list[fx.Node] = self._plain(graph, info)
             with functorch_config.patch({"ban_recompute_used_far_apart": False}):
-                less: list[fx.Node] = self._plain(graph, info)
-            if self._bytes(graph, less) >= self._bytes(graph, saved):
+                smaller: list[fx.Node] = self._plain(graph, info)
+            if self._bytes(graph, smaller) >= self._bytes(graph, saved):
                 return saved
-            backward, of_caller = Backward(graph, info), _of_caller(graph)
-            return less if backward.peak(less, of_caller) <= backward.peak(saved, of_caller) else saved
+            backward, held_by_caller = Backward(graph, info), _held_by_caller(graph)
+            return smaller if backward.peak(smaller, held_by_caller) <= backward.peak(saved, held_by_caller) else saved
 
     @staticmethod
     def _bytes(graph: fx.Graph, saved: Iterable[fx.Node]) -> int:
-        return size_of(storages(saved, _of_caller(graph)))
+        return size_of(storages(saved, _held_by_caller(graph)))
 
     def _products_again(self, graph: fx.Graph, info: Any, best: list[fx.Node]) -> list[fx.Node]:
         """The values to save with as few products computed again as the limit takes, or with the lowest peak.
 
-        best: those with none computed again. Products come first that take the fewest operations for a byte, then
-        earlier ones, whose results are needed when most of the others are freed. A peak rises where one value is
-        computed again through many layers, of which all results are there at once.
+        best: the values with no product computed again. Products come first that take the fewest operations for a byte,
+        then earlier ones, whose results are needed when most of the others are freed. The peak rises where one value
+        is computed again through many layers, because all their results are there at once.
         """
         ops = partitioners.get_default_op_list()
         products = [n for n in info.required_fw_nodes if _is_repeatable_product(n, ops)]
         cost = {n: partitioners.estimate_runtime(n) / max(1, partitioners._size_of(n)) for n in products}
         products.sort(key=cost.__getitem__)  # a stable sort
-        backward, of_caller = Backward(graph, info), _of_caller(graph)
-        lowest = backward.peak(best, of_caller)
-        least = self._bytes(graph, best)
+        backward, held_by_caller = Backward(graph, info), _held_by_caller(graph)
+        lowest_peak = backward.peak(best, held_by_caller)
+        bytes_before = self._bytes(graph, best)
         for options in _PRODUCTS_AGAIN:
             for i in range(_STEPS + 1):
-                again: Any = {*products[: len(products) * i // _STEPS]}
-                saved: list[fx.Node] = partitioners.solve_min_cut(graph, info, options, again)[0]
-                if (peak := backward.peak(saved, of_caller)) <= lowest:
-                    best, lowest = saved, peak
+                recomputed: Any = {*products[: len(products) * i // _STEPS]}
+                saved: list[fx.Node] = partitioners.solve_min_cut(graph, info, options, recomputed)[0]
+                if (peak := backward.peak(saved, held_by_caller)) <= lowest_peak:
+                    best, lowest_peak = saved, peak
                     if self._bytes(graph, saved) <= (self.limit or 0):
                         return saved
-            if self._bytes(graph, best) < least:
+            if self._bytes(graph, best) < bytes_before:
                 break
         return best
 
 
-def _of_caller(graph: fx.Graph) -> set[fx.Node]:
+def _held_by_caller(graph: fx.Graph) -> set[fx.Node]:
     """What the caller holds anyway: the graph's outputs, or what they are views of."""
     return {views(n)[0] for n in graph.output_node().all_input_nodes}
 

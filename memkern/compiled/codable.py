@@ -71,36 +71,36 @@ def _is_decision(x: Any) -> bool:
     return isinstance(x, Tensor) and not x.dtype.is_floating_point
 
 
-def _before(node: Any, copies: Collection[Any]) -> Any:
+def _before_copies(node: Any, copies: Collection[Any]) -> Any:
     """The node before operations that make copies or views."""
     while packet(node) in copies and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
 
 
-def _made(node: fx.Node) -> fx.Node:
+def _producer(node: fx.Node) -> fx.Node:
     """The node that computed a value, before copies, views and splits."""
-    while packet(base := _before(node, _COPIES)) is operator.getitem and packet(base.args[0]) in _SPLITS:
+    while packet(base := _before_copies(node, _COPIES)) is operator.getitem and packet(base.args[0]) in _SPLITS:
         node = base.args[0].all_input_nodes[0]
     return base
 
 
 def codec_of(operations: Operations, node: fx.Node) -> str | None:
     """The name of the codec of a value, by what made it."""
-    base = _made(node)
+    base = _producer(node)
     if NOT_CODED in base.meta:
         return None
-    of = operations.of(base)
-    if of.seq not in operations.differentiated:  # what needs no gradient is never rounded
+    operation = operations.of(base)
+    if operation.seq not in operations.differentiated:  # what needs no gradient is never rounded
         return None
-    if packet(base) is aten.exp and is_backward(base) and of.name == "log_softmax":
+    if packet(base) is aten.exp and is_backward(base) and operation.name == "log_softmax":
         return None if _comes_in_16_bits(base) else PROBABILITY
     if is_backward(base) or base.op != "call_function":
         return None
-    required = CODEC_BY_OPERATION.get(of.name)
+    required = CODEC_BY_OPERATION.get(operation.name)
     if required in (PROBABILITY, TANH):
-        return required if _is_softmax(base) or packet(base) is of.op else None
-    if required not in (POWER, UNSIGNED) or not (of.name in _NORMS or _is_result(operations, base, of)):
+        return required if _is_softmax(base) or packet(base) is operation.op else None
+    if required not in (POWER, UNSIGNED) or not (operation.name in _NORMS or _is_result(operations, base, operation)):
         return None
     return required
 
@@ -115,7 +115,7 @@ def _is_softmax(node: fx.Node) -> bool:
 
 
 def _comes_in_16_bits(probabilities: fx.Node) -> bool:
-    """Whether logits are there in 16 bits, which take no more than codes and what making codes takes at the peak."""
+    """Whether logits are there in 16 bits: at the peak they take no more than codes and the making of codes."""
     node: Any = probabilities
     while packet(node) in (aten.exp, aten.sub) or packet(node) in VIEWS:
         node = node.args[0]
@@ -123,11 +123,11 @@ def _comes_in_16_bits(probabilities: fx.Node) -> bool:
     return isinstance(source, Tensor) and source.element_size() < 4
 
 
-def _is_result(operations: Operations, node: fx.Node, of: Operation) -> bool:
-    """Whether a node is what an operation gives, also with a view as its last step, as stack's; not a step to it."""
+def _is_result(operations: Operations, node: fx.Node, op: Operation) -> bool:
+    """Whether a node is what an operation gives, also if its last step is a view, as stack's; not a step before."""
     users = [u for u in node.users if u.op == "output" or not is_backward(u)]
     return not users or any(
-        u.op == "output" or operations.of(u).seq != of.seq or (packet(u) in VIEWS and _is_result(operations, u, of))
+        u.op == "output" or operations.of(u).seq != op.seq or (packet(u) in VIEWS and _is_result(operations, u, op))
         for u in users
     )
 
@@ -135,25 +135,25 @@ def _is_result(operations: Operations, node: fx.Node, of: Operation) -> bool:
 class _Use(NamedTuple):
     """A node that uses a value in codes, or what is computed from one.
 
-    operand: what it uses. of: the node's operation. own: whether the operand is the value itself, as a view, in another
-    dtype or negative. codec, made: of the value in codes, and the node whose operation made it. x: the value.
+    operand: what it uses. operation: the node's. is_value: whether the operand is the value itself, also as a view, in
+    another dtype or negative. x: the value in codes. codec: its codec. producer: the node that computed it.
     """
 
     node: fx.Node
     operand: fx.Node
-    of: Operation
-    own: bool
+    operation: Operation
+    is_value: bool
     codec: str
-    made: fx.Node
+    producer: fx.Node
     x: Tensor
 
     @property
-    def name(self) -> Any:
+    def called(self) -> Any:
         return packet(self.node)
 
     @property
     def is_copy(self) -> bool:
-        return self.name in VIEWS or self.name in CASTS
+        return self.called in VIEWS or self.called in CASTS
 
 
 class Rules:
@@ -165,7 +165,7 @@ class Rules:
     def may_be_coded(self, nodes: list[fx.Node], codec: str, first: fx.Node, counts: Any = None) -> bool:
         """Whether all that is made of some nodes, which are views of the value of the first, bears the errors of codes.
 
-        counts: of which users it is asked; None for all.
+        counts: whether the use by a node counts; None if all do.
         """
         return self.refusal(nodes, codec, first, counts) is None
 
@@ -173,9 +173,9 @@ class Rules:
         self, nodes: list[fx.Node], codec: str, first: fx.Node, counts: Any = None
     ) -> tuple[str, fx.Node] | None:
         """Kind (a key of USES) and node of the first use that does not bear the errors of codes; None if all do."""
-        x, made = value(first), _made(first)
-        waiting, own = list(nodes), set(nodes)
-        seen = set(nodes)
+        x, producer = value(first), _producer(first)
+        waiting, same_value = list(nodes), set(nodes)
+        visited = set(nodes)
         while waiting:
             operand = waiting.pop()
             for node in operand.users:
@@ -185,78 +185,80 @@ class Rules:
                     return "output", node
                 if counts is not None and not counts[node]:
                     continue
-                use = _Use(node, operand, self.operations.of(node), operand in own, codec, made, x)
-                kind, bears = next((kind, bears) for kind, (is_it, bears) in USES.items() if is_it(self, use))
+                use = _Use(node, operand, self.operations.of(node), operand in same_value, codec, producer, x)
+                kind, bears = next((kind, bears) for kind, (matches, bears) in USES.items() if matches(self, use))
                 if not bears(self, use):
                     return kind, node
                 if node in self.gradients.nodes:
                     continue
                 if kind == SAME:
-                    own.add(node)
-                if node not in seen and not _is_decision(value(node)):
-                    seen.add(node)
+                    same_value.add(node)
+                if node not in visited and not _is_decision(value(node)):
+                    visited.add(node)
                     waiting.append(node)
         return None
 
     def is_of_another_norm(self, use: _Use) -> bool:
-        """Whether a node is of a norm's backward pass and codes are not of what this norm has normalized.
+        """Whether a node is of the backward pass of a norm whose normalized value is not the value in codes.
 
-        There a multiple of the mean is subtracted from a multiple of x, for which codes of x are too coarse. Of one
-        input several norms have one normalized value.
+        There a multiple of the mean is subtracted from a multiple of x, for which codes of x are too coarse. Several
+        norms of one input share one normalized value.
         """
-        of = use.of
-        if of.name not in _NORMS or not (is_backward(use.node) or use.node in self.gradients.nodes):
+        operation = use.operation
+        if operation.name not in _NORMS or not (is_backward(use.node) or use.node in self.gradients.nodes):
             return False
-        sharing = [u for u in use.made.users if packet(u) is aten.mul and not is_backward(u)]
-        normalized = [use.made, *(sharing if packet(use.made) is aten.mul else ())]
-        return of.seq not in {self.operations.of(n).seq for n in normalized}
+        sharing = [u for u in use.producer.users if packet(u) is aten.mul and not is_backward(u)]
+        normalized = [use.producer, *(sharing if packet(use.producer) is aten.mul else ())]
+        return operation.seq not in {self.operations.of(n).seq for n in normalized}
 
     def is_same(self, use: _Use) -> bool:
         """A view, a cast, or the negative result of softmax's backward pass, g p - p sum(g p), which torch computes as
         fma(-p, sum(g p), g p).
         """
-        is_negative = use.name is aten.neg and is_backward(use.node) and use.of.name in _RESULT_CODECS
-        return use.own and (use.is_copy or is_negative)
+        is_negative = use.called is aten.neg and is_backward(use.node) and use.operation.name in _RESULT_CODECS
+        return use.is_value and (use.is_copy or is_negative)
 
     def is_gated(self, use: _Use) -> bool:
-        return use.of.seq in self.operations.gated and use.name not in _COMPARISONS
+        return use.operation.seq in self.operations.gated and use.called not in _COMPARISONS
 
     def may_be_deviation(self, node: fx.Node) -> bool:
         """Whether a node has a number for each row, and is no input, as weights of channels, nor a gate's result."""
-        x, made = value(node), _made(node)
+        x, producer = value(node), _producer(node)
         is_of_rows = isinstance(x, Tensor) and x.dim() > 0 and x.shape[-1] == 1 and x.numel() > 1
-        return is_of_rows and made.op == "call_function" and self.operations.of(made).name not in _GATES
+        return is_of_rows and producer.op == "call_function" and self.operations.of(producer).name not in _GATES
 
     def fits(self, use: _Use) -> bool:
         """Whether the codec is the one for an operation that uses its own result."""
-        required = _RESULT_CODECS.get(use.of.name)
-        if required is None or (use.of.seq in self.operations.gated and not use.own):
+        required = _RESULT_CODECS.get(use.operation.name)
+        if required is None or (use.operation.seq in self.operations.gated and not use.is_value):
             return True
-        return use.own and use.codec == required
+        return use.is_value and use.codec == required
 
     def bears_in_gradient(self, use: _Use) -> bool:
         """Whether a node that takes a gradient may take an operand from codes."""
-        of = use.of
-        if of.name in _WITH_JUMPS or not self.fits(use):
+        operation = use.operation
+        if operation.name in _WITH_JUMPS or not self.fits(use):
             return False
-        if of.row.kind == "singular" or not of.row.coded:
+        if operation.row.kind == "singular" or not operation.row.coded:
             return False
-        if of.row.kind != "smooth":
+        if operation.row.kind != "smooth":
             return _is_coded_argument(use)
-        return self.gradients.bears_codes(use.node) and (of.name != "log_softmax" or self.gradients.is_sparse(use.node))
+        return self.gradients.bears_codes(use.node) and (
+            operation.name != "log_softmax" or self.gradients.is_sparse(use.node)
+        )
 
     def bears_in_backward(self, use: _Use) -> bool:
-        return use.of.row.kind in ("product", "smooth") and bool(use.of.row.coded) and self.fits(use)
+        return use.operation.row.kind in ("product", "smooth") and bool(use.operation.row.coded) and self.fits(use)
 
 
 def _is_coded_argument(use: _Use) -> bool:
     """False for what attention's backward pass does not take in codes: not all of its arguments are coded."""
     given = arguments(use.node)
-    if use.of.name not in FORWARD or not given or use.name in VIEWS:
+    if use.operation.name not in FORWARD or not given or use.called in VIEWS:
         return True
     if given.get("dropout_p"):
         return False
-    coded = {_SAVED_ARGUMENTS.get(name, name) for name in use.of.row.coded}
+    coded = {_SAVED_ARGUMENTS.get(name, name) for name in use.operation.row.coded}
     return all(name in coded for name, arg in given.items() if arg is use.operand)
 
 
@@ -285,33 +287,33 @@ USES: dict[str, tuple[_Test, _Test]] = {
     "another norm's backward pass": (Rules.is_of_another_norm, _no),
     "a gradient": (lambda rules, use: use.node in rules.gradients.nodes, Rules.bears_in_gradient),
     SAME: (Rules.is_same, _yes),
-    # what is computed again: in the backward pass, or of the forward pass
+    # the rest are uses in what is computed again, by operations of the backward or of the forward pass
     "a checkpoint": (lambda _, use: must_recompute(use.node), _no),  # another function of what it begins with
     "a gated unit": (Rules.is_gated, _yes),
-    "a derivative that jumps": (lambda _, use: is_backward(use.node) and use.of.name in _WITH_JUMPS, _no),
+    "a derivative that jumps": (lambda _, use: is_backward(use.node) and use.operation.name in _WITH_JUMPS, _no),
     "a comparison": (
-        lambda _, use: is_backward(use.node) and use.name in _COMPARISONS,
-        lambda _, use: use.of.name in _COMPARED and bool(use.node.args[1] == 0),
+        lambda _, use: is_backward(use.node) and use.called in _COMPARISONS,
+        lambda _, use: use.operation.name in _COMPARED and bool(use.node.args[1] == 0),
     ),
     "a view or cast": (lambda _, use: use.is_copy, _yes),
     "a backward pass": (lambda _, use: is_backward(use.node), Rules.bears_in_backward),
-    "a norm": (lambda _, use: use.of.name in _NORMS, lambda _, use: use.name is not aten.sub),
-    "mul": (lambda _, use: use.name is aten.mul, _bears_product),
-    "pow": (lambda _, use: use.name is aten.pow, _bears_power),
+    "a norm": (lambda _, use: use.operation.name in _NORMS, lambda _, use: use.called is not aten.sub),
+    "mul": (lambda _, use: use.called is aten.mul, _bears_product),
+    "pow": (lambda _, use: use.called is aten.pow, _bears_power),
     "div": (
-        lambda _, use: use.name is aten.div and use.of.op is aten.div,
+        lambda _, use: use.called is aten.div and use.operation.op is aten.div,
         lambda _, use: use.node.args[0] is use.operand and use.node.args[1] is not use.operand,
     ),
     "add": (
-        lambda _, use: use.name is aten.add and use.of.op is aten.add,
+        lambda _, use: use.called is aten.add and use.operation.op is aten.add,
         lambda _, use: all(isinstance(a, fx.Node) for a in use.node.args[:2]),
     ),
     "index": (
-        lambda _, use: use.name in (aten.index, aten._unsafe_index),
+        lambda _, use: use.called in (aten.index, aten._unsafe_index),
         lambda _, use: use.node.args[0] is use.operand,
     ),
-    "cat": (lambda _, use: use.name is aten.cat, _yes),
-    "any other": (_yes, lambda _, use: use.of.name in COMPUTED_FROM_CODES),
+    "cat": (lambda _, use: use.called is aten.cat, _yes),
+    "any other": (_yes, lambda _, use: use.operation.name in COMPUTED_FROM_CODES),
 }
 """What may use codes, by kind: which nodes are of it, and whether such a use bears their errors. The order counts: a
 use is of the first kind that it fits."""
@@ -324,11 +326,11 @@ def mark(graph: fx.Graph, rules: Rules, is_recomputable: Any) -> None:
     too coarse for a difference.
     """
     differences = [n for n in graph.nodes if _is_difference(rules, n)]
-    found = _codable(graph, rules, is_recomputable, {*differences})
-    saved = [n for n in differences if any(u in found and not is_backward(u) for u in n.users)]
+    codec_by_node = _codable(graph, rules, is_recomputable, {*differences})
+    saved = [n for n in differences if any(u in codec_by_node and not is_backward(u) for u in n.users)]
     if len(saved) < len(differences):
-        found = _codable(graph, rules, is_recomputable, {*saved})
-    for node, codec in found.items():
+        codec_by_node = _codable(graph, rules, is_recomputable, {*saved})
+    for node, codec in codec_by_node.items():
         node.meta[CODEC] = codec
     for node in saved:
         node.meta[NOT_AGAIN] = True
@@ -340,41 +342,41 @@ def _is_difference(rules: Rules, node: fx.Node) -> bool:
 
 def _codable(graph: fx.Graph, rules: Rules, is_recomputable: Any, saved: set[fx.Node]) -> dict[fx.Node, str]:
     """The codec of each value that may be coded. saved: nodes that are not computed again from codes."""
-    counts: dict[fx.Node, bool] = {}  # of the forward pass: what the backward pass may compute again to get on
+    counts: dict[fx.Node, bool] = {}  # for refusal: gradients, and what the backward pass may compute again
     for node in reversed(graph.nodes):
         is_gradient = node in rules.gradients.nodes
         sizes = sum(numel(a) for a in node.all_input_nodes)
         again = node.op == "call_function" and is_recomputable(node) and 4 * numel(node) >= sizes and node not in saved
         counts[node] = is_gradient or (again and any(counts.get(u, False) for u in node.users))
-    found = {}
+    codec_by_node = {}
     for node in graph.nodes:
         if node.op != "call_function" or node in rules.gradients.nodes or numel(node) < MIN_NUMEL:
             continue
         x = value(node)
         codec = codec_of(rules.operations, node) if is_candidate(x) else None
         if codec is not None and rules.may_be_coded([node], codec, node, counts) and has_known_blocks(x):
-            found[node] = codec
-    return found
+            codec_by_node[node] = codec
+    return codec_by_node
 
 
 def share_normalized(graph: fx.Graph, operations: Operations) -> None:
-    """Has a norm's backward pass take (x - mean) / deviation of the forward pass, of which codes serve both.
+    """Makes a norm's backward pass take the forward pass's (x - mean) / deviation, so that its codes serve both.
 
-    On CPUs torch rounds mean and deviation to 16 bits for the backward pass, and in other layouts it copies x.
+    On CPUs torch rounds mean and deviation to 16 bits for the backward pass, and in other layouts torch copies x.
     """
-    found: dict[Any, fx.Node] = {}
+    normalized: dict[Any, fx.Node] = {}
     for node in graph.nodes:
         if packet(node) is not aten.mul or operations.of(node).name not in _NORMS:
             continue
         key = (value(node).dtype, _factors(node))
         if not is_backward(node):
-            found[key] = node
-        elif key in found:
-            node.replace_all_uses_with(found[key])
+            normalized[key] = node
+        elif key in normalized:
+            node.replace_all_uses_with(normalized[key])
     graph.eliminate_dead_code()
 
 
 def _factors(product: fx.Node) -> tuple[Any, ...]:
     """The factors of a product before casts and copies; for a difference, what is subtracted from what."""
-    of = [_before(a, CASTS) for a in product.args]
-    return tuple(tuple(_before(b, CASTS) for b in a.args) if packet(a) is aten.sub else a for a in of)
+    operands = [_before_copies(a, CASTS) for a in product.args]
+    return tuple(tuple(_before_copies(b, CASTS) for b in a.args) if packet(a) is aten.sub else a for a in operands)

@@ -111,33 +111,33 @@ def inline(graph: fx.Graph, function: Callable[..., Any], *nodes: fx.Node) -> An
             tracing_mode="symbolic",
         )(*values)
     traced.graph.eliminate_dead_code()  # of numbers and None among the results of attention on a GPU
-    known = dict(zip(traced.graph.find_nodes(op="placeholder"), nodes, strict=True))
+    node_of = dict(zip(traced.graph.find_nodes(op="placeholder"), nodes, strict=True))
     for node in traced.graph.nodes:
         if node.op == "output":
-            return fx.node.map_arg(node.args[0], known.__getitem__)
+            return fx.node.map_arg(node.args[0], node_of.__getitem__)
         if node.op == "placeholder":
             continue
         if node.op == "get_attr":
             raise AssertionError(f"a codec has a constant: {node.target}")
-        new = graph.node_copy(node, known.__getitem__)
+        new = graph.node_copy(node, node_of.__getitem__)
         new.meta = {"val": node.meta["val"]}
         if isinstance(value(new), Tensor):
             new.meta["tensor_meta"] = extract_tensor_metadata(value(new))
         if getattr(node.target, "namespace", "").startswith("memkern"):
             # Else Inductor gives an op that was added to its graph an input of any layout.
             new.meta["eager_input_vals"] = fx.node.map_arg((new.args, new.kwargs), value)
-        known[node] = new
+        node_of[node] = new
     raise AssertionError("a graph without an output")
 
 
 def encode(graph: fx.Graph, x: fx.Node, codec: str, backend: str) -> tuple[fx.Node, ...]:
     function: Callable[[Tensor], tuple[Tensor, ...]] = BY_BACKEND[backend][codec].encode
     if not _can_be_in_blocks(value(x)):
-        function = functools.partial(_of_copy, function)
+        function = functools.partial(_encode_copy, function)
     return tuple(inline(graph, lambda y: tuple(function(y)), x))
 
 
-def _of_copy(function: Callable[[Tensor], tuple[Tensor, ...]], x: Tensor) -> tuple[Tensor, ...]:
+def _encode_copy(function: Callable[[Tensor], tuple[Tensor, ...]], x: Tensor) -> tuple[Tensor, ...]:
     return function(x.clone(memory_format=torch.contiguous_format))
 
 

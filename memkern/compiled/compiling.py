@@ -12,7 +12,7 @@ from .blocks import can_be_compiled, compile_each, is_made_of_blocks
 from .inductor import options_of_inductor
 
 _OURS = ("saved_bits", "memory_budget", "activations", "codec_backend", "custom_partitioner_fn")
-"""Options that make the partitioner, or are it."""
+"""What ``options=`` must not have: arguments that memkern.compile makes its partitioner from, and a partitioner."""
 
 
 def compile(
@@ -45,22 +45,21 @@ def compile(
         where nothing is enough.
     activations: 1 to 4: of an input of GELU, SiLU, Mish, Hardswish or log-sigmoid that is saved for their derivative
         alone, as many bits for each element, as with the modules of :mod:`memkern.nn`. Where the gradient of the next
-        layer's weights needs the input as well, the derivative costs nothing; so this is for frozen layers, as with
-        LoRA.
+        layer's weights needs the input as well, the input is saved anyway; so this is for frozen layers, as with LoRA.
     codec_backend: what computes 8-bit codes: ``"ops"``, memkern's kernels; ``"inductor"``, operations of torch that
-        Inductor compiles into the kernels before and after, so that a GPU reads no tensor once more; the same codes.
+        Inductor compiles into the kernels before and after, so that a GPU reads no tensor again. The codes are equal.
         None: ``"inductor"`` on NVIDIA's GPUs and ``"ops"`` elsewhere. Tensors whose last block is not full have ops.
     options: of :func:`torch.compile`, but for ``backend``, which is Inductor. What takes only a backend's name:
         ``torch.compile(model, backend="memkern")``, or ``"memkern_8bit"``.
 
-    Raises ValueError for other bits, budgets, activations, codec backends, a backend, another partitioner, or blocks
-    that there are not, RuntimeError where torch's Inductor takes no partitioner.
+    Raises ValueError for other values of these arguments, another backend or partitioner, or ``blocks=True`` without a
+    list of like blocks, RuntimeError where torch's Inductor takes no partitioner.
     """
     if options.pop("backend", "inductor") != "inductor":
         raise ValueError("memkern.compile has Inductor as its backend; for others, use torch.compile")
     given = options.pop("options", None) or {}
-    if both := sorted({*given} & {*_OURS}):
-        raise ValueError(f"options must not have {both[0]!r}: memkern.compile has arguments for what is saved")
+    if refused := sorted({*given} & {*_OURS}):
+        raise ValueError(f"options must not have {refused[0]!r}: memkern.compile has arguments for what is saved")
     if blocks not in ("auto", True, False):
         raise ValueError(f"blocks must be 'auto', True or False, got {blocks!r}")
     partitioner = (saved_bits, memory_budget, activations, codec_backend)
@@ -74,7 +73,7 @@ def compile(
 
 
 class Backend:
-    """A backend of torch.compile by its name, for what takes no other: Inductor with memkern's partitioner.
+    """A backend of torch.compile, for callers that can pass only a name: Inductor with memkern's partitioner.
 
     ``torch.compile(model, backend="memkern")`` is ``memkern.compile(model)``, ``backend="memkern_8bit"`` has
     ``saved_bits=8``. ``options`` may have ``saved_bits``, ``memory_budget``, ``activations`` and ``codec_backend``

@@ -8,7 +8,7 @@ largest d of s, by the unsigned power code::
     d = (s ** .5 * (q / 255) ** 2) ** 2        off by .0045 * (s / d) ** .25 of d in root mean square
 
 That is .5 % of a block's largest distance, 2.5 % of one a thousandth of it, and .6 % of the norm of all distances of a
-block at most. The square root gives the units of a layer that are saturated and those that are not one block of codes.
+block at most. Thanks to the square root, saturated and other units of a layer may share a block of codes.
 """
 
 from __future__ import annotations

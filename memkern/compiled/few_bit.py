@@ -1,7 +1,7 @@
 """Codes of an activation's derivative, in place of an input that a compiled graph saves for nothing else.
 
-As memkern's modules have it (:mod:`memkern.functions.activation`), without modules being swapped. What else is made of
-the input in the backward pass needs the input, from which the derivative comes for nothing; then it stays.
+memkern's modules save the same codes (:mod:`memkern.functions.activation`); here no module is swapped. Where the
+backward pass uses the input for anything else, the input stays saved: the derivative is then computed from it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NAMES = {
     aten.hardswish: "hardswish",
     aten.log_sigmoid_forward: "logsigmoid",
 }
-"""Activations that have no parameters: decomposed nodes do not tell these."""
+"""Activations without parameters: those of others cannot be read off decomposed nodes."""
 
 
 def check(bits: int | None) -> None:
@@ -44,7 +44,7 @@ def check(bits: int | None) -> None:
 class Derivative(NamedTuple):
     """An activation's backward pass, ``result = gradient * f'(x)``, as nodes of the backward graph.
 
-    unused: what nothing else uses, and what is not needed any more with codes of f'(x).
+    unused: the nodes that only this backward pass uses, not needed with codes of f'(x).
     """
 
     x: fx.Node  # of the forward graph
@@ -54,46 +54,46 @@ class Derivative(NamedTuple):
     unused: set[fx.Node]
 
 
-def _levels(of: Operation, bits: int) -> Levels | None:
-    name = _NAMES.get(of.op)
-    if name == "gelu" and any(packet(node) is aten.tanh for node in of.nodes):
+def _levels(operation: Operation, bits: int) -> Levels | None:
+    name = _NAMES.get(operation.op)
+    if name == "gelu" and any(packet(node) is aten.tanh for node in operation.nodes):
         name = "gelu_tanh"
     return None if name is None else activation_of(name, bits).levels
 
 
 def _unused_without(result: fx.Node, gradient: fx.Node) -> set[fx.Node]:
-    """Nodes of which nothing is used if something else takes the place of a result."""
-    found = {result}
+    """Nodes that nothing uses once something else takes the place of a result."""
+    unused = {result}
     for node in reversed(result.graph.nodes):
-        if node is not gradient and node.users and found.issuperset(node.users):
-            found.add(node)
-    return found
+        if node is not gradient and node.users and unused.issuperset(node.users):
+            unused.add(node)
+    return unused
 
 
 def derivatives(
     fw: fx.Graph, bw: fx.Graph, operations: Operations, gradients: set[fx.Node], bits: int
 ) -> list[Derivative]:
     """The activations of a graph whose derivative could be saved in so many bits."""
-    inside: dict[int, set[fx.Node]] = {}
+    nodes_by_seq: dict[int, set[fx.Node]] = {}
     for node in gradients:
         if is_backward(node) and operations.of(node).op in _NAMES:
-            inside.setdefault(operations.of(node).seq, set()).add(node)
+            nodes_by_seq.setdefault(operations.of(node).seq, set()).add(node)
     named = {node.name: node for node in fw.nodes}
     found = []
-    for seq, nodes in inside.items():
-        of = operations.by_seq[seq]
-        levels = _levels(of, bits)
-        x = named.get(next(a.name for n in of.nodes for a in n.all_input_nodes if a.name not in of.names))
-        coming = {a for n in nodes for a in n.all_input_nodes if a in gradients and a not in nodes}
-        going = [n for n in nodes if any(u not in nodes for u in n.users)]
-        if levels is None or x is None or len(coming) != 1 or len(going) != 1:
+    for seq, nodes in nodes_by_seq.items():
+        operation = operations.by_seq[seq]
+        levels = _levels(operation, bits)
+        x = named.get(next(a.name for n in operation.nodes for a in n.all_input_nodes if a.name not in operation.names))
+        entering = {a for n in nodes for a in n.all_input_nodes if a in gradients and a not in nodes}
+        leaving = [n for n in nodes if any(u not in nodes for u in n.users)]
+        if levels is None or x is None or len(entering) != 1 or len(leaving) != 1:
             continue
-        gradient, result, given = coming.pop(), going[0], value(x)
-        same = all(
-            isinstance(value(n), Tensor) and (value(n).shape, value(n).dtype) == (given.shape, given.dtype)
+        gradient, result, fake = entering.pop(), leaving[0], value(x)
+        are_alike = all(
+            isinstance(value(n), Tensor) and (value(n).shape, value(n).dtype) == (fake.shape, fake.dtype)
             for n in (gradient, result)
         )
-        if same and given.dtype in FLOATS and numel(x) >= MIN_NUMEL and is_contiguous_or_false(given):
+        if are_alike and fake.dtype in FLOATS and numel(x) >= MIN_NUMEL and is_contiguous_or_false(fake):
             found.append(Derivative(x, levels, gradient, result, _unused_without(result, gradient)))
     return found
 

@@ -4,10 +4,10 @@ The bits are those of ``memkern::quantize_blockwise`` and ``dequantize_blockwise
 ``mul`` and ``sqrt`` of fp32 correctly, as it does on CPUs and on NVIDIA's GPUs; no result depends on more:
 
 - Inductor divides fp32 approximately in Triton, and multiplies by a reciprocal where a number is divided or divides.
-  So the two divisions of a block are made in fp64. No quotient that is rounded twice is rounded wrongly: relative to
-  it, N^2 / s is at least 2^-49 from the middle of two floats, s / N^2 at least 2^-39.
-- A product whose sum is taken next may become a fused multiply-add. Of a decoded value it cannot: a sign is set last.
-- What a backward pass multiplies by, s / N^2, is saved in place of s, and is computed once per block.
+  So the two divisions of a block are made in fp64. Rounding the quotient to fp64 and then to fp32 gives the correct
+  float: relative to it, N^2 / s is at least 2^-49 from the middle of two floats, s / N^2 at least 2^-39.
+- A product that is added to something may become a fused multiply-add. A decoded value cannot: its sign is set last.
+- The factor of the backward pass, s / N^2, is saved in place of s, and is computed once per block.
 """
 
 from __future__ import annotations

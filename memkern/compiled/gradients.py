@@ -13,13 +13,13 @@ from .operations import Operation, Operations
 from .rules import User
 from .torch_internals import guard_or_false
 
-# How large the gradient may be that comes to an operation's output, seen from the operations after it.
+# How large the gradient that comes to an operation's output may be, by the operations after it.
 UNKNOWN = 0  # none of them tells
 BOUNDED = 1  # of a product, a norm or a loss: an error of codes stays as large as it is
 REDUCED = 2  # of a division or logarithm of a sum or mean over many elements
 AMPLIFIED = 3  # of a division, a logarithm or an unknown operation: errors may be divided by small values
 
-# Which elements it has. log_softmax's gradient is g - p * sum(g): of a SPARSE g that is p and the small 1 - p, of
+# Its elements. log_softmax's gradient is g - p * sum(g): of a SPARSE g that is p and the small 1 - p, of
 # soft targets q it is p - q. So codes of p serve losses of classes, and not soft targets, to which p comes close.
 NOT_TOLD = 0
 SPARSE = 1  # a few of each row: of a loss of classes, or gathered
@@ -41,8 +41,8 @@ def _is_mean_of_many(operation: Operation) -> bool:
     """Whether an operation is a mean over many elements; with a guard for symbolic sizes, as codes depend on it."""
     if operation.name != "mean":
         return False
-    of, mean = value(operation.first_source), value(operation.nodes[0])
-    return bool(guard_or_false(of.numel() >= _MANY * mean.numel()))
+    source, mean = value(operation.first_source), value(operation.nodes[0])
+    return bool(guard_or_false(source.numel() >= _MANY * mean.numel()))
 
 
 def _passed_on(operation: Operation, state: int) -> int:
@@ -77,9 +77,9 @@ class Gradient:
     elements: int
 
 
-def _worst(of: Iterable[Gradient]) -> Gradient:
-    of = list(of)
-    return Gradient(max((g.state for g in of), key=_WORSE.__getitem__), max(g.elements for g in of))
+def _worst(gradients: Iterable[Gradient]) -> Gradient:
+    gradients = list(gradients)
+    return Gradient(max((g.state for g in gradients), key=_WORSE.__getitem__), max(g.elements for g in gradients))
 
 
 class Gradients:
@@ -104,26 +104,26 @@ class Gradients:
         if is_sum_of_gradients(node) or packet(node) is operator.getitem:
             self.coming[node] = self._leaving[node] = _worst(self._leaving[s] for s in self.sources(node))
             return
-        of = self.operations.of(node)
-        inside = [s for s in self.sources(node) if self._is_inside(s, of)]
+        op = self.operations.of(node)
+        inside = [s for s in self.sources(node) if self._is_inside(s, op)]
         outside = [self._leaving[s] for s in self.sources(node) if s not in inside]
         self.coming[node] = _worst([*outside, *(self.coming[s] for s in inside)])
-        passed = (Gradient(_passed_on(of, g.state), _spread(of.row, of.name, g.elements)) for g in outside)
+        passed = (Gradient(_passed_on(op, g.state), _spread(op.row, op.name, g.elements)) for g in outside)
         self._leaving[node] = _worst([*(self._leaving[s] for s in inside), *passed])
 
-    def _is_inside(self, source: fx.Node, of: Operation) -> bool:
+    def _is_inside(self, source: fx.Node, op: Operation) -> bool:
         return (
             source.op == "call_function"
             and not is_sum_of_gradients(source)
-            and of.seq >= 0
-            and source.meta.get("seq_nr") == of.seq
+            and op.seq >= 0
+            and source.meta.get("seq_nr") == op.seq
         )
 
     def bears_codes(self, node: fx.Node) -> bool:
         """Whether what an elementwise operation uses in this node may be in codes."""
         state = self.coming[node].state
-        of = self.operations.of(node)
-        return state == BOUNDED or (state == REDUCED and bool(of.nodes) and _is_square(of))
+        op = self.operations.of(node)
+        return state == BOUNDED or (state == REDUCED and bool(op.nodes) and _is_square(op))
 
     def is_sparse(self, node: fx.Node) -> bool:
         return self.coming[node].elements == SPARSE

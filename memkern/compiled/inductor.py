@@ -8,7 +8,7 @@ import torch
 from torch.torch_version import TorchVersion
 
 FIRST_VERSION = "2.11"
-"""The first torch that this has been tested with: no version promises what nodes of joint graphs carry."""
+"""The first tested version of torch: no version promises what nodes of joint graphs carry."""
 
 
 def options_of_inductor(
@@ -29,9 +29,9 @@ def options_of_inductor(
         raise RuntimeError(
             f"memkern.compile has not been tried with torch {torch.__version__}, which lacks what it needs: {error}"
         ) from error
-    of_mode = {} if mode is None else torch_internals.list_mode_options(mode)  # torch takes a mode or options
+    mode_options = {} if mode is None else torch_internals.list_mode_options(mode)  # torch takes a mode or options
     return {
-        **of_mode,
+        **mode_options,
         **given,
         "custom_partitioner_fn": Partitioner(saved_bits, memory_budget, activations, codec_backend),
     }

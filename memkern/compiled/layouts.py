@@ -1,8 +1,8 @@
-"""Has inputs that are saved for the backward pass, such as a convolution's weights, saved in their own layout.
+"""Keeps the layout of inputs that are saved for the backward pass, such as a convolution's weights.
 
 Where a graph has convolutions Inductor saves four-dimensional inputs as copies in channels_last, beside the inputs that
-the caller holds anyway: 44.7 MiB for ResNet-18, where eager torch saves 3.5 of what is computed. So the forward pass
-reads such an input through ``as_strided``, of whose inputs Inductor changes no layout: the input itself is saved, and
+the caller holds anyway: 44.7 MiB for ResNet-18, where eager torch saves 3.5 MiB of computed values. So the forward pass
+reads such an input through ``as_strided``, whose inputs keep their layout in Inductor: the input itself is saved, and
 the backward pass makes the copy again where a convolution needs one.
 """
 
@@ -15,7 +15,7 @@ from .nodes import aten, packet, value
 
 
 def keep_inputs(fw: fx.GraphModule) -> None:
-    """Has the graph of a forward pass return those inputs that it saves as they are."""
+    """Makes the graph of a forward pass return the inputs that it saves as they are."""
     graph = fw.graph
     if not any(packet(node) is aten.convolution for node in graph.nodes):
         return
@@ -24,7 +24,7 @@ def keep_inputs(fw: fx.GraphModule) -> None:
         if x.op == "placeholder" and isinstance(value(x), Tensor) and value(x).dim() == 4 and len(x.users) > 1:
             users = [user for user in x.users if user is not output]
             with graph.inserting_before(min(users)):
-                same = codecs.inline(graph, lambda y: y.as_strided(y.shape, y.stride()), x)
+                in_own_layout = codecs.inline(graph, lambda y: y.as_strided(y.shape, y.stride()), x)
             for user in users:
-                user.replace_input_with(x, same)
+                user.replace_input_with(x, in_own_layout)
     fw.recompile()

@@ -21,11 +21,11 @@ VIEWS = {
 
 
 CODEC = "memkern_codec"
-"""The key in a node's ``meta`` of the codec in which its value could be saved."""
+"""The key in a node's ``meta`` of the name of the codec in which its value could be saved."""
 NOT_AGAIN = "memkern_not_again"
-"""The key of what must not be computed again where values are in codes."""
+"""The key of values that must not be computed again from codes."""
 NOT_CODED = "memkern_not_coded"
-"""The key of what has a norm's mean in it: codes are too coarse for a difference from it."""
+"""The key of values that contain a norm's mean: codes are too coarse for their difference from the mean."""
 _SYMBOL = 2**12
 """The number for a symbol of a size, in place of its hint: the first call's sizes must not decide for later ones."""
 
@@ -46,13 +46,13 @@ def value(node: Any) -> Any:
 
 def views(node: fx.Node) -> list[fx.Node]:
     """The chain of nodes from the one that a node is a view of, to the node itself."""
-    found = [node]
-    while packet(first := found[-1]) in VIEWS and len(first.all_input_nodes) == 1:
-        source = first.all_input_nodes[0]
+    bases = [node]
+    while packet(last := bases[-1]) in VIEWS and len(last.all_input_nodes) == 1:
+        source = last.all_input_nodes[0]
         if not isinstance(value(source), Tensor):
             break
-        found.append(source)
-    return found[::-1]
+        bases.append(source)
+    return bases[::-1]
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:
@@ -60,14 +60,14 @@ def arguments(node: fx.Node) -> dict[str, Any]:
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         return {}
-    given = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
-    return given | dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | dict(node.kwargs)
+    values = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
+    return values | dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | dict(node.kwargs)
 
 
 def number(size: int | torch.SymInt, fallback: int = _SYMBOL, symbols: Mapping[Any, int] | None = None) -> int:
     """A size; a symbolic one with numbers in place of its symbols, those of ``symbols`` or one for all.
 
-    fallback: where it divides by 0 then.
+    fallback: the result where the expression then divides by 0.
     """
     if isinstance(size, int):
         return size
@@ -91,11 +91,11 @@ def is_backward(node: fx.Node) -> bool:
 
 def tangents(graph: fx.Graph) -> set[fx.Node]:
     """The nodes that depend on a gradient of the outputs. The graph is linear in them."""
-    found = {n for n in graph.nodes if n.op == "placeholder" and "tangents" in str(n.target)}
+    dependent = {n for n in graph.nodes if n.op == "placeholder" and "tangents" in str(n.target)}
     for node in graph.nodes:
-        if node.op != "output" and not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
-    return found
+        if node.op != "output" and not dependent.isdisjoint(node.all_input_nodes):
+            dependent.add(node)
+    return dependent
 
 
 def is_sum_of_gradients(node: fx.Node) -> bool:

@@ -27,9 +27,9 @@ from .nodes import (
     value,
     without_overload,
 )
-from .rules import MOST_EXPONENT, SCALED, UNKNOWN_USER, USERS, User, of_power
+from .rules import MOST_EXPONENT, SCALED, UNKNOWN_USER, USERS, User, row_of_power
 
-_SAME = {
+_ALIASES = {
     "aten._unsafe_index": "aten.index",
     "transformers.grouped_mm_fallback": "aten._grouped_mm",  # experts in fp32, whose loop torch.compile does not see
     **dict.fromkeys(
@@ -43,7 +43,7 @@ _SAME = {
         "aten.native_batch_norm",
     ),
 }
-"""Operations under another name."""
+"""The names that the tables have for operations under other names."""
 _AFFINE = {
     aten.mul, aten.add, aten.div, prims.convert_element_type, aten._to_copy, aten.clone, aten.view, aten.neg,
 }  # fmt: skip
@@ -54,7 +54,7 @@ _IDENTITIES = {"add", "sub"}
 @functools.cache
 def name_of(op: Any) -> str:
     """An operation's name in the tables: as in ATen, without overload, underscores around it and "_forward"."""
-    return _SAME.get(str(op), str(op)).removeprefix("aten.").strip("_").removesuffix("_forward")
+    return _ALIASES.get(str(op), str(op)).removeprefix("aten.").strip("_").removesuffix("_forward")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +82,7 @@ _NOTHING = Operation(-1, None, "", UNKNOWN_USER, ())
 def _row(name: str, node: fx.Node) -> User:
     """The row of an operation: of a power it depends on the exponent, of a division on the divisor."""
     if name == "pow":
-        return of_power(node.args[1])
+        return row_of_power(node.args[1])
     if packet(node) is aten.div:
         divisor = node.args[1]
         if not isinstance(divisor, fx.Node) or (isinstance(value(divisor), Tensor) and not value(divisor).dim()):
@@ -97,18 +97,18 @@ def _original(node: fx.Node) -> Any:
 
 
 def _connected(nodes: list[fx.Node], op: Any) -> tuple[fx.Node, ...]:
-    """The nodes of the first of several operations of one number: one without a gradient has that of the one before."""
+    """The nodes of the first operation with a number: one without a gradient has that of the one before it."""
     if packet(nodes[0]) is op:
         return (nodes[0], *(u for u in nodes[0].users if u.target is operator.getitem))
-    found, left = {nodes[0]}, set(nodes[1:])
-    while more := {n for n in left if any(a in found for a in n.all_input_nodes) or any(u in found for u in n.users)}:
-        found |= more
-        left -= more
-    return tuple(n for n in nodes if n in found)
+    connected, others = {nodes[0]}, set(nodes[1:])
+    while more := {n for n in others if not connected.isdisjoint((*n.all_input_nodes, *n.users))}:
+        connected |= more
+        others -= more
+    return tuple(n for n in nodes if n in connected)
 
 
 def out_of_place(graph: fx.Graph) -> None:
-    """Has operations in place, such as ``silu_``, look like others.
+    """Makes operations in place, such as ``silu_``, look like the same out of place.
 
     torch makes a copy of the input for the backward pass, and mostly gives the forward pass the number of the copy, one
     above that of the backward pass.
@@ -124,21 +124,21 @@ def out_of_place(graph: fx.Graph) -> None:
                 backward[seq] = name_of(_original(node)).removesuffix("_backward")
     for seq, name in backward.items():
         copies = (n for n in parts.get(seq + 1, ()) if packet(n) is aten.clone and all(map(is_backward, n.users)))
-        of = [n for n in parts.get(seq, []) + parts.get(seq + 1, []) if name_of(_original(n)) == name]
+        own = [n for n in parts.get(seq, []) + parts.get(seq + 1, []) if name_of(_original(n)) == name]
         for copy in copies:
-            if of and copy.all_input_nodes[0] in of[0].all_input_nodes:
+            if own and copy.all_input_nodes[0] in own[0].all_input_nodes:
                 copy.replace_all_uses_with(copy.all_input_nodes[0])
                 graph.erase_node(copy)
-                for node in of:
+                for node in own:
                     node.meta["seq_nr"] = seq
 
 
 class Operations:
     """All operations of a joint graph's forward pass, by sequence number.
 
-    differentiated: the numbers of those through which gradients go. gated: of the parts of ``x * gate(f(x))``, with
-    sigmoid or tanh as gate: GELU by tanh, QuickGELU. Where such a gate is so near its limits that codes of x are too
-    coarse for its derivative, that is a small part of the whole one.
+    differentiated: the numbers of those through which gradients go. gated: those of the parts of ``x * gate(f(x))``,
+    with sigmoid or tanh as gate: GELU by tanh, QuickGELU. Where such a gate is so near its limits that codes of x are
+    too coarse for its derivative, the gate's derivative is a small part of the whole one.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -177,24 +177,24 @@ class Operations:
 
         Nodes of the forward pass that need no gradient are operations of their own.
         """
-        found = self.by_seq.get(node.meta.get("seq_nr", -1), _NOTHING)
-        if is_backward(node) or node.name in found.names:
-            return found
+        operation = self.by_seq.get(node.meta.get("seq_nr", -1), _NOTHING)
+        if is_backward(node) or node.name in operation.names:
+            return operation
         op = _original(node)
         return dataclasses.replace(_NOTHING, op=op, name=name_of(op), row=_row(name_of(op), node), nodes=(node,))
 
     def _gated_by(self, gate: Operation) -> set[int]:
         """The numbers of all operations of ``x * gate(f(x))``; none if the gate is in nothing of that form."""
-        of, roots = _roots(gate.nodes[0].args[0])
-        x, found = gate.nodes[0], {gate.seq}
+        between, roots = _roots(gate.nodes[0].args[0])
+        x, seqs = gate.nodes[0], {gate.seq}
         while len(users := [u for u in x.users if _goes_on(u)]) == 1:
             user = users[0]
-            found.add(self.of(user).seq)
+            seqs.add(self.of(user).seq)
             others = [a for a in user.all_input_nodes if a is not x]
             if not others and packet(user) in _AFFINE:
                 x = user
             elif packet(user) is aten.mul and len(others) == 1 and _roots(others[0])[1] == roots and len(roots) == 1:
-                return found | {self.of(n).seq for n in of | _roots(others[0])[0]}
+                return seqs | {self.of(n).seq for n in between | _roots(others[0])[0]}
             else:
                 break
         return set()

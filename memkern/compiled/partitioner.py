@@ -1,8 +1,8 @@
 """The partitioner that Inductor calls: cuts a joint graph into forward and backward pass, and saves 8-bit codes.
 
-torch's min-cut decides what is saved, with the sizes that values have in codes. Of what it has chosen, each value that
-may stand in codes (:mod:`memkern.compiled.codable`) is encoded at the end of the forward pass's use and decoded before
-its first use in the backward pass.
+torch's min-cut decides what is saved, with the sizes that values have in codes. Each of these values that may stand in
+codes (:mod:`memkern.compiled.codable`) is encoded when the forward pass has computed it, and decoded before its first
+use in the backward pass.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from .rules import MIN_NUMEL
 from .torch_internals import CustomPartitionerFn, functorch_config, get_hash_for_files, partitioners
 
 _WORTH_A_WARNING = 2**20
-"""Bytes above a budget: graphs with little in them, as of a loss, save what they need of it."""
+"""Bytes above a budget that cause no warning: small graphs, as of a loss, must save what they need."""
 
 
 def _save_reductions(graph: fx.Graph) -> None:
-    """Has small results of large values saved, as torch does; of several results, as mean and variance, too."""
+    """Marks small results of large values as saved, as torch does; also several results, as mean and variance."""
     candidates = {n for n in graph.nodes if n.op == "call_function" and isinstance(value(n), (Tensor, tuple))}
     for node in candidates.difference(budgets.constants(graph)):
         if "recompute" not in node.meta:
@@ -67,7 +67,7 @@ class Partitioner(CustomPartitionerFn):
         return self.bits, self.memory_budget, self.activations, self.codec_backend
 
     def __eq__(self, other: object) -> bool:
-        """Equal partitioners do not make TorchDynamo compile a function anew, such as the blocks of a copied model."""
+        """For an equal partitioner TorchDynamo compiles nothing anew, such as the blocks of a copied model."""
         return isinstance(other, Partitioner) and self._options() == other._options()
 
     def __hash__(self) -> int:
@@ -103,7 +103,7 @@ class Partitioner(CustomPartitionerFn):
         choice = Choice(self.memory_budget, is_coded)
         with choice.instead():
             fw, bw = partitioners.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
-        written.leave_out(fw)
+        written.drop_unsaved_copies(fw)
         if self.activations is not None:
             _Saved(fw, bw, kwargs["num_fwd_outputs"], operations).derive(self.activations)
         saved = _Saved(fw, bw, kwargs["num_fwd_outputs"], operations)
@@ -137,7 +137,7 @@ class _Saved:
         descriptions = self.output.meta.get("desc", [None] * len(outputs))
         self.returned = list(zip(outputs[:returned], descriptions[:returned], strict=True))
         self.saved = list(zip(outputs[returned:], descriptions[returned:], strict=True))
-        self.of_caller = {views(o)[0] for o, _ in self.returned if isinstance(o, fx.Node)}
+        self.held_by_caller = {views(o)[0] for o, _ in self.returned if isinstance(o, fx.Node)}
         self.holders = {n.name: n for n in bw.graph.find_nodes(op="placeholder")}
         # of each saved value: the nodes of the forward graph that stand for it, with their inputs of the backward graph
         self.pairs = {n: [(n, self.holders[n.name])] for n, _ in self.saved if n.name in self.holders}
@@ -146,16 +146,17 @@ class _Saved:
     def bytes(self) -> int:
         """The bytes that are saved, without inputs and what the caller holds anyway."""
         outputs: Any = self.output.args[0]
-        return size_of(storages((n for n in outputs[len(self.returned) :] if isinstance(n, fx.Node)), self.of_caller))
+        saved = (n for n in outputs[len(self.returned) :] if isinstance(n, fx.Node))
+        return size_of(storages(saved, self.held_by_caller))
 
     def derive(self, bits: int) -> None:
         """Codes of activations' derivatives in place of what is saved for nothing but these."""
         every = few_bit.derivatives(self.fw.graph, self.bw.graph, self.operations, self.rules.gradients.nodes, bits)
         for each in every:
             freed = {node for node, _ in self.saved if self.holders.get(node.name) in each.unused}
-            left = storages((node for node, _ in self.saved if node not in freed), self.of_caller)
+            left = storages((node for node, _ in self.saved if node not in freed), self.held_by_caller)
             codes = few_bit.encode(self.fw.graph, each)
-            if size_of(storages(freed, self.of_caller) - left) <= size_of([codes]):
+            if size_of(storages(freed, self.held_by_caller) - left) <= size_of([codes]):
                 self.fw.graph.erase_node(codes)
                 continue
             first, description = next(pair for pair in self.saved if pair[0] in freed)
@@ -182,34 +183,31 @@ class _Saved:
     def _candidates(self, in_order: bool) -> list[tuple[fx.Node, list[fx.Node], str]]:
         """The values that may be coded, each with those views of it that are saved, and the codec.
 
-        in_order: those first that cost the least time for a byte. Attention runs again if an input is coded; a distance
+        in_order: whether to begin with the least time for a byte. Attention runs again if an input is coded; a distance
         from a limit costs a root and more codes; of 4 bytes three are saved, of 2 one.
         """
         groups: dict[fx.Node, list[fx.Node]] = {}
         for node, _ in self.saved:
             if node.name in self.holders and isinstance(value(node), Tensor):
                 groups.setdefault(views(node)[0], []).append(node)
-        found = []
+        candidates = []
         for base, members in groups.items():
-            if base.op != "call_function" or base in self.of_caller:  # an input, or held by the caller anyway
+            if base.op != "call_function" or base in self.held_by_caller:  # an input, or held by the caller anyway
                 continue
             whole = is_candidate(value(base)) and 2 * sum(map(numel, members)) >= numel(base)
-            for first, those in [(base, members)] if whole else [(m, [m]) for m in members]:
+            for first, saved_views in [(base, members)] if whole else [(m, [m]) for m in members]:
                 x = value(first)
                 codec = codec_of(self.operations, first) if is_candidate(x) and numel(first) >= MIN_NUMEL else None
-                holders = [self.holders[m.name] for m in those]
+                holders = [self.holders[m.name] for m in saved_views]
                 if codec is not None and self.rules.may_be_coded(holders, codec, first) and has_known_blocks(x):
-                    found.append((first, those, codec))
-        if in_order:
-            found.sort(
-                key=lambda each: (
-                    any(map(self._goes_to_attention, each[1])),
-                    each[2] in codecs.DISTANCES,
-                    -value(each[0]).element_size(),
-                    each[0],
-                )
-            )
-        return found
+                    candidates.append((first, saved_views, codec))
+
+        def cost(candidate: tuple[fx.Node, list[fx.Node], str]) -> tuple[Any, ...]:
+            first, members, codec = candidate
+            to_attention = any(map(self._goes_to_attention, members))
+            return to_attention, codec in codecs.DISTANCES, -value(first).element_size(), first
+
+        return sorted(candidates, key=cost) if in_order else candidates
 
     def _goes_to_attention(self, node: fx.Node) -> bool:
         return any(
@@ -219,7 +217,7 @@ class _Saved:
         )
 
     def _encode(self, first: fx.Node, members: list[fx.Node], codec: str, backend: str) -> int:
-        """Saves codes of a value in place of the views of it that are saved. The change in bytes, which is negative."""
+        """Saves codes of a value in place of its saved views. Returns the change in bytes, which is negative."""
         with self.fw.graph.inserting_before(first.next):
             data = codecs.encode(self.fw.graph, first, codec, backend)
         for node in data:
@@ -266,16 +264,16 @@ class _Saved:
         while packet(output) in (aten.alias, aten.detach):
             output = output.args[0]
         serves_others = output in self.decoded  # else they get exactly what was saved
-        first = min(output.users) if serves_others else node
+        first_user = min(output.users) if serves_others else node
         for source in sorted({a for i in inputs for a in (i, *_ancestors(i))}):
-            if source.op == "call_function" and source > first:
-                first.prepend(source)
+            if source.op == "call_function" and source > first_user:
+                first_user.prepend(source)
 
         def run(q: Tensor, k: Tensor, v: Tensor, *masks: Tensor) -> tuple[Tensor, ...]:
             mask = masks[0] if masks else None
             return tuple(forward.run(q, k, v, mask, given["is_causal"], given["scale"])[:2])
 
-        with self.bw.graph.inserting_before(first):
+        with self.bw.graph.inserting_before(first_user):
             again, logsumexp = codecs.inline(self.bw.graph, run, *inputs)
         if serves_others:
             output.replace_all_uses_with(again)
@@ -286,19 +284,19 @@ class _Saved:
     def _rebuild(self) -> None:
         """Leaves out of the forward graph's outputs what the backward graph does not use any more."""
         self.bw.graph.eliminate_dead_code()
-        kept = list(self.returned)
+        remaining = list(self.returned)
         for node, description in self.saved:
             for each, holder in self.pairs.get(node, [(node, None)]):
                 if holder is not None and not holder.users and isinstance(value(each), Tensor):
                     self.bw.graph.erase_node(holder)
                 else:
-                    kept.append((each, description))
-        self.output.args = (tuple(node for node, _ in kept),)
+                    remaining.append((each, description))
+        self.output.args = (tuple(node for node, _ in remaining),)
         if "desc" in self.output.meta:
-            self.output.meta["desc"] = [description for _, description in kept]
+            self.output.meta["desc"] = [description for _, description in remaining]
         if "output_stack_traces" in self.output.meta:
             self.output.meta["output_stack_traces"] = [
-                node.meta.get("stack_trace") if isinstance(node, fx.Node) else None for node, _ in kept
+                node.meta.get("stack_trace") if isinstance(node, fx.Node) else None for node, _ in remaining
             ]
         for module in (self.fw, self.bw):
             module.graph.eliminate_dead_code()
@@ -307,11 +305,11 @@ class _Saved:
 
 
 def _ancestors(node: fx.Node) -> set[fx.Node]:
-    found: set[fx.Node] = set()
+    ancestors: set[fx.Node] = set()
     waiting = [node]
     while waiting:
         for source in waiting.pop().all_input_nodes:
-            if source not in found:
-                found.add(source)
+            if source not in ancestors:
+                ancestors.add(source)
                 waiting.append(source)
-    return found
+    return ancestors

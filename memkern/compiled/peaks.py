@@ -19,8 +19,8 @@ class Backward:
         computed = [n for n in graph.nodes if n.op == "call_function"]
         self.gradients = [n for n in computed if not info.is_required_fw(n)]
         self.base = {n: views(n)[0] for n in computed}
-        kept = {self.base.get(n, n) for n in graph.output_node().all_input_nodes}
-        self.outputs = kept.intersection(self.gradients)
+        returned = {self.base.get(n, n) for n in graph.output_node().all_input_nodes}
+        self.outputs = returned.intersection(self.gradients)
         # An elementwise operation's result takes no memory where those that use it are fused with it.
         self.size = {
             n: partitioners._size_of(n)
@@ -31,16 +31,16 @@ class Backward:
 
     def _order(self, saved: set[fx.Node]) -> list[fx.Node]:
         """The nodes in the order of computation: what is not saved, when it is first needed."""
-        done, order = set(saved), []
+        computed, order = set(saved), []
         for gradient in self.gradients:
             waiting = [gradient]
             while waiting:
                 node = waiting[-1]
-                missing = [a for a in node.all_input_nodes if a.op == "call_function" and a not in done]
-                if node in done or not missing:
+                missing = [a for a in node.all_input_nodes if a.op == "call_function" and a not in computed]
+                if node in computed or not missing:
                     waiting.pop()
-                    if node not in done:
-                        done.add(node)
+                    if node not in computed:
+                        computed.add(node)
                         order.append(node)
                 waiting += missing
         return order
@@ -48,28 +48,28 @@ class Backward:
     def _storages(self, nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
         return (self.base[n] for n in nodes if n in self.base)
 
-    def peak(self, saved: Iterable[fx.Node], of_caller: set[fx.Node]) -> int:
-        """The most bytes at one time. of_caller: values that are not freed when they have been used."""
+    def peak(self, saved: Iterable[fx.Node], held_by_caller: set[fx.Node]) -> int:
+        """The most bytes at one time. held_by_caller: values that are not freed when they have been used."""
         order = self._order({*saved})
-        last: dict[fx.Node, int] = {}
+        last_use: dict[fx.Node, int] = {}
         for i in reversed(range(len(order))):
             node = self.base[order[i]]
-            end = i if node in self.size else max(i, last.get(node, i))
+            end = i if node in self.size else max(i, last_use.get(node, i))
             for base in self._storages(order[i].all_input_nodes):
-                last[base] = max(end, last.get(base, 0))
-        ends: dict[int, list[fx.Node]] = {}
-        for base, i in last.items():
-            ends.setdefault(i, []).append(base)
-        # what is saved is there, whether or not it would have been fused
-        alive = {b: partitioners._size_of(b) for b in {*self._storages(saved)} - of_caller}
-        live = most = sum(alive.values())
+                last_use[base] = max(end, last_use.get(base, 0))
+        freed_after: dict[int, list[fx.Node]] = {}
+        for base, i in last_use.items():
+            freed_after.setdefault(i, []).append(base)
+        # saved values take memory whether or not their operation would have been fused
+        alive = {b: partitioners._size_of(b) for b in {*self._storages(saved)} - held_by_caller}
+        live = highest = sum(alive.values())
         for i, node in enumerate(order):
             base = self.base[node]
-            if base in self.size and base not in alive and base not in of_caller:
+            if base in self.size and base not in alive and base not in held_by_caller:
                 alive[base] = self.size[base]
                 live += alive[base]
-                most = max(most, live)
-            for freed in ends.get(i, ()):
+                highest = max(highest, live)
+            for freed in freed_after.get(i, ()):
                 if freed not in self.outputs:
                     live -= alive.pop(freed, 0)
-        return most
+        return highest

@@ -89,7 +89,7 @@ USERS: dict[str, User] = {
     **_rows("smooth", ("result",), "softmax", "safe_softmax", "log_softmax", "relu", "sigmoid", "tanh"),
     **_rows("smooth", ("self",), "silu", "gelu", "mish", "hardswish", "hardsigmoid", "hardtanh", "leaky_relu"),
     **_rows("smooth", ("self",), "elu", "celu", "softplus", "glu"),
-    **_rows("smooth", ("self",), "pow"),  # whole exponents only; others are singular (of_power)
+    **_rows("smooth", ("self",), "pow"),  # whole exponents only; others are singular (row_of_power)
     **_rows("smooth", ("self", "other"), "mul"),
     **_rows("smooth", ("tensor1", "tensor2"), "addcmul"),
     # sums, scales, copies
@@ -110,7 +110,7 @@ USERS: dict[str, User] = {
 UNKNOWN_USER, SCALED = User("singular"), User("linear")  # SCALED: a division by a number
 
 
-def of_power(exponent: Any) -> User:
+def row_of_power(exponent: Any) -> User:
     """The row of a power: whole exponents from 1 are smooth, and up to MOST_EXPONENT may be coded."""
     if not isinstance(exponent, (int, float)) or exponent < 1 or exponent != int(exponent):
         return UNKNOWN_USER

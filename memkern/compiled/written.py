@@ -1,4 +1,4 @@
-"""Copies of the inputs that a joint graph writes (a running mean, a counter, a cache), which all nodes read instead.
+"""Copies the inputs that a joint graph writes (a running mean, a counter, a cache); all nodes read the copies instead.
 
 The backward pass runs when the inputs are written already. What it computes again from such an input it would compute
 from the new value, and an update would be applied twice. So everything reads a copy of the input instead, made at the
@@ -38,9 +38,9 @@ def _writes(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
 
 
 def read_copies(graph: fx.Graph, returned: int) -> None:
-    """Puts a copy in place of each input that the forward pass writes, or that is written when it has been run.
+    """Puts a copy in place of each input that the forward pass writes, or that is written right after it.
 
-    returned: how many outputs are those of the forward pass.
+    returned: the number of outputs of the forward pass, which come first.
     """
     output = graph.output_node()
     writes = list(_writes(graph))
@@ -58,8 +58,8 @@ def read_copies(graph: fx.Graph, returned: int) -> None:
     output.args = ((*given[:returned], *of_backward),)
 
 
-def in_forward(graph: fx.Graph, info: Any) -> None:
-    """Has torch's NodeInfo know that copies are of the forward pass, also where nothing else there needs them."""
+def claim_copies(graph: fx.Graph, info: Any) -> None:
+    """Tells torch's NodeInfo that copies are of the forward pass, also where nothing else there needs them."""
     for node in graph.nodes:
         if _COPY in node.meta and not info.is_required_fw(node):
             info._required_fw_nodes.add(node)
@@ -67,8 +67,8 @@ def in_forward(graph: fx.Graph, info: Any) -> None:
             info.fw_order[node] = -1
 
 
-def leave_out(fw: fx.GraphModule) -> None:
-    """Takes copies that are not saved out of the graph of the forward pass again."""
+def drop_unsaved_copies(fw: fx.GraphModule) -> None:
+    """Removes copies that are not saved from the graph of the forward pass."""
     saved = {views(x)[0] for x in fw.graph.output_node().all_input_nodes}
     for node in list(fw.graph.nodes):
         if _COPY in node.meta and node not in saved:
