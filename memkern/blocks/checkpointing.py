@@ -165,7 +165,7 @@ def checkpoint_blocks(model: nn.Module, blocks: str = "blocks", *, bits: int | N
         raise not_allowed("blocks", blocks, "'blocks', with every=2 for every other one and so on")
     if bits not in CHECKPOINT_BITS:
         raise not_allowed("bits", bits, ", ".join(map(repr, CHECKPOINT_BITS)))
-    if not at_least(1).holds(every):
+    if not at_least(1).accepts(every):
         raise not_allowed("every", every, at_least(1).words)
     for block_list in _blocks_of(model, "blocks"):
         for index, block in enumerate(block_list):

@@ -1,4 +1,4 @@
-"""The best levels and thresholds for a derivative: optimal quantization of its value."""
+"""Fits the levels and thresholds of least mean squared error to a derivative."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Fit(NamedTuple):
 
 def mixture(x: Tensor, sigmas: Sequence[float]) -> Tensor:
     """The density at ``x`` of a mixture of normals around 0, of equal weight."""
-    each = [torch.exp(-0.5 * (x / s) ** 2) / (s * math.sqrt(2 * math.pi)) for s in sigmas]
-    return torch.stack(each).mean(0)
+    densities = [torch.exp(-0.5 * (x / s) ** 2) / (s * math.sqrt(2 * math.pi)) for s in sigmas]
+    return torch.stack(densities).mean(0)
 
 
 def _grid(sigmas: Sequence[float]) -> tuple[Tensor, float]:
@@ -79,20 +79,20 @@ def _optimal(values: Tensor, weight: Tensor, count: int, exact: Sequence[float])
     back_pointers: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
     for n in range(1, count + 1):
         for k in range(max(0, n + len(exact) - count), min(n, len(exact)) + 1):
-            options = []  # the last level is free, or the k-th exact one
+            candidates = []  # the last level is free, or the k-th exact one
             for before, cost in [((n - 1, k), free), *([((n - 1, k - 1), pinned[k - 1])] if k else [])]:
-                reached = best.get(before, torch.full_like(start, torch.inf))
-                options.append((reached[:, None] + cost).min(0))
-            is_pinned = options[-1].values < options[0].values
-            best[n, k] = torch.where(is_pinned, options[-1].values, options[0].values)
-            back_pointers[n, k] = torch.where(is_pinned, options[-1].indices, options[0].indices), is_pinned
+                cost_before = best.get(before, torch.full_like(start, torch.inf))
+                candidates.append((cost_before[:, None] + cost).min(0))
+            is_pinned = candidates[-1].values < candidates[0].values
+            best[n, k] = torch.where(is_pinned, candidates[-1].values, candidates[0].values)
+            back_pointers[n, k] = torch.where(is_pinned, candidates[-1].indices, candidates[0].indices), is_pinned
     levels: list[float] = []
     n, k, end = count, len(exact), BINS
     while n:
-        begin, one = (int(table[end]) for table in back_pointers[n, k])
+        begin, is_exact = (int(table[end]) for table in back_pointers[n, k])
         mean = float(wv[begin, end] / w[begin, end].clamp(min=1e-300))
-        levels.append(exact[k - 1] if one else mean)
-        n, k, end = n - 1, k - one, begin
+        levels.append(exact[k - 1] if is_exact else mean)
+        n, k, end = n - 1, k - is_exact, begin
     return _polish(torch.tensor(levels[::-1], dtype=torch.float64), values, weight, exact)
 
 
@@ -116,11 +116,11 @@ def _polish(levels: Tensor, values: Tensor, weight: Tensor, exact: Sequence[floa
 
 def _crossing(derivative: Derivative, value: float, low: float, high: float) -> float:
     """The x between ``low`` and ``high`` where the derivative crosses ``value``, by bisection; also at a jump."""
-    at = lambda x: float(derivative(torch.tensor([x], dtype=torch.float64))[0]) > value  # noqa: E731
-    side = at(low)
+    is_above = lambda x: float(derivative(torch.tensor([x], dtype=torch.float64))[0]) > value  # noqa: E731
+    side = is_above(low)
     while high - low > 1e-12 * max(1.0, abs(low)):
         middle = (low + high) / 2
-        low, high = (middle, high) if at(middle) == side else (low, middle)
+        low, high = (middle, high) if is_above(middle) == side else (low, middle)
     return (low + high) / 2
 
 

@@ -103,22 +103,22 @@ def fit_two_branch(name: str) -> TwoBranch:
     f, left, right = TWO_BRANCH_FUNCTIONS[name]
     d = DERIVATIVES[name]
     number = lambda x: torch.tensor([x], dtype=torch.float64)  # noqa: E731
-    at = _bisect(lambda x: d(x) > 0, number(-2.0), number(-0.3))
-    minimum = f(at)
+    x_min = _bisect(lambda x: d(x) > 0, number(-2.0), number(-0.3))
+    minimum = f(x_min)
     nodes = torch.cos(math.pi * (torch.arange(NODES, dtype=torch.float64) + 0.5) / NODES)
     coefficients, reaches = [], []
     for end in (left, right):
         reach = (f(number(end)) - minimum).sqrt() if end > 0 else (-minimum).sqrt()
         y = minimum + ((nodes + 1) / 2 * reach) ** 2
         beyond = (lambda x, y=y: f(x) > y) if end > 0 else (lambda x, y=y: f(x) < y)
-        low, high = (at, number(end)) if end > 0 else (number(end), at)
+        low, high = (x_min, number(end)) if end > 0 else (number(end), x_min)
         x = _bisect(beyond, low.expand(NODES), high.expand(NODES))
         powers = torch.stack([nodes**k for k in range(DEGREE, -1, -1)], 1)
         fitted = torch.linalg.lstsq(powers, d(x)[:, None]).solution[:, 0]
         coefficients.append(tuple(round(c, 8) for c in fitted.tolist()))
         reaches.append(round(float(reach), 8))
     return TwoBranch(
-        round(float(at), 8),
+        round(float(x_min), 8),
         round(float(minimum), 8),
         coefficients[0],
         coefficients[1],
@@ -144,7 +144,7 @@ def _main() -> None:
             errors = ", ".join(f"s={s:g}: {1e3 * error:.3f}" for s, error in fit.errors.items())
             table = fit.levels
             numbers = ", ".join(map(repr, table[:4]))
-            in_one = f'    ("{name}", {bits}): Levels({numbers}, {symmetries[table.symmetry]}),'
+            one_line = f'    ("{name}", {bits}): Levels({numbers}, {symmetries[table.symmetry]}),'
             wrapped = [
                 f'    ("{name}", {bits}): Levels(',
                 f"        {bits},",
@@ -153,16 +153,18 @@ def _main() -> None:
                 "    ),",
             ]
             lines.append(f"    # error times 1e-3, x ~ N(0, s^2): {errors}")
-            lines += [in_one] if len(in_one) <= MAX_LINE else wrapped
+            lines += [one_line] if len(one_line) <= MAX_LINE else wrapped
     lines += ["}", "TWO_BRANCHES: dict[str, TwoBranch] = {"]
     for name in TWO_BRANCH_FUNCTIONS:
         two_branch = fit_two_branch(name)
-        rows = [row for v in two_branch for row in (_wrapped(v) if isinstance(v, tuple) else [f"        {v},"])]
+        rows = [row for value in two_branch for row in _wrapped(value)]
         lines += [f'    "{name}": TwoBranch(', *rows, "    ),"]
     Path(__file__).with_name("tables.py").write_text("\n".join([*lines, "}", ""]))
 
 
-def _wrapped(numbers: Sequence[float]) -> list[str]:
+def _wrapped(numbers: Sequence[float] | float) -> list[str]:
+    if isinstance(numbers, float):
+        return [f"        {numbers},"]
     rows = [", ".join(map(repr, numbers[i : i + 8])) for i in range(0, len(numbers), 8)]
     if len(rows) < 2:
         return [f"        ({rows[0]},)," if rows else "        (),"]

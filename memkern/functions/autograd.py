@@ -33,11 +33,11 @@ class SavesLess(torch.autograd.Function):
         if "jvp" not in vars(cls):
             raising = {"jvp": staticmethod(functools.partial(_no_jvp, cls.reason))}
             cls.transformed = type(cls.__name__, (cls,), raising)
-            in_one = {
+            with_context = {
                 "forward": staticmethod(functools.partial(_forward_with_context, cls)),
                 "setup_context": torch.autograd.Function.setup_context,
             }
-            cls.eager = type(cls.__name__, (cls,), raising | in_one)
+            cls.eager = type(cls.__name__, (cls,), raising | with_context)
 
 
 def _forward_with_context(function: type[SavesLess], ctx: Any, *args: Any) -> Any:
@@ -112,7 +112,7 @@ def needs_gradient(x: Tensor | None) -> bool:
 
 
 def constant(x: float) -> float:
-    """A number that with dynamic=True TorchDynamo is not to make a variable of, as it does of a module's attributes."""
+    """``x`` as a constant: with dynamic=True TorchDynamo makes variables of numbers, such as a module's attributes."""
     if torch.compiler.is_compiling():
         from torch.fx.experimental.symbolic_shapes import guard_scalar
 
@@ -123,9 +123,9 @@ def constant(x: float) -> float:
 class _NoSecondDerivative(SavesLess):
     """The identity on a gradient; its own backward raises.
 
-    ``tag`` is a saved result without elements. Through it the gradient depends on the function's inputs, which neither
-    codes nor an incoming gradient that is a constant would tell. torch's once_differentiable gives a wrong result
-    without an error there.
+    ``tag`` is a saved result without elements. Through it the gradient depends on the function's inputs: codes have no
+    gradient, and the incoming gradient may be a constant. There torch's once_differentiable would give a wrong result
+    without an error.
     """
 
     @staticmethod

@@ -33,8 +33,8 @@ class _Rows(NamedTuple):
 class _LinearCrossEntropy(SavesLess):
     """The loss of every row, ``chunk_size`` classes at a time, and its gradients from logits computed once more.
 
-    A row's largest logit and the logarithm of the sum of exp(logit - largest) are two numbers: in their sum, for large
-    logits, the second would be rounded to a multiple of what is left of the loss of a row that is nearly solved.
+    A row's largest logit and the logarithm of the sum of exp(logit - largest) stay two numbers: for large logits their
+    sum would be rounded by more than the small loss of a row whose target has almost all of the probability.
 
     Chunks of classes and not of rows: a chunk's rows of the weight's gradient are one matrix product, so that nothing
     is accumulated over chunks in a buffer as large as the weight, and half-precision gradients are rounded once.
@@ -59,7 +59,7 @@ class _LinearCrossEntropy(SavesLess):
         with without_autocast(x.device):
             for i, columns in enumerate(few_iterations(chunks, x)):
                 logits = _logits(x, linear_weight, linear_bias, columns)
-                index, inside = _place(target, columns)
+                index, inside = _locate(target, columns)
                 picked = torch.where(inside, logits.gather(1, index)[:, 0], picked)
                 highest[i] = logits.amax(1)
                 if smooth is not None:
@@ -70,7 +70,7 @@ class _LinearCrossEntropy(SavesLess):
         log_sum = (logs + (_finite(highest) - top)).logsumexp(0)
         loss = nll * (log_sum - (picked - top))
         if smooth is not None:
-            loss += smooth * (_total(weight, linear_weight) * (log_sum + (top - _finite(highest[0]))) - weighted)
+            loss += smooth * (_weight_sum(weight, linear_weight) * (log_sum + (top - _finite(highest[0]))) - weighted)
         # An ignored row may have infinite logits.
         loss = torch.where(nll + (0 if smooth is None else smooth) == 0, 0, loss)
         return loss, top, log_sum, x.new_empty(0)
@@ -87,9 +87,9 @@ class _LinearCrossEntropy(SavesLess):
     def backward(ctx: Any, grad: Tensor | None, *_: Any) -> Any:
         if grad is None:
             return (None,) * 8
-        x, linear_weight, linear_bias, weight, *given, top, log_sum, tag = ctx.saved_tensors
+        x, linear_weight, linear_bias, weight, *row_tensors, top, log_sum, tag = ctx.saved_tensors
         with torch.no_grad(), without_autocast(x.device):
-            target, nll, smooth = _Rows(*given)
+            target, nll, smooth = _Rows(*row_tensors)
             rows = _Rows(target, _times(nll, grad), None if smooth is None else _times(smooth, grad))
             grads = _gradients(ctx, x, linear_weight, linear_bias, weight, rows, top, log_sum)
         reason = _LinearCrossEntropy.reason
@@ -118,14 +118,14 @@ def _logits(x: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, column
     return logits.to(arithmetic(x.dtype))
 
 
-def _place(target: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
+def _locate(target: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
     """Each row's class as a column of the chunk, (tokens, 1), and whether it is in the chunk."""
     index = target - columns.start
     inside = (index >= 0) & (target < columns.stop)
     return torch.where(inside, index, 0)[:, None], inside
 
 
-def _total(weight: Tensor | None, linear_weight: Tensor) -> Tensor | int:
+def _weight_sum(weight: Tensor | None, linear_weight: Tensor) -> Tensor | int:
     """The sum of the class weights."""
     return len(linear_weight) if weight is None else weight.sum()
 
@@ -146,11 +146,11 @@ def _gradients(
     grad_x = torch.zeros_like(x, dtype=top.dtype) if ctx.needs_input_grad[0] else None
     grad_weight = torch.empty_like(linear_weight) if ctx.needs_input_grad[1] else None
     grad_bias = torch.empty_like(linear_bias) if ctx.needs_input_grad[2] and linear_bias is not None else None
-    total = rows.nll if rows.smooth is None else rows.nll + rows.smooth * _total(weight, linear_weight)
+    total = rows.nll if rows.smooth is None else rows.nll + rows.smooth * _weight_sum(weight, linear_weight)
     for columns in few_iterations(_chunks(linear_weight, ctx.chunk_size), x):
         g = _logits(x, linear_weight, linear_bias, columns).sub_(top[:, None]).sub_(log_sum[:, None])
         g.exp_().mul_(total[:, None])
-        index, inside = _place(rows.target, columns)
+        index, inside = _locate(rows.target, columns)
         g.scatter_add_(1, index, torch.where(inside, -rows.nll, 0)[:, None])
         if rows.smooth is not None and weight is not None:
             g.addr_(rows.smooth, weight[columns], alpha=-1)
@@ -188,18 +188,18 @@ def _check_shapes(
         raise TypeError(f"target must be class indices, int64 or int32 (no probabilities), got {target.dtype}")
     if target.shape != x.shape[:-1]:
         raise ValueError(f"target must be of shape {tuple(x.shape[:-1])} as input's rows, got {tuple(target.shape)}")
-    for name, given in (("linear_bias", linear_bias), ("weight", weight)):
-        if given is not None and tuple(given.shape) != (classes,):
-            raise ValueError(f"{name} must be of shape ({classes},), a number per class, got {tuple(given.shape)}")
+    for name, vector in (("linear_bias", linear_bias), ("weight", weight)):
+        if vector is not None and tuple(vector.shape) != (classes,):
+            raise ValueError(f"{name} must be of shape ({classes},), a number per class, got {tuple(vector.shape)}")
 
 
 def _check_target(target: Tensor, valid: Tensor, classes: int) -> None:
-    bad = valid & ((target < 0) | (target >= classes))
+    is_outside = valid & ((target < 0) | (target >= classes))
     allowed = f"target must be from 0 to {classes - 1}, or ignore_index"
     if target.device.type != "cpu" or isinstance(target, FakeTensor) or torch.compiler.is_compiling():
-        torch._assert_async(~bad.any(), allowed)  # without waiting for the device
-    elif bool(bad.any()):
-        raise IndexError(f"{allowed}, got {int(target[bad][0])}")
+        torch._assert_async(~is_outside.any(), allowed)  # without waiting for the device
+    elif bool(is_outside.any()):
+        raise IndexError(f"{allowed}, got {int(target[is_outside][0])}")
 
 
 def _compute_dtype(x: Tensor, linear_weight: Tensor) -> torch.dtype:

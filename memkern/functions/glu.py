@@ -36,21 +36,21 @@ def halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
     return first, second
 
 
-def _backward_of_one(grad: Tensor, gate_up: Tensor, activation: str) -> Tensor:
+def _backward_of_gate_up(grad: Tensor, gate_up: Tensor, activation: str) -> Tensor:
     """The gradient of the tensor that holds gate and up, written into its halves where nothing traces it."""
     gate, up = halves(gate_up, None)
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        by_gate = _activation_backward(grad * up, gate, activation)
-        return torch.cat((by_gate, grad * _activate(gate, activation)), -1)
+        grad_gate = _activation_backward(grad * up, gate, activation)
+        return torch.cat((grad_gate, grad * _activate(gate, activation)), -1)
     result = torch.empty_like(gate_up)
-    by_gate, by_up = halves(result, None)
-    torch.mul(grad, _activate(gate, activation), out=by_up)
-    torch.mul(grad, up, out=by_gate)
+    grad_gate, grad_up = halves(result, None)
+    torch.mul(grad, _activate(gate, activation), out=grad_up)
+    torch.mul(grad, up, out=grad_gate)
     if activation == SILU:
-        torch.ops.aten.silu_backward.grad_input(by_gate, gate, grad_input=by_gate)
+        torch.ops.aten.silu_backward.grad_input(grad_gate, gate, grad_input=grad_gate)
     else:
         approximate = "none" if activation == GELU else "tanh"
-        torch.ops.aten.gelu_backward.grad_input(by_gate, gate, approximate=approximate, grad_input=by_gate)
+        torch.ops.aten.gelu_backward.grad_input(grad_gate, gate, approximate=approximate, grad_input=grad_gate)
     return result
 
 
@@ -73,12 +73,12 @@ class Glu(SavesLess):
     def backward(ctx: Any, grad: Tensor) -> Any:
         gate, up = ctx.saved_tensors
         if up is None:
-            return _backward_of_one(grad, gate, ctx.activation), None, None
-        by_up = grad * _activate(gate, ctx.activation) if ctx.needs_input_grad[1] else None
-        by_gate = None
+            return _backward_of_gate_up(grad, gate, ctx.activation), None, None
+        grad_up = grad * _activate(gate, ctx.activation) if ctx.needs_input_grad[1] else None
+        grad_gate = None
         if ctx.needs_input_grad[0]:
-            by_gate = _activation_backward(grad * up, gate, ctx.activation)
-        return by_gate, by_up, None
+            grad_gate = _activation_backward(grad * up, gate, ctx.activation)
+        return grad_gate, grad_up, None
 
 
 def check(gate: Tensor, up: Tensor | None) -> None:

@@ -81,7 +81,7 @@ def _dct(x: Tensor, k: int, seed: Tensor, dtype: torch.dtype) -> Tensor:
     signs = _signs(seed, 1, n, wide).unsqueeze(1)
     frequency = _sample(seed, 0, n, k)
     mirrored = frequency > n // 2  # there a real signal's spectrum is the conjugate of the first half's
-    at = torch.where(mirrored, n - frequency, frequency)
+    spectrum_rows = torch.where(mirrored, n - frequency, frequency)
     angle = frequency.unsqueeze(1).to(wide) * (constant(math.pi) / (2 * n))
     norm = torch.where(frequency == 0, 0.5, 1.0).to(wide).mul(2 / n).sqrt().unsqueeze(1)
     real = norm * angle.cos()
@@ -89,8 +89,8 @@ def _dct(x: Tensor, k: int, seed: Tensor, dtype: torch.dtype) -> Tensor:
     out = []
     for columns in x.split(max(1, CHUNK // n), dim=1):
         spectrum = torch.view_as_real(torch.fft.rfft(columns.index_select(0, order).to(wide) * signs, dim=0))
-        chosen = spectrum.index_select(0, at)
-        out.append((real * chosen[..., 0] + imaginary * chosen[..., 1]).to(dtype))
+        rows = spectrum.index_select(0, spectrum_rows)
+        out.append((real * rows[..., 0] + imaginary * rows[..., 1]).to(dtype))
     return torch.cat(out, dim=1)
 
 

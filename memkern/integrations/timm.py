@@ -33,14 +33,14 @@ def _optimizers() -> dict[str, type]:
 
 
 def _info(name: str, cls: type) -> OptimInfo:
-    own = inspect.signature(cls).parameters
+    arguments = inspect.signature(cls).parameters
     return OptimInfo(
         name=name,
         opt_class=cls,
         description=f"memkern {cls.__name__}",
-        has_eps="eps" in own,
-        has_momentum="momentum" in own,
-        has_betas="betas" in own,
+        has_eps="eps" in arguments,
+        has_momentum="momentum" in arguments,
+        has_betas="betas" in arguments,
     )
 
 

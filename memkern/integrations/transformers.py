@@ -82,15 +82,15 @@ def optimizer_cls_and_kwargs(
 
 def _rates(args: TrainingArguments, cls: type) -> dict[str, Any]:
     """The options of an optimizer that the Trainer's arguments have."""
-    own = inspect.signature(cls).parameters
+    options = inspect.signature(cls).parameters
     kwargs: dict[str, Any] = {"lr": args.learning_rate}
-    if "betas" in own:
+    if "betas" in options:
         # The arguments' defaults are Adam's betas; Lion has others.
         defaults = {field.name: field.default for field in args.__dataclass_fields__.values()}
-        given = any(getattr(args, name) != defaults[name] for name in ("adam_beta1", "adam_beta2"))
-        if given or own["betas"].default == (defaults["adam_beta1"], defaults["adam_beta2"]):
+        are_given = any(getattr(args, name) != defaults[name] for name in ("adam_beta1", "adam_beta2"))
+        if are_given or options["betas"].default == (defaults["adam_beta1"], defaults["adam_beta2"]):
             kwargs["betas"] = (args.adam_beta1, args.adam_beta2)
-        if "eps" in own and "ns_steps" not in own and args.adam_epsilon != defaults["adam_epsilon"]:
+        if "eps" in options and "ns_steps" not in options and args.adam_epsilon != defaults["adam_epsilon"]:
             kwargs["eps"] = args.adam_epsilon
     return kwargs
 
@@ -140,21 +140,21 @@ def trainer_arguments(
             "clip", clip, "0 with step_in_backward: the norm of all gradients is not known before the last"
         )
     in_step = techniques.offload == "cpu" and clip > 0 and not techniques.is_torch  # torch's have no max_grad_norm
-    said = {
+    decided = {
         "per_device_train_batch_size": techniques.micro_batch,
         "gradient_accumulation_steps": techniques.accumulation,
         "bf16": techniques.autocast == "bf16",
         "fp16": techniques.autocast == "fp16",
         "max_grad_norm": 0.0 if in_step else clip,
     }
-    if twice := sorted({*said} & {*options}):
-        raise TypeError(f"trainer_arguments() got {twice[0]}, which the techniques and clip say")
-    args = TrainingArguments(output_dir, **said, **options)
+    if duplicates := sorted({*decided} & {*options}):
+        raise TypeError(f"trainer_arguments() got {duplicates[0]}, which the techniques and clip say")
+    args = TrainingArguments(output_dir, **decided, **options)
     apply(model, techniques)
     model.to(weight_dtype(techniques))
 
     class OfTechniques(torch.optim.Optimizer):
-        """A class, as the Trainer calls functions otherwise; its instances are what make_optimizer makes."""
+        """A class, because the Trainer calls functions in another way; an instance is make_optimizer's result."""
 
         def __new__(cls, params: Iterable[Any], **given: Any) -> Any:
             return make_optimizer(params, techniques, **given)
@@ -166,14 +166,14 @@ def trainer_arguments(
     return {"model": model, "args": args, "optimizer_cls_and_kwargs": (OfTechniques, kwargs)}
 
 
-def _inside(optimizer: Any) -> Any:
+def _unwrapped(optimizer: Any) -> Any:
     """The optimizer in accelerate's wrapper."""
     return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
 
 
 def _check_clipping(args: TrainingArguments, optimizer: Any) -> None:
     """Raises ValueError where the Trainer would clip gradients that were freed in the backward pass."""
-    optimizer = _inside(optimizer)
+    optimizer = _unwrapped(optimizer)
     if args.max_grad_norm and getattr(optimizer, "frees_gradients", False):
         given = f"max_grad_norm={args.max_grad_norm}"
         raise unclipped(optimizer, given, "the Trainer", "TrainingArguments(max_grad_norm=0)")
@@ -213,18 +213,18 @@ class CompressCallback(TrainerCallback):
         self._compress(getattr(model, "module", model), args.process_index == 0)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        optimizer = _inside(kwargs.get("optimizer"))
+        optimizer = _unwrapped(kwargs.get("optimizer"))
         if (
             state.global_step == self._first_step
             and args.process_index == 0
             and isinstance(optimizer, BlockwiseOptimizer)
         ):
             fp32 = 4 * len(optimizer.moments) * sum(p.numel() for p in optimizer.state)
-            bytes_ = f"{optimizer_bytes(optimizer):,} bytes, {fp32:,} in fp32"
-            print(f"memkern: states of {type(optimizer).__name__} take {bytes_}", flush=True)
+            sizes = f"{optimizer_bytes(optimizer):,} bytes, {fp32:,} in fp32"
+            print(f"memkern: states of {type(optimizer).__name__} take {sizes}", flush=True)
 
-    def _compress(self, model: nn.Module, tell: bool) -> None:
+    def _compress(self, model: nn.Module, is_first: bool) -> None:
         if self._model is not model:
             self.report, self._model = compress(model, **self.options), model
-            if tell:
+            if is_first:
                 print(self.report, flush=True)

@@ -17,15 +17,15 @@ def with_weights(module: nn.Module, function: Callable[..., Tensor], *args: Tens
     """
     if not hasattr(module, "set_requires_gradient_sync"):
         return function(*args)
-    before = vars(module).get("forward")
+    own_forward = vars(module).get("forward")
     module.forward = function
     try:
         return module(*args)
     finally:
-        if before is None:
+        if own_forward is None:
             del module.forward
         else:
-            module.forward = before
+            module.forward = own_forward
 
 
 class LinearCrossEntropy(nn.Module):
@@ -79,9 +79,9 @@ class LinearCrossEntropy(nn.Module):
         """A loss on a layer that exists: the same module, and so the same parameters."""
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"linear must be a torch.nn.Linear, got {type(linear).__name__}")
-        made = cls(linear.in_features, linear.out_features, linear.bias is not None, "meta", **options)
-        made.linear = linear
-        return made
+        loss = cls(linear.in_features, linear.out_features, linear.bias is not None, "meta", **options)
+        loss.linear = linear
+        return loss
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         return with_weights(self.linear, self._loss, input, target)

@@ -117,7 +117,7 @@ def plan(
     for name, value, allowed in (
         ("batch_size", batch_size, at_least(1)), ("devices", devices, at_least(1)), ("clip", clip, NOT_NEGATIVE),
     ):  # fmt: skip
-        if not allowed.holds(value):
+        if not allowed.accepts(value):
             raise not_allowed(name, value, allowed.words)
     given = _given(techniques, devices)
     on_host = None if host_memory is None else parse_memory(host_memory, "host_memory")

@@ -48,22 +48,22 @@ def _finite_range(rows: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
     usable = valid & rows.isfinite()
     low = torch.where(usable, rows, torch.inf).amin(1)
     high = torch.where(usable, rows, -torch.inf).amax(1)
-    none = ~usable.any(1)
-    return torch.where(none, 0.0, low), torch.where(none, 0.0, high)
+    is_empty = ~usable.any(1)
+    return torch.where(is_empty, 0.0, low), torch.where(is_empty, 0.0, high)
 
 
 def _scale_and_zero_point(a: Tensor, b: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """The scales (fp32) and zero points (int32) of ranges [a, b], by docs/numerics.md; z is ``round(a_q - a / s)``."""
     low, high = _limits(bits)
-    size = torch.maximum(a.abs(), b.abs())
+    magnitude = torch.maximum(a.abs(), b.abs())
     # Halves: the difference of two large numbers of unlike sign would overflow. A tensor over a tensor: over a number
     # it would be a product with its reciprocal on a GPU.
     scale = (b / 2 - a / 2) / torch.full_like(a, (high - low) / 2)
-    scale = torch.maximum(scale, size / FARTHEST)
+    scale = torch.maximum(scale, magnitude / FARTHEST)
     scale = torch.maximum(scale, torch.full_like(scale, torch.finfo(torch.float32).tiny))
-    constant = a == b
-    scale = torch.where(constant, torch.where(size > 0, size, 1.0), scale)
-    zero_point = torch.where(constant, low - a.sign(), torch.round(low - a / scale))
+    is_constant = a == b
+    scale = torch.where(is_constant, torch.where(magnitude > 0, magnitude, 1.0), scale)
+    zero_point = torch.where(is_constant, low - a.sign(), torch.round(low - a / scale))
     return scale, zero_point.to(torch.int32)
 
 
@@ -141,11 +141,11 @@ def dequantize_affine(
     if codes.dtype != torch.int8:
         raise TypeError(f"codes must be torch.int8, got {codes.dtype}")
     layout = _layout(codes, granularity, block_size)
-    for name, given, of in (("scale", scale, torch.float32), ("zero_point", zero_point, torch.int32)):
-        if given.dtype != of:
-            raise TypeError(f"{name} must be {str(of)[6:]}, got {given.dtype}")
-        if tuple(given.shape) != layout.scale_shape:
-            raise ValueError(f"{name} must have shape {layout.scale_shape}, got {tuple(given.shape)}")
+    for name, tensor, expected in (("scale", scale, torch.float32), ("zero_point", zero_point, torch.int32)):
+        if tensor.dtype != expected:
+            raise TypeError(f"{name} must be {str(expected).removeprefix('torch.')}, got {tensor.dtype}")
+        if tuple(tensor.shape) != layout.scale_shape:
+            raise ValueError(f"{name} must have shape {layout.scale_shape}, got {tuple(tensor.shape)}")
     # The difference is exact for the zero points that there are.
     steps = to_blocks(codes, layout) - zero_point.reshape(-1, 1).float()
     values = torch.empty_like(codes, dtype=dtype)

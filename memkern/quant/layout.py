@@ -61,16 +61,16 @@ def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
     if 0 in shape:
         return True
     # Loops, no sorted() and no generator: torch.compile breaks the graph there where sizes are symbolic.
-    expected, left = 1, [i for i in range(len(shape)) if shape[i] != 1]
-    while left:
-        innermost = left[0]
-        for i in left:
+    expected, remaining = 1, [i for i in range(len(shape)) if shape[i] != 1]
+    while remaining:
+        innermost = remaining[0]
+        for i in remaining:
             if strides[i] < strides[innermost]:
                 innermost = i
         if strides[innermost] != expected:
             return False
         expected *= shape[innermost]
-        left.remove(innermost)
+        remaining.remove(innermost)
     return True
 
 

@@ -12,15 +12,15 @@ from ..optim.dtensor.shards import is_dtensor
 
 
 class Group:
-    """A module whose weights come and go together."""
+    """A module whose weights come and go together; ``others`` are those of other groups."""
 
     def __init__(self, module: Any, others: set[nn.Module], in_backward: bool = True) -> None:
         self.module, self.in_backward = module, in_backward
         self.owners = [*owners(module, others)]
         self.params: list[Tensor] = []
-        self.look()
+        self.note_params()
 
-    def look(self) -> None:
+    def note_params(self) -> None:
         """Notes the parameters, which are on the host now."""
         self.params = [*dict.fromkeys(p for owner in self.owners for p in owner.parameters(recurse=False))]
 
@@ -52,8 +52,8 @@ class Prefetch:
 
     With one process ``fully_shard`` copies a group's weights in the computing stream, when the group begins. So each
     group is unsharded from here, in ``up``, before it begins; ``fully_shard`` finds it unsharded. The order is that of
-    the last forward pass, and backwards. Memory that was freed goes to ``up`` after all uses: each copy waits for
-    what the computing stream was given before it, which is one group less than what overlaps it.
+    the last forward pass, and its reverse. ``up`` may reuse memory that the computing stream has freed: each copy waits
+    for the groups that were launched before it, and overlaps the group that is launched next.
 
     streams: torch.cuda, or what stands for it.
     """
@@ -61,8 +61,8 @@ class Prefetch:
     def __init__(self, device: torch.device, streams: Any) -> None:
         self.device, self.streams = device, streams
         self.up = streams.Stream(device)
-        self.last: list[Group] = []  # groups in the order of the last whole forward pass
-        self.now: list[Group] = []  # those of the forward pass that runs
+        self.last_order: list[Group] = []  # groups in the order of the last whole forward pass
+        self.order: list[Group] = []  # those of the forward pass that runs
         self._copies: dict[Group, Any] = {}  # the copies' events, until the computing stream waits for them
 
     def bring(self, group: Group) -> None:
@@ -81,22 +81,22 @@ class Prefetch:
 
     def begin(self) -> None:
         """A forward pass of the whole model begins."""
-        self.now = []
+        self.order = []
         self._copies.clear()
 
     def end(self) -> None:
         """A forward pass of the whole model ends."""
-        self.last = self.now
+        self.last_order = self.order
 
     def forward(self, group: Group) -> tuple[list[Group], int]:
         """A group begins its forward pass. Returns the pass's groups so far, and the group's place among them."""
-        place = len(self.now)
-        self.now.append(group)
+        place = len(self.order)
+        self.order.append(group)
         self.bring(group)
         self.arrive(group)
-        if self.last[place : place + 1] == [group] and place + 1 < len(self.last):
-            self.bring(self.last[place + 1])
-        return self.now, place
+        if self.last_order[place : place + 1] == [group] and place + 1 < len(self.last_order):
+            self.bring(self.last_order[place + 1])
+        return self.order, place
 
     def backward(self, order: list[Group], place: int) -> None:
         """A group begins its backward pass."""

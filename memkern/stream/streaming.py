@@ -1,7 +1,7 @@
 """Weights that stay on the host: fully_shard with CPUOffloadPolicy by block, for one process and for several.
 
-What torch's ``fully_shard`` leaves to do is here: the prefetch of a block's weights, which it has between processes and
-not for one alone, and the moment at which a block's gradients are on their way to the host.
+This adds to torch's ``fully_shard`` the prefetch of a block's weights, which torch has only between several processes,
+and the moment at which a block's gradients are on their way to the host.
 """
 
 from __future__ import annotations
@@ -59,20 +59,20 @@ def check(model: nn.Module) -> None:
 def _modules_of_groups(model: nn.Module) -> list[nn.Module]:
     """The modules whose weights come and go together, in the order of the forward pass.
 
-    An embedding or a head that the model names (get_input_embeddings, get_output_embeddings) is one, unless another
-    module has its weight, too. Whatever else is outside the blocks belongs to the model itself.
+    An embedding or a head that the model names (get_input_embeddings, get_output_embeddings) is a group, unless
+    another module has its weight, too. All else outside the blocks belongs to the model itself.
     """
     blocks = [block for blocks in block_lists(model) for block in blocks]
     first: list[nn.Module] = []
     last: list[nn.Module] = []
     inside = {module for block in blocks for module in block.modules()}
     named = next((m for m in model.modules() if hasattr(m, "get_output_embeddings")), None)
-    for method, found in (("get_input_embeddings", first), ("get_output_embeddings", last)):
+    for method, modules in (("get_input_embeddings", first), ("get_output_embeddings", last)):
         module: Any = None
         with contextlib.suppress(NotImplementedError, AttributeError):
             module = getattr(named, method)()
         if isinstance(module, nn.Module) and module not in inside and not _is_shared(module, model):
-            found.append(module)
+            modules.append(module)
     return [*first, *blocks, *last]
 
 
@@ -123,9 +123,9 @@ def pins(device: torch.device, pin_memory: bool) -> bool:
 def _shard_bytes(p: Tensor, world: int) -> int:
     """The bytes of this rank's shard."""
     rows = p.shape[0] if p.dim() else 1
-    each = -(-rows // world)
-    own = max(0, min(each, rows - dist.get_rank() * each))
-    return own * (p.nbytes // max(rows, 1))
+    rows_per_rank = -(-rows // world)
+    own_rows = max(0, min(rows_per_rank, rows - dist.get_rank() * rows_per_rank))
+    return own_rows * (p.nbytes // max(rows, 1))
 
 
 def _empty_host_cache() -> None:
@@ -215,7 +215,7 @@ class Streamed:
                 self._copy_down(group)
 
     def _copy_down(self, group: Group) -> None:
-        """Has gradients copied to the host in ``down``, so that their end is known."""
+        """Makes ``fully_shard`` copy gradients to the host in ``down``, so that the copies' end is known."""
         group.module.set_all_reduce_hook(lambda gradients: gradients.record_stream(self.down), stream=self.down)
 
     # ---- hooks
@@ -261,7 +261,7 @@ class Streamed:
             self._to_host()
             self.prefetch.begin()
             for group in self.all:
-                group.look()
+                group.note_params()
                 self.arrivals.follow(group.params)
 
         def after(module: nn.Module, args: Any, out: Any) -> None:
@@ -280,7 +280,7 @@ class Streamed:
         self.model.register_forward_hook(after)
 
     def _to_host(self) -> None:
-        """Frees what weights are still on the device: a step on the host may have changed them."""
+        """Frees weights that are still on the device: a step on the host may have changed them."""
         for group in self.all:
             group.module.reshard()
 

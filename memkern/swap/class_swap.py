@@ -1,4 +1,4 @@
-"""Changing one module's class in place, and back."""
+"""Changes one module's class in place, and back."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def original_class(module: nn.Module) -> type[nn.Module]:
     return vars(module).get(ORIGINAL, (type(module),))[0]
 
 
-def attributes_of(new: nn.Module) -> dict[str, Any]:
+def attributes_of(module: nn.Module) -> dict[str, Any]:
     """A module's own attributes, without those of every torch.nn.Module."""
-    return {name: value for name, value in vars(new).items() if name not in _OF_EVERY_MODULE}
+    return {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
 
 
 def become(module: nn.Module, cls: type[nn.Module], attributes: dict[str, Any]) -> None:
@@ -43,4 +43,4 @@ def revert(module: nn.Module) -> bool:
 
 def is_already(module: nn.Module, cls: type[nn.Module], attributes: dict[str, Any]) -> bool:
     """Whether a module has this class and these attributes already."""
-    return type(module) is cls and all(vars(module).get(k, k) == v for k, v in attributes.items())
+    return type(module) is cls and attributes.items() <= vars(module).items()

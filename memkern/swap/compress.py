@@ -19,7 +19,7 @@ from .class_swap import revert
 from .report import Report
 from .swap_plan import DEFAULT_BITS, MARKED, OUTPUT, Compression, Predicate
 
-# Options that compress once had.
+# Options of earlier versions, for which the error names what to use.
 _REMOVED = ("saved_bits", "offload", "offload_ahead", "example")
 
 

@@ -18,7 +18,7 @@ from ..nn.linear import RandomizedConv1D, RandomizedLinear
 from .class_swap import original_class
 
 Maker = Callable[..., nn.Module]
-"""(module, bits, keep) -> its counterpart, made anew."""
+"""(module, bits, keep) -> a new counterpart of the module."""
 
 TORCH: dict[type[nn.Module], Maker] = {
     nn.GELU: lambda m, bits, keep: ours.GELU(m.approximate, bits=bits, keep=keep),
@@ -72,7 +72,7 @@ OF_LIBRARIES: dict[tuple[str, str], Maker] = {
     ("timm.layers.activations", "Mish"): _MISH,
     ("timm.layers.activations", "HardSwish"): lambda m, bits, keep: ours.Hardswish(bits=bits),
 }
-"""Classes of other libraries, by module and name; of a class with one of these names, only that very one is known."""
+"""Classes of other libraries, by module and name; another class of the same name is not known."""
 _NAMES = {name for _, name in OF_LIBRARIES} | {"NewGELU"}
 
 
@@ -162,30 +162,30 @@ def _function_name(value: Any) -> str | None:
 def _codes(function: Any) -> Iterator[types.CodeType]:
     """A function's code, and that of the functions inside of it."""
     code = getattr(inspect.unwrap(function), "__code__", None)
-    left = [] if code is None else [code]
-    while left:
-        yield (code := left.pop())
-        left += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    waiting = [] if code is None else [code]
+    while waiting:
+        yield (code := waiting.pop())
+        waiting += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
 
 
 def _methods(cls: type[nn.Module]) -> dict[str, Any]:
     """The methods of a module's class that torch.nn.Module does not have."""
-    found: dict[str, Any] = {}
+    methods: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
         if base not in (nn.Module, object):
-            found.update({k: v for k, v in vars(base).items() if inspect.isfunction(v) and k != "__init__"})
-    return found
+            methods.update({k: v for k, v in vars(base).items() if inspect.isfunction(v) and k != "__init__"})
+    return methods
 
 
 def _names_in_forward(cls: type[nn.Module]) -> Iterator[str]:
     """Names in the code of forward, and of the methods that it names, and so on."""
-    methods, seen, left = _methods(cls), {"forward"}, [cls.forward]
-    while left:
-        for code in _codes(left.pop()):
+    methods, visited, waiting = _methods(cls), {"forward"}, [cls.forward]
+    while waiting:
+        for code in _codes(waiting.pop()):
             yield from code.co_names
-            new = {name for name in code.co_names if name in methods and name not in seen}
-            seen |= new
-            left += [methods[name] for name in new]
+            new = {name for name in code.co_names if name in methods and name not in visited}
+            visited |= new
+            waiting += [methods[name] for name in new]
 
 
 def called_in_forward(module: nn.Module) -> str | None:
@@ -207,7 +207,7 @@ def called_in_forward(module: nn.Module) -> str | None:
 _ANY_CHILD = frozenset({"children", "named_children", "modules", "named_modules", "_modules", "getattr"})
 
 
-class Called:
+class CalledNames:
     """The names in the code of a model's methods: a child that no method names is not called."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:

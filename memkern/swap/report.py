@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator
 class Swap:
     """A module that saves less for the backward pass than before.
 
-    names: where it is, once for each use. before, after: bytes saved per element (of a linear layer: of its input).
-    width: elements per token, and the layer that says so; None where the structure does not tell.
+    names: where it is, once for each use. was, now: its class before the swap, its repr after. before, after: bytes
+    saved per element (of a linear layer: of its input). width: elements per token, and the layer that tells, or None.
     """
 
     names: tuple[str, ...]
@@ -24,7 +24,7 @@ class Swap:
 
     @property
     def bytes_per_token(self) -> float | None:
-        """How many fewer, over all uses."""
+        """How many bytes fewer are saved per token, over all uses."""
         return None if self.width is None else (self.before - self.after) * self.width[0] * len(self.names)
 
 
@@ -47,9 +47,9 @@ def _grouped(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
     groups: dict[tuple[str, str], list[str]] = {}
     for name, text in rows:
         groups.setdefault((pattern(name), text), []).append(name)
-    for (like, text), names in groups.items():
+    for (shared_name, text), names in groups.items():
         count = f" ({len(names)} of them)" if len(names) > 1 else ""
-        shown = like if count else names[0] or like  # the model itself has no name
+        shown = shared_name if count else names[0] or shared_name  # the model itself has no name
         yield f"  {shown}{count}: {text}"
 
 

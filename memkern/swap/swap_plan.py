@@ -46,12 +46,12 @@ def _width(modules: dict[str, nn.Module], name: str) -> tuple[int, str] | None:
 
     In a Sequential the last linear layer before it, else the widest one beside it.
     """
-    parent, _, own = name.rpartition(".")
+    parent, _, child = name.rpartition(".")
     if not name or parent not in modules:
         return None
     widths: list[tuple[int, str]] = []
     for sibling, module in modules[parent].named_children():
-        if sibling == own and isinstance(modules[parent], nn.Sequential):
+        if sibling == child and isinstance(modules[parent], nn.Sequential):
             return widths[-1] if widths else None
         features = _features(module)
         if features:
@@ -82,10 +82,10 @@ class Compression:
         self.by_name = {name: module for module, names in self.names.items() for name in names}
         self.owners = _owners(model)
         floats = [p.dtype for p in model.parameters() if p.dtype.is_floating_point]
-        # Of the first that there are codes for: float64 and float8 parameters among others are not the model's dtype.
-        other = torch.float64 if torch.float64 in floats else torch.get_default_dtype()
-        self.dtype = next((d for d in floats if d in FLOATS), other)
-        self.called = match.Called(self.by_name.values())
+        # The first dtype that has codes: a few float64 or float8 parameters do not decide the model's dtype.
+        fallback = torch.float64 if torch.float64 in floats else torch.get_default_dtype()
+        self.dtype = next((d for d in floats if d in FLOATS), fallback)
+        self.called = match.CalledNames(self.by_name.values())
         self.swapped: list[Swap] = []
         self.left: list[Left] = []
         self.marked: list[str] = []
@@ -94,20 +94,20 @@ class Compression:
         return ((names[0], module) for module, names in self.names.items())
 
     def _may_be_called(self, name: str) -> bool:
-        parent, _, own = name.rpartition(".")
-        return not name or self.called.may_call(self.by_name[parent], own)
+        parent, _, child = name.rpartition(".")
+        return not name or self.called.may_call(self.by_name[parent], child)
 
     def _leave(self, module: nn.Module, reason: str) -> None:
         self.left.append(Left(tuple(self.names[module]), original_class(module).__name__, reason))
 
-    def _wanted(self, name: str, module: nn.Module, default: str | None) -> bool:
-        """Whether to swap: the predicate decides. Without one, ``default`` is the reason not to; None: swap."""
+    def _wanted(self, name: str, module: nn.Module, reason: str | None) -> bool:
+        """Whether to swap: the predicate decides; without one, ``reason`` is the reason not to, None to swap."""
         if "forward" in vars(module):
             self._leave(module, "its forward is set on the instance")
         elif self.predicate is not None:
             return bool(self.predicate(name, module))
-        elif default is not None:
-            self._leave(module, default)
+        elif reason is not None:
+            self._leave(module, reason)
         else:
             return True
         return False
@@ -115,9 +115,9 @@ class Compression:
     def activations(self, mode: int | str) -> None:
         """mode: bits, or OUTPUT."""
         for name, module in self.modules():
-            self._few_bits(name, module, mode)
+            self._swap_activation(name, module, mode)
 
-    def _few_bits(self, name: str, module: nn.Module, mode: int | str) -> None:
+    def _swap_activation(self, name: str, module: nn.Module, mode: int | str) -> None:
         bits, keep = (DEFAULT_BITS, OUTPUT) if isinstance(mode, str) else (mode, "codes")
         cls = original_class(module)
         new = match.activation(cls, module, bits, keep)

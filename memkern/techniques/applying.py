@@ -65,16 +65,16 @@ def apply(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     _check(techniques)
-    if techniques.weights_on_host:  # raises before anything is changed, as the next does
+    if techniques.weights_on_host:  # this and the next two checks raise before anything is changed
         from ..stream import streaming
 
-        to = streaming_device(device)
+        target = streaming_device(device)
         streaming.check(model)
     if techniques.compile:
         check_compilable(model, techniques)
     if techniques.checkpointing:
         check_blocks(model)
-    activations = None if techniques.compile else techniques.activation_bits  # graphs have them of compile_blocks
+    activations = None if techniques.compile else techniques.activation_bits  # else compile_blocks sees to them
     if activations or techniques.linear_share:
         compress(model, activations, linear=techniques.linear_share)
     if techniques.compile:
@@ -82,19 +82,19 @@ def apply(
     if techniques.checkpointing:
         checkpoint_blocks(model, bits=techniques.checkpoint_bits, every=techniques.checkpoint_every)
     if techniques.weights_on_host:
-        streaming.stream(model, to, pin_memory=pin_memory)
+        streaming.stream(model, target, pin_memory=pin_memory)
 
 
 def streaming_device(device: torch.device | str | None) -> torch.device:
     """The device that weights of the host go to. Raises OptionError for one that is none of the CPU and CUDA."""
     name = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        found = torch.device(name)
+        parsed = torch.device(name)
     except RuntimeError:
-        found = torch.device("meta")
-    if found.type not in ("cpu", "cuda"):
+        parsed = torch.device("meta")
+    if parsed.type not in ("cpu", "cuda"):
         raise not_allowed("device", str(device), "None, 'cpu', 'cuda', 'cuda:N'")
-    return found
+    return parsed
 
 
 def _check(techniques: Any) -> None:
@@ -153,17 +153,17 @@ def _on_host(
     cls: type[torch.optim.Optimizer], params: Iterable[Any], techniques: Techniques, options: dict[str, Any]
 ) -> torch.optim.Optimizer:
     """The optimizer of weights that are on the host."""
-    made: Any = optim.StepInBackward(cls, params, **options) if techniques.step_in_backward else cls(params, **options)
-    all_params = [p for group in made.param_groups for p in group["params"]]
+    opt: Any = optim.StepInBackward(cls, params, **options) if techniques.step_in_backward else cls(params, **options)
+    all_params = [p for group in opt.param_groups for p in group["params"]]
     if not any(map(is_dtensor, all_params)):
         raise ValueError(
             "params must be those that the model has after memkern.apply, which puts its weights on the host"
         )
     devices = {p.device_mesh.device_type for p in all_params if is_dtensor(p)} - {"cpu"}
-    if isinstance(made, optim.Muon) and devices:
+    if isinstance(opt, optim.Muon) and devices:
         kind = devices.pop()
-        made.product_devices = OneDevice(torch.device(kind, torch.get_device_module(kind).current_device()))
-    return made
+        opt.product_devices = OneDevice(torch.device(kind, torch.get_device_module(kind).current_device()))
+    return opt
 
 
 class OneDevice(Mapping[Tensor, torch.device]):

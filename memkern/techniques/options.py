@@ -95,14 +95,14 @@ def refused(name: str, text: str) -> Iterator[None]:
 class Range:
     """The numbers that an option may be: a test and its words."""
 
-    holds: Callable[..., bool]
+    accepts: Callable[..., bool]
     words: str
 
 
-def at_least(low: int, most: int | None = None) -> Range:
+def at_least(low: int, high: int | None = None) -> Range:
     """The integers from ``low`` on, or to ``most``."""
-    words = f"a whole number, {low} or more" if most is None else f"a whole number, {low} to {most}"
-    return Range(lambda x: type(x) is int and low <= x and (most is None or x <= most), words)
+    words = f"a whole number, {low} or more" if high is None else f"a whole number, {low} to {high}"
+    return Range(lambda x: type(x) is int and low <= x and (high is None or x <= high), words)
 
 
 def _finite(x: Any) -> bool:
@@ -138,7 +138,7 @@ def check_fields(options: Any) -> None:
     for field in dataclasses.fields(options):
         given, allowed = getattr(options, field.name), field.metadata.get("allowed")
         if isinstance(allowed, Range):
-            if not (given is None and field.default is None) and not allowed.holds(given):
+            if not (given is None and field.default is None) and not allowed.accepts(given):
                 none = "None or " if field.default is None else ""
                 raise not_allowed(field.name, given, none + allowed.words)
         elif allowed and not any(type(given) is type(value) and given == value for value in allowed):
@@ -274,12 +274,12 @@ class Techniques:
             raise not_allowed("saved_bits", self.saved_bits, allowed)
 
     def _check_streamed(self) -> None:
-        with_it = f"with weights_on_host={self.weights_on_host!r}"
+        streamed = f"with weights_on_host={self.weights_on_host!r}"
         if self.offload:
-            raise not_allowed("offload", self.offload, f"None {with_it}: states and steps are on the host already")
+            raise not_allowed("offload", self.offload, f"None {streamed}: states and steps are on the host already")
         if self.autocast is not None:
             why = "autocast would keep copies of all weights on the device for the backward pass"
-            raise not_allowed("precision", self.precision, f"'fp32' and 'bf16' {with_it}: {why}")
+            raise not_allowed("precision", self.precision, f"'fp32' and 'bf16' {streamed}: {why}")
 
     @property
     def autocast(self) -> str | None:
@@ -334,8 +334,8 @@ class Techniques:
     def _words(self) -> Iterator[str]:
         precision = {"fp32": "fp32", "bf16": "bf16 weights"}
         weights = {"bf16+16": "16-bit errors", "bf16+8": "8-bit errors"}
-        beside = f" with {weights[self.master_weights]}" if self.master_weights else ""
-        yield precision.get(self.precision, f"{self.autocast} autocast") + beside
+        errors = f" with {weights[self.master_weights]}" if self.master_weights else ""
+        yield precision.get(self.precision, f"{self.autocast} autocast") + errors
         if self.compile:
             budget = "" if self.memory_budget is None else f" with a budget of {self.memory_budget:g}"
             yield f"compiled blocks{budget}"
