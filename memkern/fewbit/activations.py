@@ -100,4 +100,4 @@ def activation_of(
     """The activation of a name that saves codes of so many bits, or its output with ``keep="output"``."""
     if parameters is None:
         return _activation(name, bits, keep)
-    return _activation(name, bits, keep, *parameters, *(math.copysign(1, p) for p in parameters))  # -0.0 is not 0.0
+    return _activation(name, bits, keep, *parameters, *(math.copysign(1, p) for p in parameters))  # tells -0.0 from 0.0

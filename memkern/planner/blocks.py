@@ -12,8 +12,8 @@ from .trace import Trace
 class _Place(NamedTuple):
     """A clock of a trace as the pass, the block, and the operators since the block's beginning.
 
-    In place of a block: -1 before the first one's forward pass and after its backward pass, and the number of blocks
-    between the last one's passes.
+    ``block`` is -1 before the first block's forward pass and after its backward pass, and the number of blocks between
+    the last block's passes.
     """
 
     backward: bool
@@ -49,43 +49,44 @@ class _Passes:
         return _Place(False, block, clock - (self.forward[block] if block >= 0 else 0))
 
 
-def without_block(trace: Trace, out: int) -> Trace | None:
-    """The trace that the model without block ``out`` has, neither its first nor one of its last two.
+def without_block(trace: Trace, removed: int) -> Trace | None:
+    """The trace of the model without block number ``removed``, which is not the first and not one of the last two.
 
-    What a block holds until another one's pass is held until that of the block that comes in its place. None where
-    the block's operators are not those of the next one, or where the blocks do not run one after another.
+    A storage that is held until another block's pass is then held until the pass of the block in that one's place. None
+    if the block's operators are not those of the next one, or if the blocks do not run one after another.
     """
-    if len(trace.blocks) < out + 3 or not (old := _Passes(trace)).is_ordered():
+    if len(trace.blocks) < removed + 3 or not (passes := _Passes(trace)).is_ordered():
         return None
-    forward, ahead = old.forward[out : out + 2], old.forward[out + 2]
-    backward, behind = (old.backward[out], old.backward[out - 1]), old.backward[out + 1]
+    forward, next_forward = passes.forward[removed : removed + 2], passes.forward[removed + 2]
+    backward, next_backward = (passes.backward[removed], passes.backward[removed - 1]), passes.backward[removed + 1]
     operators = trace.operators
     if (
-        operators[slice(*forward)] != operators[forward[1] : ahead]
-        or operators[slice(*backward)] != operators[behind : backward[0]]
+        operators[slice(*forward)] != operators[forward[1] : next_forward]
+        or operators[slice(*backward)] != operators[next_backward : backward[0]]
     ):
         return None
-    kept = operators[: forward[0]] + operators[forward[1] : backward[0]] + operators[backward[1] :]
-    clocks = tuple(pair for i, pair in enumerate(trace.blocks) if i != out)
-    less, less_back = forward[1] - forward[0], backward[1] - backward[0]
-    moved = tuple(
-        (begin - less * (i >= out), end - less - less_back * (i < out)) for i, (begin, end) in enumerate(clocks)
+    remaining = operators[: forward[0]] + operators[forward[1] : backward[0]] + operators[backward[1] :]
+    clocks = tuple(pair for i, pair in enumerate(trace.blocks) if i != removed)
+    length, length_back = forward[1] - forward[0], backward[1] - backward[0]
+    moved_clocks = tuple(
+        (begin - length * (i >= removed), end - length - length_back * (i < removed))
+        for i, (begin, end) in enumerate(clocks)
     )
-    made = dataclasses.replace(
+    shorter = dataclasses.replace(
         trace,
         storages=[],
         accumulated={},
         of_blocks={},
-        operators=kept,
-        middle=trace.middle - less,
-        blocks=moved,
-        head=None if trace.head is None else trace.head - less,
+        operators=remaining,
+        middle=trace.middle - length,
+        blocks=moved_clocks,
+        head=None if trace.head is None else trace.head - length,
     )
-    return made if _move_storages(trace, made, old, _Passes(made), out) else None
+    return shorter if _move_storages(trace, shorter, passes, _Passes(shorter), removed) else None
 
 
-def _move_storages(trace: Trace, made: Trace, old: _Passes, new: _Passes, out: int) -> bool:
-    """Fills ``made`` with the storages of blocks other than ``out``; False where one is held too long."""
+def _move_storages(trace: Trace, shorter: Trace, old: _Passes, new: _Passes, removed: int) -> bool:
+    """Fills ``shorter`` with the storages of the other blocks; False where one is held too long."""
 
     def moved(clock: int, born: int) -> int | None:
         backward, block, offset = old.place(clock)
@@ -94,28 +95,28 @@ def _move_storages(trace: Trace, made: Trace, old: _Passes, new: _Passes, out: i
         if block == old.count:
             return offset + new.loss
         if born in (-1, old.count):
-            block -= block > out  # its place from the nearer end
+            block -= block > removed  # its place from the nearer end
         elif abs(block - born) > 1:
             return None
         else:
-            block -= born > out
+            block -= born > removed
         begins = new.backward if backward else new.forward
         return begins[block] + offset if 0 <= block < new.count else None
 
     for s in trace.storages:
         born = old.place(s.born).block
-        if born == out:
+        if born == removed:
             continue
-        at = moved(s.born, born)
-        died = None if s.died is None else moved(s.died - 1, born)
-        if at is None or (s.died is not None and died is None):
+        born_at = moved(s.born, born)
+        died_at = None if s.died is None else moved(s.died - 1, born)
+        if born_at is None or (s.died is not None and died_at is None):
             return False
-        copy = Storage(s.size, at, None if died is None else max(died + 1, at))
-        made.storages.append(copy)
-        for clocks, found in ((trace.accumulated, made.accumulated), (trace.of_blocks, made.of_blocks)):
+        copy = Storage(s.size, born_at, None if died_at is None else max(died_at + 1, born_at))
+        shorter.storages.append(copy)
+        for clocks, shorter_clocks in ((trace.accumulated, shorter.accumulated), (trace.of_blocks, shorter.of_blocks)):
             if s in clocks:
                 clock = moved(clocks[s], born)
                 if clock is None:
                     return False
-                found[copy] = clock
+                shorter_clocks[copy] = clock
     return True

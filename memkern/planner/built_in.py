@@ -23,7 +23,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-3.1-8b": ("llama", _LLAMA_8B),
     "qwen3-8b": ("qwen3", _QWEN3_8B),
 }
-"""transformers' model type, and in what it differs from the type's default configuration."""
+"""transformers' model type, and the values that differ from the type's default configuration."""
 
 
 def built_in(name: str) -> Any:

@@ -53,10 +53,10 @@ class Chooser:
         compiled = bool(self.given.get("compile"))
         checkpoints = [way for way in WAYS_OF_SAVING.values() if "checkpointing" in way and self.predictor.has_blocks]
         without = [way for way in WAYS_OF_SAVING.values() if "checkpointing" not in way]
-        beside = {"saved_bits": "exact"} if compiled else {"activation_bits": 3}
+        extra = {"saved_bits": "exact"} if compiled else {"activation_bits": 3}
         return [
             *(way for way in without if way.get("compile", False) == compiled),
-            *(beside | way for way in checkpoints),
+            *(extra | way for way in checkpoints),
         ]
 
     @functools.cached_property
@@ -69,12 +69,12 @@ class Chooser:
     def frugal(self, techniques: Techniques) -> Techniques:
         """The same optimizer and weights, with the least activations."""
         chunk = LOSS_CHUNK if self.predictor.source.is_language_model else None
-        for saving in reversed(self.saving):  # but for what excludes what is given
+        for saving in reversed(self.saving):  # skips what excludes a given technique
             with contextlib.suppress(OptionError):
-                found = techniques.replace(**({**NO_SAVING, **saving, "loss_chunk": chunk, **self.given}))
-                self.predictor.check(found)
-                if self.predictor.runs(found):
-                    return found
+                smallest = techniques.replace(**({**NO_SAVING, **saving, "loss_chunk": chunk, **self.given}))
+                self.predictor.check(smallest)
+                if self.predictor.runs(smallest):
+                    return smallest
         return techniques
 
     def _host_fits(self, techniques: Techniques) -> bool:
@@ -85,11 +85,11 @@ class Chooser:
     def candidates(self) -> list[Techniques]:
         """All sets that may be recommended. Randomized linear layers are in them only if they are given."""
         chunks = (None, LOSS_CHUNK) if self.predictor.source.is_language_model else (None,)
-        whole = {"micro_batch": self.batch_size, "accumulation": 1}
-        shapes = [whole, {"micro_batch": 1, "accumulation": self.batch_size}]
+        whole_batch = {"micro_batch": self.batch_size, "accumulation": 1}
+        shapes = [whole_batch, {"micro_batch": 1, "accumulation": self.batch_size}]
         if not self.clip:
-            shapes.append({**whole, "step_in_backward": True})
-        found: dict[Techniques, None] = {}  # in order, each once
+            shapes.append({**whole_batch, "step_in_backward": True})
+        sets: dict[Techniques, None] = {}  # in order, each once
         for precision, bits, saving, chunk, place, shape in itertools.product(
             PRECISIONS, STATE_BITS, self.saving, chunks, self.places, shapes
         ):
@@ -100,16 +100,16 @@ class Chooser:
                 if self.clip and techniques.step_in_backward:
                     allowed = f"False with clip={self.clip:g}, which needs all gradients"
                     raise not_allowed("step_in_backward", True, allowed)
-                found[techniques] = None
+                sets[techniques] = None
             except OptionError as error:  # techniques that exclude each other
                 refused = error
-        if not found:
+        if not sets:
             raise refused
-        return list(found)
+        return list(sets)
 
     def smallest(self) -> Prediction:
         """The smallest prediction: all techniques but randomized linear layers, gradients held in the smallest way."""
-        least: dict[Any, Techniques] = {}
+        by_shape: dict[Any, Techniques] = {}
 
         def size(techniques: Techniques) -> tuple[int, int]:
             on_host = techniques.offload or techniques.weights_on_host
@@ -118,8 +118,8 @@ class Chooser:
         for techniques in sorted(self.candidates, key=size):
             on_host = (techniques.offload, techniques.weights_on_host)
             shape = (techniques.micro_batch, techniques.step_in_backward, on_host)
-            least.setdefault(shape, techniques)
-        frugal = [self.frugal(techniques) for techniques in least.values()]
+            by_shape.setdefault(shape, techniques)
+        frugal = [self.frugal(techniques) for techniques in by_shape.values()]
         running = [*filter(self.predictor.runs, frugal)] or frugal[:1]  # whose prediction raises the reason
         fitting = [*filter(self._host_fits, running)] or running
         return min(map(self.predictor.predict, fitting), key=lambda p: p.peak)
@@ -148,11 +148,11 @@ class Chooser:
         """The largest number of sequences in a forward pass that fits; ``techniques`` must fit as they are."""
 
         def peak(size: int) -> int:
-            found = self.predictor.predict(techniques.replace(micro_batch=size))
+            prediction = self.predictor.predict(techniques.replace(micro_batch=size))
             if self.host_memory is None:
-                return found.peak
+                return prediction.peak
             # The host's used share, as bytes of the device's memory, which both are compared with.
-            return max(found.peak, int(memory * found.host / self.host_memory))
+            return max(prediction.peak, int(memory * prediction.host / self.host_memory))
 
         fits, fails, tried = techniques.micro_batch, MAX_MICRO_BATCH + 1, 2 * techniques.micro_batch
         while fails - fits > 1:

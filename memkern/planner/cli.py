@@ -51,6 +51,6 @@ def main(args: argparse.Namespace) -> int:
     logging.set_verbosity_error()
     options = {name: getattr(args, name) for name in ("memory", "seq_len", "device", "batch_size", "clip", "dropout")}
     options |= {name: getattr(args, name) for name in ("host_memory", "devices", "attention_mask")}
-    made = plan(args.model, techniques=given, **options)
-    print(json.dumps(made.to_dict(), indent=1) if args.json else made)
-    return 0 if made.fits else 1
+    outcome = plan(args.model, techniques=given, **options)
+    print(json.dumps(outcome.to_dict(), indent=1) if args.json else outcome)
+    return 0 if outcome.fits else 1

@@ -12,8 +12,8 @@ from torch._C import DisableTorchFunction as _DisableTorchFunction
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 Around = Callable[[Any, Any, Any, Callable[..., Any]], Any]
-"""Called as ``around(func, args, kwargs, run)`` for each operator; ``run(func, args, kwargs)`` returns what it does."""
-MOST = 100_000
+"""Called as ``around(func, args, kwargs, run)`` for each operator; ``run(func, args, kwargs)`` returns its result."""
+MAX_ENTRIES = 100_000
 """Entries of the cache, after which it begins anew."""
 DYNAMIC = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output, torch.Tag.inplace_view}
 PLAIN = {
@@ -22,7 +22,7 @@ PLAIN = {
 """Types of arguments that a key of the cache holds as they are."""
 _device = torch.ops.prim.device.default
 _meta = torch.device("meta")
-_found: dict[Any, Callable[..., Any] | None] = {}  # the cache: makes a call's result; None: not to be made again
+_makers: dict[Any, Callable[..., Any] | None] = {}  # the cache: what makes a call's result, None if nothing can
 _is_cacheable: dict[Any, bool] = {}  # by operator
 
 
@@ -86,40 +86,40 @@ class FakeMode(FakeTensorMode):
         """What the operator returns. Call without this mode."""
         cacheable = _is_cacheable.get(func)
         if cacheable is None:
-            cacheable = _is_cacheable[func] = _of_metadata(func)
+            cacheable = _is_cacheable[func] = _follows_from_metadata(func)
         if not cacheable:
             return self.dispatch(func, (), args, kwargs)
         try:
             key = (func, self._key(args), self._key(tuple(kwargs.items())) if kwargs else ())
         except _NotCached:
             return self.dispatch(func, (), args, kwargs)
-        out, make = None, _found.get(key)
+        out, make = None, _makers.get(key)
         if make is None:
             out = self.dispatch(func, (), args, kwargs)
-            if key not in _found:
-                if len(_found) >= MOST:
-                    _found.clear()
-                make = _found[key] = _maker(out, args)
+            if key not in _makers:
+                if len(_makers) >= MAX_ENTRIES:
+                    _makers.clear()
+                make = _makers[key] = _maker(out, args)
         # Made anew the first time too: torch refers to a new tensor, which then cannot be swapped with another.
         return out if make is None else make(self, args)
 
     def _key(self, args: Any) -> tuple[Any, ...]:
-        found: list[Any] = []
+        key: list[Any] = []
         for x in args:
             if isinstance(x, FakeTensor):
                 if x.constant is not None or x.fake_mode is not self:
                     raise _NotCached
-                found.append((x.shape, x.stride(), x.storage_offset(), x.dtype, x._fake_device, x.requires_grad))
+                key.append((x.shape, x.stride(), x.storage_offset(), x.dtype, x._fake_device, x.requires_grad))
             elif isinstance(x, (list, tuple)):
-                found.append(self._key(x))
+                key.append(self._key(x))
             elif type(x) in PLAIN:
-                found.append((type(x), x))  # 1 and True are equal
+                key.append((type(x), x))  # 1 and True are equal
             else:
                 raise _NotCached
-        return tuple(found)
+        return tuple(key)
 
 
-def _of_metadata(func: Any) -> bool:
+def _follows_from_metadata(func: Any) -> bool:
     """Whether the metadata of what the operator returns follows from that of its arguments, which keep theirs."""
     return (
         isinstance(func, torch._ops.OpOverload)
@@ -160,13 +160,13 @@ def _empty(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) 
 
 def _storages(args: Any) -> dict[int, int]:
     """The index of each tensor argument by its storage, -1 for tensors in lists."""
-    found: dict[int, int] = {}
+    indices: dict[int, int] = {}
     for i, x in enumerate(args):
         if isinstance(x, Tensor):
-            found.setdefault(x.untyped_storage()._cdata, i)
+            indices.setdefault(x.untyped_storage()._cdata, i)
         elif isinstance(x, (list, tuple)):
-            found.update(dict.fromkeys(_storages(x), -1))
-    return found
+            indices.update(dict.fromkeys(_storages(x), -1))
+    return indices
 
 
 def _maker_of_one(x: Any, args: Any) -> Callable[[FakeMode, Any], Any] | None:
@@ -182,11 +182,11 @@ def _maker_of_one(x: Any, args: Any) -> Callable[[FakeMode, Any], Any] | None:
     source = _storages(args).get(x.untyped_storage()._cdata)
 
     def wrapped(mode: FakeMode, elem: Tensor) -> Tensor:
-        made = Tensor._make_subclass(FakeTensor, elem, False, dispatch_device=True, device_for_backend_keys=device)
-        torch._C._set_throw_on_mutable_data_ptr(made)
-        vars(made).update(attributes)
-        made.fake_mode = mode
-        return made
+        fake = Tensor._make_subclass(FakeTensor, elem, False, dispatch_device=True, device_for_backend_keys=device)
+        torch._C._set_throw_on_mutable_data_ptr(fake)
+        vars(fake).update(attributes)
+        fake.fake_mode = mode
+        return fake
 
     if source is None:
         if _empty(shape, stride, dtype).untyped_storage().nbytes() != x.untyped_storage().nbytes():

@@ -46,29 +46,29 @@ def traces(source: Source, techniques: Techniques, device: str) -> tuple[list[Tr
         raise not_allowed("loss_chunk", techniques.loss_chunk, "None for a model that is no language model")
     if isinstance(source, Configured):
         with contextlib.suppress(Exception):  # the model's own, where other sizes depend on the number of blocks
-            found = _of_equal_blocks(source, techniques, device) or _of_kinds_of_blocks(source, techniques, device)
-            if found is not None:
-                return found
+            few = _trace_equal_blocks(source, techniques, device) or _trace_kinds_of_blocks(source, techniques, device)
+            if few is not None:
+                return few
     return [trace(source, techniques, device)], 0
 
 
-def _of_equal_blocks(source: Configured, techniques: Techniques, device: str) -> tuple[list[Trace], int] | None:
+def _trace_equal_blocks(source: Configured, techniques: Techniques, device: str) -> tuple[list[Trace], int] | None:
     """Traces of two models with few blocks, the second with one more, where all blocks are alike.
 
     With a checkpoint around every n-th block, n blocks count as one.
     """
-    depth, each = source.depth, techniques.checkpoint_every
-    if depth is None or depth <= each * (FEW + 1):
+    depth, every = source.depth, techniques.checkpoint_every
+    if depth is None or depth <= every * (FEW + 1):
         return None
-    few = each * FEW + depth % each
-    many = trace(source.with_depth(few + each), techniques, device)
-    if each == 1 and (fewer := without_block(many, few - 2)) is not None:
+    few = every * FEW + depth % every
+    many = trace(source.with_depth(few + every), techniques, device)
+    if every == 1 and (fewer := without_block(many, few - 2)) is not None:
         return [fewer, many], depth - few
     fewer = trace(source.with_depth(few), techniques, device)
-    return None if aligned(fewer, many) is None else ([fewer, many], (depth - few) // each)
+    return None if aligned(fewer, many) is None else ([fewer, many], (depth - few) // every)
 
 
-def _of_kinds_of_blocks(source: Configured, techniques: Techniques, device: str) -> tuple[list[Trace], int] | None:
+def _trace_kinds_of_blocks(source: Configured, techniques: Techniques, device: str) -> tuple[list[Trace], int] | None:
     """Traces of two models as above, where blocks of several kinds run the same operators, as with another mask."""
     kinds = source.kinds
     if techniques.checkpoint_every > 1 or len(kinds) <= len(set(kinds)) + 2:
@@ -76,13 +76,13 @@ def _of_kinds_of_blocks(source: Configured, techniques: Techniques, device: str)
     few = [kinds[0], *sorted(set(kinds)), kinds[-1]]
     short = source.with_depth(len(few))
     short.config.layer_types = few
-    found = [trace(short, techniques, device)]
-    while len(found[0].blocks) > FEW:
-        fewer = without_block(found[0], 1)
+    found_traces = [trace(short, techniques, device)]
+    while len(found_traces[0].blocks) > FEW:
+        fewer = without_block(found_traces[0], 1)
         if fewer is None:
             return None
-        found = [fewer, found[0]]
-    return found, len(kinds) - FEW
+        found_traces = [fewer, found_traces[0]]
+    return found_traces, len(kinds) - FEW
 
 
 def trace(source: Source, techniques: Techniques, device: str) -> Trace:
@@ -116,7 +116,7 @@ def trace(source: Source, techniques: Techniques, device: str) -> Trace:
 
 @contextlib.contextmanager
 def _as_on_real_tensors() -> Iterator[None]:
-    """Has transformers do what it does with real tensors, where it looks at values or where fake ones know less.
+    """Makes transformers do what it does with real tensors, where it reads values or where fake tensors can do less.
 
     Positions of packed sequences cannot be looked at: attention is masked as for one sequence. The fake grouped product
     of matrices takes bf16 alone: other dtypes use transformers' own operator, which returns and saves the same.
@@ -187,19 +187,19 @@ def _static_bytes(source: Source, techniques: Techniques, device: str, devices: 
     with FakeMode(), torch.device(device):
         model = source.empty(weight_dtype(techniques))
         trained = [p for p in model.parameters() if p.requires_grad]
-        held = _bytes([*model.parameters(), *model.buffers()])
+        parameter_bytes = _bytes([*model.parameters(), *model.buffers()])
         if devices > 1:
-            held = shard_bytes(model.parameters(), devices) + _bytes(model.buffers())
+            parameter_bytes = shard_bytes(model.parameters(), devices) + _bytes(model.buffers())
             trained = [nn.Parameter(p.new_empty(shard_shape(p, devices))) for p in trained]
         head = getattr(output_layer(model), "weight", None)  # MusicGen has several heads
-        muon = techniques.optimizer_class == "Muon"
-        groups = optimizer_groups(model, techniques, lr=1e-3, weight_decay=0.0) if muon else trained
+        is_muon = techniques.optimizer_class == "Muon"
+        groups = optimizer_groups(model, techniques, lr=1e-3, weight_decay=0.0) if is_muon else trained
         errors, state, temporaries = _optimizer_bytes(trained, groups, techniques)
         gradients = [p.numel() * p.element_size() for p in trained]
         return StaticBytes(
             count=sum(p.numel() for p in model.parameters()),
             head=head.numel() if isinstance(head, Tensor) else 0,
-            parameters=held,
+            parameters=parameter_bytes,
             errors=errors,
             gradients=sum(gradients),
             optimizer=state,

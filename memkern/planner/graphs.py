@@ -109,17 +109,17 @@ def without_kernels(mode: FakeMode, model: nn.Module) -> Iterator[None]:
 
 
 def _on_cpu(folder: Any) -> Any:
-    """Has Inductor's constant folding compute the constant that fills a tensor on the CPU, not on a fake device."""
-    plain = folder._deduce_value
+    """Makes Inductor's constant folding compute the constant that fills a tensor on the CPU, not on a fake device."""
+    deduce = folder._deduce_value
 
     def deduced(self: Any, node: torch.fx.Node) -> Any:
-        given = node.kwargs
-        if "device" in given:
-            node.kwargs = {**given, "device": torch.device("cpu")}
+        kwargs = node.kwargs
+        if "device" in kwargs:
+            node.kwargs = {**kwargs, "device": torch.device("cpu")}
         try:
-            return plain(self, node)
+            return deduce(self, node)
         finally:
-            node.kwargs = given
+            node.kwargs = kwargs
 
     return deduced
 

@@ -81,26 +81,26 @@ def seconds(
     passes = 3.0 + (1 / t.checkpoint_every if t.checkpointing else 0)
     if t.linear_share is not None:
         passes -= 1 - t.linear_share
-    of_a_pass = compiled * t.micro_batch * tokens * (2 * sizes.count + attention) / rate
-    micro_batch = passes * of_a_pass
+    forward = compiled * t.micro_batch * tokens * (2 * sizes.count + attention) / rate
+    micro_batch = passes * forward
     if t.loss_chunk:
         micro_batch += t.micro_batch * tokens * 2 * sizes.head / rate
-    backward = (passes - 1) * of_a_pass
+    backward = (passes - 1) * forward
     # Weights come in in each pass, and gradients leave beside them, in the link's other direction.
-    for hides in (of_a_pass, backward):
-        micro_batch += max(0.0, brought / hardware.link - hides)
+    for computation in (forward, backward):
+        micro_batch += max(0.0, brought / hardware.link - computation)
     total = t.accumulation * micro_batch
     on_host = t.offload == "cpu" or bool(t.weights_on_host)
     bandwidth = hardware.host_bandwidth if on_host else hardware.bandwidth
-    accumulates = hardware.host_bandwidth if t.weights_on_host else hardware.bandwidth
+    accumulation_bandwidth = hardware.host_bandwidth if t.weights_on_host else hardware.bandwidth
     weights = gradients = sizes.parameters
-    total += (t.accumulation - 1) * 3 * gradients / accumulates
+    total += (t.accumulation - 1) * 3 * gradients / accumulation_bandwidth
     step = 3 * weights + 2 * (sizes.optimizer + sizes.errors)  # weights and states in and out, gradients in
     hidden = backward if t.weights_on_host and t.step_in_backward else 0.0
     total += max(step / bandwidth - hidden, step / hardware.bandwidth)
     if t.offload == "device":
-        beside = step / hardware.bandwidth + (backward if t.step_in_backward else 0.0)
-        total += max(0.0, (sizes.optimizer + sizes.errors) / hardware.link - beside)
+        overlapped = step / hardware.bandwidth + (backward if t.step_in_backward else 0.0)
+        total += max(0.0, (sizes.optimizer + sizes.errors) / hardware.link - overlapped)
     if t.offload == "cpu":
         total += (t.accumulation * gradients + 2 * weights) / hardware.link
     return total

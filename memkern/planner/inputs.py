@@ -18,22 +18,22 @@ TASKS = (
 """transformers' auto classes, by which the class for a model type is found where its configuration names none."""
 PER_SEQUENCE = ("Classification", "MultipleChoice", "NextSentencePrediction")
 """The ends of the names of classes with one label for each sequence."""
-BESIDE = {
+ALSO_NEEDED = {
     "input_ids": ("bbox", "mm_token_type_ids"),
     "input_features": ("attention_mask",),
     "pixel_values": ("spatial_shapes", "pixel_attention_mask", "image_embeds_position_mask"),
 }
-"""By input: what a model takes beside it, if its forward pass has the argument."""
+"""By a model's main input: other inputs that it needs, if its forward method has these arguments."""
 SYNONYMS = {"inputs": ("pixel_values", "input_values")}
 """By an input of any kind: the names of arguments that take one kind of it."""
-TOKENS = ("input_ids", "decoder_input_ids", "qformer_input_ids", "mm_token_type_ids", "bbox")
+TOKENS = ("input_ids", "decoder_input_ids", "qformer_input_ids", "mm_token_type_ids", "bbox")  # inputs per token
 DTYPES = dict.fromkeys((*TOKENS, "pixel_attention_mask", "attention_mask"), torch.long)
 DTYPES |= dict.fromkeys(("image_embeds_position_mask", "bool_masked_pos"), torch.bool)
 """The dtypes of inputs that are not fp32."""
-IMAGE_TOKENS = ("image_token_id", "image_token_index")
+IMAGE_TOKENS = ("image_token_id", "image_token_index")  # attributes of configurations
 CHOICES = 2  # of a multiple-choice question
 LABELS = 8  # tokens of a transcript
-SAMPLES = 320  # of a waveform, of which encoders make a frame
+SAMPLES = 320  # of a waveform for each of the encoder's frames
 
 
 def architecture(config: Any) -> str:
@@ -43,9 +43,9 @@ def architecture(config: Any) -> str:
     for name in config.architectures or ():
         if hasattr(transformers, name):
             return name
-    found = class_of_type(config.model_type)
-    if found is not None:
-        return found
+    name_for_type = class_of_type(config.model_type)
+    if name_for_type is not None:
+        return name_for_type
     allowed = "a type that transformers has for text or for the classification of images, video, audio or semantic"
     raise not_allowed("model", config.model_type, f"{allowed} segmentation; others as a module with inputs=")
 
@@ -56,9 +56,9 @@ def class_of_type(kind: str) -> str | None:
 
     masked = kind in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
     for task in TASKS:
-        found = getattr(auto, f"MODEL_FOR_{task}_MAPPING_NAMES", {}).get(kind)
-        if found is not None and not (task == "CAUSAL_LM" and masked):
-            return found if isinstance(found, str) else found[0]
+        cls = getattr(auto, f"MODEL_FOR_{task}_MAPPING_NAMES", {}).get(kind)
+        if cls is not None and not (task == "CAUSAL_LM" and masked):
+            return cls if isinstance(cls, str) else cls[0]
     return None
 
 
@@ -69,9 +69,9 @@ def text_config(config: Any) -> Any:
     name = architecture(config)
     if isinstance(config, getattr(transformers, name).config_class):
         return config
-    found = copy.copy(config.get_text_config(decoder=True))
-    found.architectures = [name]
-    return found
+    config_of_text = copy.copy(config.get_text_config(decoder=True))
+    config_of_text.architectures = [name]
+    return config_of_text
 
 
 def is_language_model(name: str) -> bool:
@@ -97,7 +97,7 @@ class Inputs:
         main = self.cls.main_input_name
         main = next((n for n in SYNONYMS.get(main, ()) if n in self.names), main)
         self.needed = {n for n, p in parameters.items() if p.default is p.empty} | {main}
-        self.needed |= {*BESIDE.get(main, ())} & self.names
+        self.needed |= {*ALSO_NEEDED.get(main, ())} & self.names
         if main == "pixel_values" and self.name.endswith("ForConditionalGeneration"):
             # of a text about an image
             self.needed |= {"input_ids"} & self.names
@@ -141,30 +141,30 @@ class Inputs:
 
     @property
     def _patch(self) -> int:
-        """Numbers of a patch."""
+        """The number of values in a patch."""
         side = getattr(self._vision, "patch_size", None) or 16
         return self.image[0] * side * side
 
     def batch(self, size: int) -> dict[str, Any]:
         """Inputs and labels of ``size`` sequences."""
-        made: dict[str, Any] = {}
+        inputs: dict[str, Any] = {}
         for name in sorted(self.needed):
             if (shape := self._shape(name)) is not None:
-                made[name] = torch.zeros(size, *shape, dtype=DTYPES.get(name, torch.float32))
+                inputs[name] = torch.zeros(size, *shape, dtype=DTYPES.get(name, torch.float32))
         if "spatial_shapes" in self.needed:
-            made["spatial_shapes"] = torch.full((size, 2), math.isqrt(self.patches))
+            inputs["spatial_shapes"] = torch.full((size, 2), math.isqrt(self.patches))
         if "image_embeds_position_mask" in self.needed:
-            made["image_embeds_position_mask"][:, : self.config.latent_query_num] = True
+            inputs["image_embeds_position_mask"][:, : self.config.latent_query_num] = True
         if self.padded:
-            mask = torch.ones_like(made["input_ids"])
+            mask = torch.ones_like(inputs["input_ids"])
             mask[..., -1] = 0
-            made["attention_mask"] = mask
-        made |= self._labels(size)
-        if "decoder_input_ids" in self.names and not made.keys() & {"labels", "decoder_input_ids"}:
-            made["decoder_input_ids"] = torch.zeros(size, self.seq_len, dtype=torch.long)
+            inputs["attention_mask"] = mask
+        inputs |= self._labels(size)
+        if "decoder_input_ids" in self.names and not inputs.keys() & {"labels", "decoder_input_ids"}:
+            inputs["decoder_input_ids"] = torch.zeros(size, self.seq_len, dtype=torch.long)
         if "use_cache" in self.names and is_language_model(self.name):
-            made["use_cache"] = False
-        return made
+            inputs["use_cache"] = False
+        return inputs
 
     def _shape(self, name: str) -> tuple[int, ...] | None:
         """The shape of an input of one sequence; None where it is not known."""
@@ -215,16 +215,16 @@ class Inputs:
         names = self.names
         if {"start_positions", "end_positions"} <= names:
             return {"start_positions": numbers(), "end_positions": numbers()}
-        made = {"return_loss": True} if "return_loss" in names and "labels" not in names else {}
+        labels = {"return_loss": True} if "return_loss" in names and "labels" not in names else {}
         if "next_sentence_label" in names:
-            made["next_sentence_label"] = numbers()
+            labels["next_sentence_label"] = numbers()
         if "labels" not in names:
-            return made
+            return labels
         if self.name.endswith("SemanticSegmentation"):
-            return made | {"labels": numbers(*self.image[1:])}
+            return labels | {"labels": numbers(*self.image[1:])}
         if self.name.endswith("ForCTC"):
-            return made | {"labels": numbers(LABELS)}
+            return labels | {"labels": numbers(LABELS)}
         of_tokens = self.name.endswith("TokenClassification") or "logits_to_keep" in names
         if self.name.endswith(PER_SEQUENCE) and not of_tokens:
-            return made | {"labels": numbers()}
-        return made | ({} if self.takes_images else {"labels": numbers(self.seq_len)})
+            return labels | {"labels": numbers()}
+        return labels | ({} if self.takes_images else {"labels": numbers(self.seq_len)})

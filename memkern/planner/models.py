@@ -75,14 +75,14 @@ class Configured:
         """
         with _disable_current_modes(), torch.device("meta"):
             model = self.build(dtype)
-        made: dict[int, Tensor] = {}
+        copies: dict[int, Tensor] = {}
         for module in model.modules():
             owners: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, vars(module))
             for tensors in owners:
                 for name, x in tensors.items():
                     if isinstance(x, Tensor):
-                        as_ = dtype if isinstance(x, nn.Parameter) else x.dtype
-                        tensors[name] = made.setdefault(id(x), _empty_like(x, as_))
+                        target = dtype if isinstance(x, nn.Parameter) else x.dtype
+                        tensors[name] = copies.setdefault(id(x), _empty_like(x, target))
         return model
 
     @functools.cached_property
@@ -109,8 +109,8 @@ class Configured:
     @property
     def kinds(self) -> list[str]:
         """The kind of each block, where there are several; else empty."""
-        found = list(getattr(self.config, "layer_types", None) or ())[: _number(self.config, "num_hidden_layers")]
-        return found if len(set(found)) > 1 else []
+        layer_types = list(getattr(self.config, "layer_types", None) or ())[: _number(self.config, "num_hidden_layers")]
+        return layer_types if len(set(layer_types)) > 1 else []
 
     @property
     def tokens(self) -> int:
@@ -123,8 +123,8 @@ class Configured:
         if heads is None or width is None or self.depth is None:
             return 0.0
         width = heads * (getattr(self.config, "head_dim", None) or width // heads)
-        half = 2.0 if self.is_language_model else 4.0  # half of it is masked
-        return self.depth * width * half
+        operations = 2.0 if self.is_language_model else 4.0  # per pair of tokens, half of which are masked
+        return self.depth * width * operations
 
     @property
     def is_language_model(self) -> bool:
@@ -192,10 +192,10 @@ Source = Configured | Given
 def _number(config: Any, name: str) -> int | None:
     """A configuration's number; None where it has none, or one for each layer."""
     try:
-        found = getattr(config, name, None)
+        value = getattr(config, name, None)
     except Exception:  # transformers' own, where layers differ
         return None
-    return found if isinstance(found, int) else None
+    return value if isinstance(value, int) else None
 
 
 def _empty_like(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -292,7 +292,7 @@ def _check_module(model: nn.Module) -> None:
 
 def check_length(config: Any, seq_len: Any) -> None:
     """Raises OptionError for a sequence that is longer than the model's positions."""
-    most = positions(config)
-    allowed = "a whole number, 1 or more" if most is None else f"1 to {most}, the model's positions"
-    if not isinstance(seq_len, int) or seq_len < 1 or (most is not None and seq_len > most):
+    limit = positions(config)
+    allowed = "a whole number, 1 or more" if limit is None else f"1 to {limit}, the model's positions"
+    if not isinstance(seq_len, int) or seq_len < 1 or (limit is not None and seq_len > limit):
         raise not_allowed("seq_len", seq_len, allowed)

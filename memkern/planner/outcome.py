@@ -94,17 +94,17 @@ def text(plan: Plan) -> str:
     """The plan as printed: a table of the predictions, and the verdict."""
     above, below = plan.band
     is_large = max(p.peak - p.categories["process and context"] for _, p in rows(plan)) >= GIB
-    unit, name_of_unit, digits = (GIB, "GiB", 2) if is_large else (MIB, "MiB", 1)
+    unit, unit_name, digits = (GIB, "GiB", 2) if is_large else (MIB, "MiB", 1)
     plain = next(iter(plan.alone.values()))
     size = plain.techniques.micro_batch
-    base = plain.seconds / size
+    plain_time = plain.seconds / size
     tokens = f"{plan.seq_len} tokens, " if plan.seq_len > 1 else ""
     shards = f"on each of {plan.devices} devices with fully_shard; " if plan.devices > 1 else ""
     count = f"{size} {_sample(plan)}s" if size > 1 else f"one {_sample(plan)}"
     lines = [
         f"{plan.model}: {plan.parameters:,} parameters, {tokens}{plan.device}; "
-        f"{shards}limit {plan.memory / unit:.{digits}f} {name_of_unit}",
-        f"peak of a step in {name_of_unit}, {count}; time against plain training; truth within "
+        f"{shards}limit {plan.memory / unit:.{digits}f} {unit_name}",
+        f"peak of a step in {unit_name}, {count}; time against plain training; truth within "
         f"-{below:.0%} and +{above:.0%} (counted on fake tensors: {plan.counted_on})",
         *([f"Not counted on fake CUDA tensors: {plan.not_on_cuda}."] if plan.not_on_cuda else []),
         "",
@@ -116,7 +116,9 @@ def text(plan: Plan) -> str:
         )
         sequences = p.techniques.micro_batch * p.techniques.accumulation
         fits = " " if p.peak * (1 + above) <= plan.memory else "!"
-        lines.append(f"{name:<32}{p.peak / unit:>8.{digits}f}{fits}{p.seconds / sequences / base:>5.2f}x  {cells}")
+        lines.append(
+            f"{name:<32}{p.peak / unit:>8.{digits}f}{fits}{p.seconds / sequences / plain_time:>5.2f}x  {cells}"
+        )
     lines += [f"{name}: not with this model. {reason}" for name, reason in plan.ruled_out.items()]
     if any(p.peak * (1 + above) > plan.memory for _, p in rows(plan)):
         lines.append("! may need more than the limit")
@@ -164,11 +166,9 @@ def training_loop(t: Techniques, loss: str, device: str, sample: str, devices: i
 
     loss: the expression for the loss of ``batch``. sample: what a batch consists of, "sequence" or "example".
     """
-    given = ", ".join(
-        f"{field.name}={value!r}"
-        for field in dataclasses.fields(t)
-        if field.name not in ("micro_batch", "accumulation") and (value := getattr(t, field.name)) != field.default
-    )
+    names = [field.name for field in dataclasses.fields(t) if getattr(t, field.name) != field.default]
+    of_the_loop = ("micro_batch", "accumulation")
+    given = ", ".join(f"{name}={getattr(t, name)!r}" for name in names if name not in of_the_loop)
     set_up = ["import torch, memkern", "", f"techniques = memkern.Techniques({given})"]
     if t.precision == "bf16":
         set_up.append("model.to(torch.bfloat16)")
@@ -188,20 +188,20 @@ def training_loop(t: Techniques, loss: str, device: str, sample: str, devices: i
     if t.autocast:
         dtype = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}[t.autocast]
         forward = [f'with torch.autocast("{device}", {dtype}):', *(f"    {line}" for line in forward)]
-    value = f"(loss / {t.accumulation})" if t.accumulation > 1 else "loss"
-    if scaled := t.precision == "fp16-mixed":
+    loss_term = f"(loss / {t.accumulation})" if t.accumulation > 1 else "loss"
+    if is_scaled := t.precision == "fp16-mixed":
         set_up.append(f'scaler = torch.amp.GradScaler("{device}")')
-        value = f"scaler.scale({value.strip('()')})"
-    body += [*forward, f"{value}.backward()" + ("  # takes the steps" if t.step_in_backward else "")]
+        loss_term = f"scaler.scale({loss_term.strip('()')})"
+    body += [*forward, f"{loss_term}.backward()" + ("  # takes the steps" if t.step_in_backward else "")]
     if t.accumulation > 1:
         body = [f"for _ in range({t.accumulation}):", *(f"    {line}" for line in body)]
-    body += ["scaler.step(optimizer)", "scaler.update()"] if scaled else ["optimizer.step()"]
+    body += ["scaler.step(optimizer)", "scaler.update()"] if is_scaled else ["optimizer.step()"]
     body.append("optimizer.zero_grad()")
     return "\n".join([*set_up, "for step in range(steps):", *(f"    {line}" for line in body)])
 
 
 def _chunked_lines(t: Techniques) -> list[str]:
-    """A language model with its loss in chunks of classes, whose weights' forward pass this is, too."""
+    """The lines of a module that holds a language model and its loss in chunks of classes."""
     if not t.loss_chunk:
         return []
     return [

@@ -110,7 +110,7 @@ def plan(
         OptionError: an argument that cannot be used, with what was given and what is allowed.
         TypeError: model is none of the above.
     """
-    asked = locals()  # all arguments, before anything else is a local
+    arguments = locals()  # all arguments, before anything else is a local
     limit = parse_memory(memory)
     if device not in DEFAULTS:
         raise not_allowed("device", device, "cuda or cpu")
@@ -120,7 +120,7 @@ def plan(
         if not allowed.accepts(value):
             raise not_allowed(name, value, allowed.words)
     given = _given(techniques, devices)
-    on_host = None if host_memory is None else parse_memory(host_memory, "host_memory")
+    host_limit = None if host_memory is None else parse_memory(host_memory, "host_memory")
 
     def source() -> Any:
         from .models import resolve  # which imports torch
@@ -134,14 +134,14 @@ def plan(
         why = fake_cuda.why_not()
         if why is None:
             try:
-                return fake_cuda.call(plan, **asked)
+                return fake_cuda.call(plan, **arguments)
             except RuntimeError as error:
                 why = str(error)
-    found = source()
+    resolved = source()
     if why is not None:
         warnings.warn(f"memkern.plan counts on fake CPU tensors, with a wider band: {why}", stacklevel=2)
     counted_on = device if why is None else ON_CPU_TENSORS
-    predictor = Predictor(found, device, counted_on, hardware or default(device), devices)
+    predictor = Predictor(resolved, device, counted_on, hardware or default(device), devices)
     with contextlib.ExitStack() as stack:
         compares = given.get("compile", predictor.has_blocks)
         if compares:
@@ -149,8 +149,8 @@ def plan(
 
             stack.enter_context(session())
         rows = {name: changes for name, changes in ROWS.items() if compares or not changes.get("compile")}
-        made = _choose(predictor, Chooser(predictor, given, batch_size, clip, on_host), limit, rows)
-    return dataclasses.replace(made, not_on_cuda=why)
+        outcome = _choose(predictor, Chooser(predictor, given, batch_size, clip, host_limit), limit, rows)
+    return dataclasses.replace(outcome, not_on_cuda=why)
 
 
 def _has_cuda() -> bool:
@@ -217,8 +217,8 @@ def _choose(predictor: Predictor, chooser: Chooser, memory: int, rows: dict[str,
         largest = chooser.largest_micro_batch(best.techniques, limit)
         if best.techniques.accumulation > 1 and "micro_batch" not in given:
             micro = max(size for size in range(1, largest + 1) if batch_size % size == 0)
-            more = best.techniques.replace(micro_batch=micro, accumulation=batch_size // micro)
-            best = predictor.predict(more)
+            larger = best.techniques.replace(micro_batch=micro, accumulation=batch_size // micro)
+            best = predictor.predict(larger)
     return Plan(
         model=source.name,
         parameters=predictor.static_bytes(Techniques()).count,

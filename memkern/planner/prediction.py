@@ -91,7 +91,7 @@ class Predictor:
             """Caches what it returns, or the error that it raised: functools.cache would run it again."""
 
             @functools.cache
-            def found(techniques: Techniques) -> Any:
+            def run_once(techniques: Techniques) -> Any:
                 try:
                     return run(source, techniques, fake_device)
                 except OptionError as error:
@@ -100,7 +100,7 @@ class Predictor:
                     return _not_traced(techniques, error)
 
             def checked(techniques: Techniques) -> Any:
-                if isinstance(outcome := found(techniques), OptionError):
+                if isinstance(outcome := run_once(techniques), OptionError):
                     raise outcome.with_traceback(None)  # a traceback would grow each time
                 return outcome
 
@@ -108,7 +108,7 @@ class Predictor:
 
         self._traces = cached(fake_step.traces)
         self._static_bytes = cached(functools.partial(fake_step.static_bytes, devices=devices))
-        self._found_peaks: dict[Any, Any] = {}
+        self._known_peaks: dict[Any, Any] = {}
         self.predict = functools.cache(self._predict)
 
     def traces(self, techniques: Techniques) -> Any:
@@ -131,17 +131,18 @@ class Predictor:
 
     def static_bytes(self, techniques: Techniques) -> Any:
         precision = "bf16" if techniques.precision == "bf16" else "fp32"
-        kept = {name: getattr(techniques, name) for name in ("optimizer", "state_bits", "master_weights")}
-        return self._static_bytes(Techniques(precision=precision, **kept))
+        relevant = {name: getattr(techniques, name) for name in ("optimizer", "state_bits", "master_weights")}
+        return self._static_bytes(Techniques(precision=precision, **relevant))
 
     def floor(self, techniques: Techniques) -> int:
         """A lower bound of the peak, found without a trace."""
         sizes = self.static_bytes(techniques)
         if self._streams(techniques):
             return self.hardware.process + sizes.buffers + sizes.largest
-        whole = not (techniques.step_in_backward or techniques.offload == "cpu")
-        held = 0 if techniques.offload else sizes.errors + sizes.optimizer
-        return self.hardware.process + sizes.parameters + held + (sizes.gradients if whole else sizes.largest)
+        frees_gradients = techniques.step_in_backward or techniques.offload == "cpu"
+        gradients = sizes.largest if frees_gradients else sizes.gradients
+        states = 0 if techniques.offload else sizes.errors + sizes.optimizer
+        return self.hardware.process + sizes.parameters + states + gradients
 
     @functools.cached_property
     def has_blocks(self) -> bool:
@@ -195,9 +196,9 @@ class Predictor:
     def _rows(self, techniques: Techniques, traces: Sequence[Any], more: int) -> dict[str, dict[str, int]]:
         """Bytes at the peak of each of ``PHASES``, by category."""
         sizes, on_host = self.static_bytes(techniques), self._is_on_host(techniques)
-        steps_there = self._steps_on_host(techniques)
-        leaves = techniques.step_in_backward or steps_there
-        accumulates = techniques.accumulation > 1 and not leaves
+        steps_on_host = self._steps_on_host(techniques)
+        frees_gradients = techniques.step_in_backward or steps_on_host
+        accumulates = techniques.accumulation > 1 and not frees_gradients
         copies = (4 if techniques.is_torch else 2) * sizes.count if techniques.host_copies else 0
         static = {
             "parameters": sizes.buffers if self._streams(techniques) else sizes.parameters,
@@ -206,21 +207,21 @@ class Predictor:
             "optimizer": self._buckets(techniques) if on_host else sizes.optimizer,
             "process and context": self.hardware.process,
         }
-        found = self._peaks(techniques, traces, more, free_gradients=leaves or accumulates)
-        in_backward = sizes.step_temporaries if techniques.step_in_backward and not steps_there else 0
+        peaks = self._peaks(techniques, traces, more, free_gradients=frees_gradients or accumulates)
+        step_temporaries = sizes.step_temporaries if techniques.step_in_backward and not steps_on_host else 0
         rows = {
             phase: static
             | {
                 "gradients": static["gradients"] + peak["gradients"],
                 "saved activations": peak["saved"],
-                "temporaries": peak["temporaries"] + (in_backward if phase == "backward" else 0),
+                "temporaries": peak["temporaries"] + (step_temporaries if phase == "backward" else 0),
             }
-            for phase, peak in found.items()
+            for phase, peak in peaks.items()
         }
         rows["begin"] = static
         rows["step"] = static | {
-            "gradients": 0 if leaves else sizes.gradients,
-            "temporaries": 0 if steps_there else sizes.step_temporaries,
+            "gradients": 0 if frees_gradients else sizes.gradients,
+            "temporaries": 0 if steps_on_host else sizes.step_temporaries,
         }
         for row in rows.values():
             allocated = sum(row.get(name, 0) for name in ALLOCATED_BY_A_STEP)
@@ -266,19 +267,19 @@ class Predictor:
         from .trace import peaks
 
         sizes = self.static_bytes(techniques)
-        held: Any = None
+        groups: Any = None
         if self.devices > 1:
-            held = Groups(sizes.root, sizes.block, HELD[self.device], shard=sizes.root // self.devices)
+            groups = Groups(sizes.root, sizes.block, HELD[self.device], shard=sizes.root // self.devices)
         if techniques.weights_on_host:
             root = sizes.root - sizes.first - sizes.last
-            held = Streamed(sizes.first, sizes.block, sizes.last, root, sizes.tensor)
-        key = (tuple(map(id, traces)), more, free_gradients, held)  # ids of traces that are kept
-        if key not in self._found_peaks:
-            self._found_peaks[key] = peaks(
-                traces, more, beside=held and held.beside, free_gradients=free_gradients, unit=UNIT[self.device],
+            groups = Streamed(sizes.first, sizes.block, sizes.last, root, sizes.tensor)
+        key = (tuple(map(id, traces)), more, free_gradients, groups)  # ids of traces that are kept
+        if key not in self._known_peaks:
+            self._known_peaks[key] = peaks(
+                traces, more, beside=groups and groups.beside, free_gradients=free_gradients, unit=UNIT[self.device],
                 devices=self.devices, streamed=bool(techniques.weights_on_host),
             )  # fmt: skip
-        return self._found_peaks[key]
+        return self._known_peaks[key]
 
     def seconds(self, techniques: Techniques) -> float:
         """Seconds of a step."""

@@ -45,18 +45,18 @@ class Groups:
         begins, ends = zip(*trace.blocks, strict=True)
         length, length_back = (begins[-1] - begins[-2], ends[-2] - ends[-1]) if len(ends) > 1 else (0, 0)
         last, last_back = begins[-1] + length, ends[-1] - length_back  # the last block's end, its backward pass's begin
-        found = [self.root] * (trace.end + 1)
+        counted = [self.root] * (trace.end + 1)
         for begin, end in (
             (begins[0], trace.middle),
             (begins[0], last),
             *[(last_back, ends[0])] * (1 + self.held),
-            (trace.middle, (*ends, trace.middle)[1]),
+            (trace.middle, (*ends, trace.middle)[1]),  # to the second block's end
             (ends[-1], trace.end),
         ):
             for clock in range(begin + 1, end + 1):
-                found[clock] += self.block
-        found[-1] = self.root + max(self.block, self.shard)
-        return found
+                counted[clock] += self.block
+        counted[-1] = self.root + max(self.block, self.shard)
+        return counted
 
 
 def shard_shape(x: Tensor, devices: int) -> tuple[int, ...]:
@@ -89,8 +89,8 @@ class Streamed:
         counted throughout.
         """
         if not trace.blocks:
-            most = max(self.first, self.block, self.last)
-            return [self.root + 5 * most] * (trace.end + 1)
+            largest = max(self.first, self.block, self.last)
+            return [self.root + 5 * largest] * (trace.end + 1)
         begins, ends = zip(*trace.blocks, strict=True)
         length = begins[-1] - begins[-2] if len(begins) > 1 else trace.middle - begins[-1]
         loss = begins[-1] + length  # the end of the last block's forward pass
@@ -98,7 +98,7 @@ class Streamed:
         begins_back = min(head, trace.middle if trace.head is None else trace.head)
         running = [(begin, end, 2 * self.block, self.tensor) for begin, end in itertools.pairwise(begins)]
         backward = [(end, begin, 4 * self.block, 0) for begin, end in itertools.pairwise(ends)]
-        found = [self.root + 2 * self.first] * (trace.end + 1)
+        counted = [self.root + 2 * self.first] * (trace.end + 1)
         for begin, end, size, arrives in (
             (0, begins[0], self.first + self.block, self.tensor),
             *running,
@@ -109,18 +109,18 @@ class Streamed:
             *backward,
             (ends[0], trace.end, self.block + max(self.first, self.block), 0),
         ):
-            found[begin + 1 : end + 1] = [self.root + size] * (end - begin)
+            counted[begin + 1 : end + 1] = [self.root + size] * (end - begin)
             if begin < end:
-                found[begin + 1] += arrives
+                counted[begin + 1] += arrives
         # Also the next block's beginning, which the traces' extension takes for any block's.
-        found[ends[-1]] = max(found[ends[-1]], self.root + 4 * self.block)
-        return found
+        counted[ends[-1]] = max(counted[ends[-1]], self.root + 4 * self.block)
+        return counted
 
     @staticmethod
     def _end_of_head(trace: Trace, block: int) -> int:
         """The clock of the last gradient outside of the blocks that is accumulated before the last block's."""
-        outside = [at for s, at in trace.accumulated.items() if s not in trace.of_blocks]
-        return max((at for at in outside if trace.middle < at < block), default=trace.middle)
+        outside = [clock for s, clock in trace.accumulated.items() if s not in trace.of_blocks]
+        return max((clock for clock in outside if trace.middle < clock < block), default=trace.middle)
 
 
 def group_sizes(model: nn.Module, devices: int) -> dict[str, int]:
@@ -151,7 +151,7 @@ def output_layer(model: nn.Module) -> nn.Module | None:
 
 def _layer(model: Any, name: str) -> nn.Module | None:
     try:
-        found = getattr(model, name)()
+        layer = getattr(model, name)()
     except (AttributeError, NotImplementedError):  # not of transformers, or a model without one
         return None
-    return found if isinstance(found, nn.Module) else None
+    return layer if isinstance(layer, nn.Module) else None

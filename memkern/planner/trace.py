@@ -91,8 +91,9 @@ class Trace:
 
     def of_elements(self, phase: str) -> list[int]:
         """The operators of a phase, without those of empty tensors: how many there are may depend on all blocks."""
-        found = range(self.end)[self.phases[phase]]
-        return [k for k in found if not (shapes := self.operators[k][1:]) or any(map(all, shapes))]
+        indices = range(self.end)[self.phases[phase]]
+        shapes_of = {i: self.operators[i][1:] for i in indices}
+        return [i for i, shapes in shapes_of.items() if not shapes or any(map(all, shapes))]
 
     def levels(
         self, *, free_gradients: bool, unit: int, devices: int = 1, streamed: bool = False
@@ -249,11 +250,11 @@ def record(
     del loss
     for handle in handles:
         handle.remove()
-    found = _in_place_sums(live.storages, sums, accumulated)
+    storages = _in_place_sums(live.storages, sums, accumulated)
     clocks = tuple((begins[b], ends[b]) for b in blocks if b in begins and b in ends)
-    until = {storage: ends[block] for storage, block in owned.items()}
-    begin = max(head_begins, default=None)
-    trace = Trace(found, accumulated, operators, middle, blocks=clocks, of_blocks=until, head=begin)
+    of_blocks = {storage: ends[block] for storage, block in owned.items()}
+    head_clock = max(head_begins, default=None)
+    trace = Trace(storages, accumulated, operators, middle, blocks=clocks, of_blocks=of_blocks, head=head_clock)
     model.zero_grad(set_to_none=True)
     return trace
 
@@ -267,12 +268,12 @@ def _in_place_sums(
     storages: Iterable[Storage], sums: dict[Storage, Storage], accumulated: dict[Storage, int]
 ) -> list[Storage]:
     """The storages, where a sum of gradients that is made in place on a real device is one with its first gradient."""
-    found = []
+    merged = []
     firsts = dict(sums)
     for s in storages:
         first = firsts.get(s)
         if first is None or first.size != s.size or first.died != s.born + 1:
-            found.append(s)
+            merged.append(s)
             continue
         first.died = s.died
         if s in accumulated:
@@ -280,7 +281,7 @@ def _in_place_sums(
         else:
             accumulated.pop(first, None)
         firsts.update({total: first for total, other in firsts.items() if other is s})
-    return found
+    return merged
 
 
 def scratch_bytes(func: Any, args: Any, out: Any) -> int:
@@ -293,9 +294,9 @@ def scratch_bytes(func: Any, args: Any, out: Any) -> int:
     if func not in CONVOLUTIONS or args[0].device.type != "cpu":
         return 0
     x, weight = args[:2] if func is aten.convolution.default else args[1:3]
-    last: Tensor = out if func is aten.convolution.default else args[0]
-    elements = last.numel() + sum(t.numel() // t.shape[1] * -(-t.shape[1] // CHANNELS) * CHANNELS for t in (x, weight))
+    y: Tensor = out if func is aten.convolution.default else args[0]
+    elements = y.numel() + sum(t.numel() // t.shape[1] * -(-t.shape[1] // CHANNELS) * CHANNELS for t in (x, weight))
     if weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        windows = last.numel() // last.shape[1] * (weight.numel() // weight.shape[0])
+        windows = y.numel() // y.shape[1] * (weight.numel() // weight.shape[0])
         return max(4 * elements, weight.element_size() * windows)
     return 4 * elements

@@ -1,4 +1,4 @@
-"""Values for fake tensors, of which models ask: computed for integers, masks and constants, and assumed for others."""
+"""Values that models ask of fake tensors: computed for integers, masks and constants, and assumed for others."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ASSUMED = {
     aten.all.default, aten.all.dim, aten.all.dims, aten.any.default, aten.any.dim, aten.any.dims,
     aten.isnan.default, aten.isinf.default, aten.topk.default, aten.argmax.default,
 }  # fmt: skip
-"""Operators of which something is assumed where their arguments have no values."""
+"""Operators whose results are assumed where their arguments have no values."""
 
 
 def _ctc_loss(log_probs: Tensor, targets: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -63,12 +63,12 @@ class Values:
 
     def __init__(self, mode: FakeMode) -> None:
         self._mode = mode
-        self._found: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
+        self._known: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
 
     def _values(self, x: Tensor) -> Tensor:
         """The values of a tensor, on the CPU. Raises _Unknown. Call without modes."""
         if isinstance(x, FakeTensor):
-            reference, values = self._found.get(id(x), (None, None))
+            reference, values = self._known.get(id(x), (None, None))
             if reference is not None and values is not None and reference() is x:
                 return values
         elif type(x) is Tensor and x.device.type == "cpu" and x.numel() <= LARGEST:
@@ -79,18 +79,18 @@ class Values:
         """Takes the values from a tensor and from its views."""
         with contextlib.suppress(_Unknown):
             storage = self._values(x).untyped_storage()._cdata
-            self._found = {
-                key: found for key, found in self._found.items() if found[1].untyped_storage()._cdata != storage
+            self._known = {
+                key: entry for key, entry in self._known.items() if entry[1].untyped_storage()._cdata != storage
             }
 
     def _learn(self, out: Any, values: Any) -> None:
-        for x, found in zip(tree_leaves(out), tree_leaves(values), strict=True):
-            if isinstance(x, FakeTensor) and isinstance(found, Tensor):
-                self._found[id(x)] = weakref.ref(x, functools.partial(self._died, id(x))), found
+        for x, value in zip(tree_leaves(out), tree_leaves(values), strict=True):
+            if isinstance(x, FakeTensor) and isinstance(value, Tensor):
+                self._known[id(x)] = weakref.ref(x, functools.partial(self._died, id(x))), value
 
     def _died(self, key: int, reference: weakref.ref[Tensor]) -> None:
-        if key in self._found and self._found[key][0] is reference:
-            del self._found[key]
+        if key in self._known and self._known[key][0] is reference:
+            del self._known[key]
 
     def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The operator's result for its arguments' values. Raises _Unknown where one has none."""
@@ -117,7 +117,7 @@ class Values:
         """Whether an argument has no values: of most operators one look at the first tensor tells."""
         for x in args:
             if isinstance(x, FakeTensor):
-                if id(x) not in self._found:
+                if id(x) not in self._known:
                     return True
             elif isinstance(x, (list, tuple)) and self._is_of_weights(x):
                 return True
@@ -145,8 +145,8 @@ class Values:
                     return func(args[0], places)
                 return _selecting_all(func, args, kwargs)
             if func in WITH_MASKS:
-                return args[0] if func is aten.index_put_.default else self._made(values, args[0])
-            return tree_map(lambda x: self._made(x, args[0]), values)
+                return args[0] if func is aten.index_put_.default else self._fake(values, args[0])
+            return tree_map(lambda x: self._fake(x, args[0]), values)
         out = func(*args, **kwargs)
         values = None
         outputs = (out,) if isinstance(out, Tensor) else tree_leaves(out)
@@ -166,17 +166,17 @@ class Values:
         try:
             with _disable_current_modes():
                 values = self._values(mask).nonzero()
-            return self._made(values, mask).unbind(1)
+            return self._fake(values, mask).unbind(1)
         except _Unknown:
             return _all_of(mask).unbind(1)
 
-    def _made(self, values: Any, like: Tensor) -> Any:
+    def _fake(self, values: Any, like: Tensor) -> Any:
         """A fake tensor with these values; a number as it is."""
         if not isinstance(values, Tensor):
             return values
-        made = torch.empty(values.shape, dtype=values.dtype, device=like.device)
-        self._learn(made, values)
-        return made
+        fake = torch.empty(values.shape, dtype=values.dtype, device=like.device)
+        self._learn(fake, values)
+        return fake
 
 
 def _depends_on_values(func: Any, args: Any) -> bool:
@@ -247,5 +247,5 @@ def _assumed(func: Any, args: Any, out: Any) -> Any:
 
 def _in_turn(shape: torch.Size, below: int, dim: int) -> Tensor:
     """Indices: all different along a dimension, and each equally often in all."""
-    found = torch.empty(shape, dtype=torch.long).movedim(dim, -1)
-    return (torch.arange(found.numel()) % below).reshape(found.shape).movedim(-1, dim)
+    indices = torch.empty(shape, dtype=torch.long).movedim(dim, -1)
+    return (torch.arange(indices.numel()) % below).reshape(indices.shape).movedim(-1, dim)

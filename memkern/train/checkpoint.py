@@ -41,12 +41,12 @@ def check_save(name: str, path: Path, out: Path | None) -> None:
     """Raises OptionError unless a checkpoint can be written to the path, which is new or has one, not another file."""
     target = Path(os.path.realpath(path))  # in contrast to Path.resolve no error for a loop of links
     # torch.save writes a zip archive. An empty file is as a new one.
-    is_one = target.is_file() and (target.stat().st_size == 0 or zipfile.is_zipfile(target))
-    if (target.exists() and not is_one) or not target.parent.is_dir():
+    is_checkpoint = target.is_file() and (target.stat().st_size == 0 or zipfile.is_zipfile(target))
+    if (target.exists() and not is_checkpoint) or not target.parent.is_dir():
         allowed = "a new file, or a checkpoint, in an existing folder"
         raise OptionError(name, f"{str(path)!r} given; allowed: {allowed}")
-    written = [] if out is None else [out, *(out / result for result in RESULTS)]
-    if str(target) in map(os.path.realpath, written):
+    written_by_out = [] if out is None else [out, *(out / result for result in RESULTS)]
+    if str(target) in map(os.path.realpath, written_by_out):
         raise OptionError(name, f"{str(path)!r} given, where --out writes; allowed: a path of its own")
     check_folder(name, target.parent)
 

@@ -97,8 +97,8 @@ def main(args: argparse.Namespace) -> None:
     """
     state = checkpoint.load(args.resume) if args.resume else None
     with joined():
-        before = TrainConfig(batch_factor=world()) if state is None else TrainConfig(**state["config"])
-        config, save = before.replace(**given_options(args)), args.save or args.resume
+        base = TrainConfig(batch_factor=world()) if state is None else TrainConfig(**state["config"])
+        config, save = base.replace(**given_options(args)), args.save or args.resume
         check_modes(args, config)
         if save:
             checkpoint.check_save("save" if args.save else "resume", save, args.out)

@@ -186,11 +186,11 @@ class TrainConfig(Techniques):
 
         Raises OptionError for an optimizer that is the baseline itself.
         """
-        torchs = f"torch-{self.optimizer}"
-        if torchs not in OPTIMIZERS and self.state_bits == 32:
+        torch_name = f"torch-{self.optimizer}"
+        if torch_name not in OPTIMIZERS and self.state_bits == 32:
             raise OptionError("compare", f"given with {self.optimizer} and 32-bit states; allowed with 8-bit states")
-        kept = {"checkpointing", "checkpoint_bits", "checkpoint_every", "loss_chunk", "micro_batch", "accumulation"}
-        plain = {field.name: field.default for field in dataclasses.fields(Techniques) if field.name not in kept}
-        plain["optimizer"] = torchs if torchs in OPTIMIZERS else self.optimizer
+        shared = {"checkpointing", "checkpoint_bits", "checkpoint_every", "loss_chunk", "micro_batch", "accumulation"}
+        plain = {field.name: field.default for field in dataclasses.fields(Techniques) if field.name not in shared}
+        plain["optimizer"] = torch_name if torch_name in OPTIMIZERS else self.optimizer
         plain["precision"] = self.precision if self.autocast else "fp32"
         return self.replace(**plain, clip=self.max_norm)

@@ -51,10 +51,10 @@ class Corpus:
 
     def description(self) -> str:
         """Name and sizes in one line, and what was left out of folders."""
-        some = ", ".join([*self.left_out[:3], *(["..."] if len(self.left_out) > 3 else [])])
+        examples = ", ".join([*self.left_out[:3], *(["..."] if len(self.left_out) > 3 else [])])
         return (
             f"{self.name} ({self.files} files): {len(self.train):,} tokens for training, "
-            f"{len(self.validation):,} for validation" + (f"; left out as no text: {some}" if some else "")
+            f"{len(self.validation):,} for validation" + (f"; left out as no text: {examples}" if examples else "")
         )
 
     def step(self, config: TrainConfig, step: int) -> list[Batch]:
@@ -62,8 +62,8 @@ class Corpus:
 
         So a resumed run needs no state of the data, and k micro-batches of b windows hold what one of k*b holds.
         """
-        mixed = hashlib.blake2b(f"{config.seed}/{step}".encode(), digest_size=8).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(mixed, "little"))
+        hashed = hashlib.blake2b(f"{config.seed}/{step}".encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(hashed, "little"))
         starts = torch.randint(len(self.train) - config.seq_len, (config.batch_size,), generator=generator)
         return list(windows(self.train, starts, config))
 
@@ -77,9 +77,9 @@ class Corpus:
 
 def windows(ids: Tensor, starts: Tensor, config: TrainConfig) -> Iterator[Batch]:
     """The windows that begin at ``starts``, in micro-batches."""
-    for some in starts.split(config.micro_batch):
-        taken = ids[some[:, None] + torch.arange(config.seq_len + 1)].long()
-        yield taken[:, :-1], taken[:, 1:]
+    for firsts in starts.split(config.micro_batch):
+        tokens = ids[firsts[:, None] + torch.arange(config.seq_len + 1)].long()
+        yield tokens[:, :-1], tokens[:, 1:]
 
 
 def load_corpus(data: Sequence[str] = (), *, seq_len: int, text_field: str = "text", tokenizer: Any = None) -> Corpus:
@@ -125,14 +125,14 @@ def encode(documents: Sequence[str], tokenizer: Any) -> Tensor:
         return torch.frombuffer(text, dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
     ends = (tokenizer.eos_token_id, tokenizer.sep_token_id)
     end = next(([i] for i in ends if i is not None), [])
-    found = [torch.empty(0, dtype=torch.int32)]
+    parts = [torch.empty(0, dtype=torch.int32)]
     for document in documents:
         for begin in range(0, len(document), CHARACTERS):
             piece = document[begin : begin + CHARACTERS]
             ids = tokenizer(piece, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
-            found.append(torch.tensor(ids, dtype=torch.int32))
-        found.append(torch.tensor(end, dtype=torch.int32))
-    return torch.cat(found)
+            parts.append(torch.tensor(ids, dtype=torch.int32))
+        parts.append(torch.tensor(end, dtype=torch.int32))
+    return torch.cat(parts)
 
 
 def rows(text: str, path: Path, field: str) -> Iterator[str]:
@@ -142,9 +142,9 @@ def rows(text: str, path: Path, field: str) -> Iterator[str]:
             continue
         where = f"line {number} of {str(path)!r}"
         with refused("text_field", f"{field!r} given; allowed: a field with a text, which is not in {where}"):
-            found = json.loads(line)[field]
-            found.encode()  # JSON can spell half a surrogate pair, UTF-8 cannot
-        yield found
+            value = json.loads(line)[field]
+            value.encode()  # JSON can spell half a surrogate pair, UTF-8 cannot
+        yield value
 
 
 def read(path: Path) -> str:

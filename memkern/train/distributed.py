@@ -118,9 +118,9 @@ def load_full(model: nn.Module, state: dict[str, Any]) -> None:
 def load_full_states(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Loads an optimizer's state of full tensors, where its parameters may be shards."""
     optimizer.load_state_dict(state)
-    for p, own in optimizer.state.items():
-        if isinstance(own, State):  # memkern's optimizers have placed theirs, and trust ratios stay whole
+    for p, states in optimizer.state.items():
+        if isinstance(states, State):  # memkern's optimizers have placed theirs, and trust ratios stay whole
             continue
-        for key, x in own.items():
+        for key, x in states.items():
             if is_dtensor(p) and isinstance(x, Tensor) and not is_dtensor(x) and x.dim():
-                own[key] = sharded(x, p)
+                states[key] = sharded(x, p)

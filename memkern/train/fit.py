@@ -39,7 +39,7 @@ def fit(config: TrainConfig, size: str, given: Collection[str], device: str) -> 
     techniques = {name: getattr(config, name) for name in names}
     if {"micro_batch", "accumulation"} & {*given} or config.batch_factor > 1:
         techniques |= {"micro_batch": config.micro_batch, "accumulation": config.batch_factor * config.accumulation}
-    made = plan(
+    result = plan(
         **planned_model(config),
         memory=parse_memory(size, "fit"),
         device=device,
@@ -48,11 +48,11 @@ def fit(config: TrainConfig, size: str, given: Collection[str], device: str) -> 
         clip=config.clip or 0.0,
         host_memory=None if device == "cpu" else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
     )
-    if made.recommended is None:
-        allowed = f"{rounded_up(made.least)} GiB or more, the least that could do, with {made.together.techniques}"
+    if result.recommended is None:
+        allowed = f"{rounded_up(result.least)} GiB or more, the least that could do, with {result.together.techniques}"
         raise OptionError("fit", f"{size} given; allowed: {allowed}. {LESS}")
-    found = made.recommended.techniques
-    say(f"{size} fit {found}: {made.recommended.peak / 2**30:.2f} GiB predicted")
+    chosen = result.recommended.techniques
+    say(f"{size} fit {chosen}: {result.recommended.peak / 2**30:.2f} GiB predicted")
     return_freed_memory()
-    changes = dataclasses.asdict(found) | {"accumulation": found.accumulation // config.batch_factor}
-    return config.replace(**changes), made
+    changes = dataclasses.asdict(chosen) | {"accumulation": chosen.accumulation // config.batch_factor}
+    return config.replace(**changes), result

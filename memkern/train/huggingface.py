@@ -31,22 +31,22 @@ def load_config(config: TrainConfig) -> Any:
     logging.disable_progress_bar()
     name = config.model
     if config.from_config and name in BUILT_IN and not Path(name).is_dir():
-        found = built_in(name)
+        hf_config = built_in(name)
     else:
         with refused("model", f"{name!r} given, whose configuration cannot be used ({ALLOWED})"):
-            found = AutoConfig.from_pretrained(name, **SAFE)
-    if getattr(found, "quantization_config", None) is not None:
+            hf_config = AutoConfig.from_pretrained(name, **SAFE)
+    if getattr(hf_config, "quantization_config", None) is not None:
         if not config.from_config:
             text = f"{name!r} given, whose weights are quantized and would stay as they are; allowed: unquantized"
             raise OptionError("model", f"{text} weights, or --from-config; adapters are trained by PEFT")
-        del found.quantization_config
-    classes = CLASSES.get(found.model_type)
+        del hf_config.quantization_config
+    classes = CLASSES.get(hf_config.model_type)
     if classes is None:
-        text = f"{name!r} given, of type {found.model_type}, of which transformers has no causal language model"
+        text = f"{name!r} given, of type {hf_config.model_type}, of which transformers has no causal language model"
         raise OptionError("model", f"{text}; {ALLOWED}")
-    found.architectures = [classes if isinstance(classes, str) else classes[0]]
-    check_length(found, config.seq_len)
-    return found
+    hf_config.architectures = [classes if isinstance(classes, str) else classes[0]]
+    check_length(hf_config, config.seq_len)
+    return hf_config
 
 
 def build(config: TrainConfig) -> nn.Module:
@@ -79,8 +79,8 @@ def load_tokenizer(config: TrainConfig) -> Any:
             # Without a tokenizer's files transformers makes an empty one.
             if {*tokenizer("memkern")["input_ids"]} <= {*tokenizer.all_special_ids}:
                 raise ValueError("it knows no text")
-    least = 256 if tokenizer is None else len(tokenizer)
-    if least > size:
-        text = f"given with {name}, whose vocabulary of {size} is smaller than the tokenizer's {least}"
+    needed = 256 if tokenizer is None else len(tokenizer)
+    if needed > size:
+        text = f"given with {name}, whose vocabulary of {size} is smaller than the tokenizer's {needed}"
         raise OptionError("bytes" if config.bytes else "model", text)
     return tokenizer

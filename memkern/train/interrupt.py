@@ -49,19 +49,19 @@ class Saver:
 
     def __init__(self, path: Path, signals: Sequence[int]) -> None:
         self.path, self.signals = path, signals
-        for left in path.parent.glob(glob.escape(f".{path.name}.") + "?" * 8 + ".tmp"):
-            left.unlink(missing_ok=True)  # half written by a run that was killed
+        for leftover in path.parent.glob(glob.escape(f".{path.name}.") + "?" * 8 + ".tmp"):
+            leftover.unlink(missing_ok=True)  # half written by a run that was killed
         self.failure: str | None = None
 
     def __call__(self, trainer: Trainer) -> None:
-        done, steps = trainer.steps_done, trainer.config.steps
-        number = max(gathered(self.signals[0] if self.signals else 0)) if done < steps else 0
-        if not number and done < steps and done % trainer.config.save_every:
+        steps_done, steps = trainer.steps_done, trainer.config.steps
+        number = max(gathered(self.signals[0] if self.signals else 0)) if steps_done < steps else 0
+        if not number and steps_done < steps and steps_done % trainer.config.save_every:
             return
         self._write(trainer)
         if rank() == 0 and (number or self.failure):
-            said = f"not saved: {self.failure}" if self.failure else f"saved: go on with --resume {self.path}"
-            say(f"Step {done} of {steps} {said}", "stderr")
+            message = f"not saved: {self.failure}" if self.failure else f"saved: go on with --resume {self.path}"
+            say(f"Step {steps_done} of {steps} {message}", "stderr")
         if number:
             sys.exit(128 + number)
 

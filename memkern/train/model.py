@@ -104,13 +104,13 @@ class Objective(nn.Module):
             return False
         model.eval()
         inputs = torch.zeros(1, 2, dtype=torch.long, device=head.weight.device)
-        same = torch.equal(self.logits(inputs), head(self.features(inputs)))
+        is_linear = torch.equal(self.logits(inputs), head(self.features(inputs)))
         model.train()
-        return same
+        return is_linear
 
     def logits(self, inputs: Tensor) -> Tensor:
-        found = self.model(inputs, **self.options)
-        return found if self.is_gpt else found.logits
+        output = self.model(inputs, **self.options)
+        return output if self.is_gpt else output.logits
 
     def features(self, inputs: Tensor) -> Tensor:
         """The input of the head: (B, T, C)."""

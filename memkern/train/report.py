@@ -34,19 +34,19 @@ ROWS: list[tuple[str, str, Callable[[Any], str]]] = [
 
 def progress(trainers: Sequence[Trainer]) -> Callable[[Trainer], None]:
     """A function to call with a trainer after each step: it prints a line at every twentieth of the steps."""
-    began, first = time.monotonic(), sum(trainer.steps_done for trainer in trainers)
+    began, steps_before = time.monotonic(), sum(trainer.steps_done for trainer in trainers)
 
     def show(trainer: Trainer) -> None:
         step, steps, history = trainer.steps_done, trainer.config.steps, trainer.history
         if step % max(1, steps // LINES) and step != steps:
             return
         validation = f"{history.validation[-1][1]:.3f}" if history.validation else " ... "
-        done = sum(trainer.steps_done for trainer in trainers)
-        left = (time.monotonic() - began) / (done - first) * (steps * len(trainers) - done)
+        steps_done = sum(trainer.steps_done for trainer in trainers)
+        seconds_left = (time.monotonic() - began) / (steps_done - steps_before) * (steps * len(trainers) - steps_done)
         speed = trainer.config.tokens_per_step / history.seconds[-1]
         say(
             f"{trainer.config.label:<16} step {step:>{len(str(steps))}}/{steps}  loss "
-            f"{history.train_loss[-1]:.3f}  val {validation}  {speed:>6,.0f} tokens/s  {left:.0f} s left"
+            f"{history.train_loss[-1]:.3f}  val {validation}  {speed:>6,.0f} tokens/s  {seconds_left:.0f} s left"
         )
 
     return show
@@ -71,20 +71,20 @@ def peak(device: torch.device) -> str:
         return f"{torch.cuda.max_memory_allocated(device) / 2**30:.3f} GiB allocated on the device"
     import resource
 
-    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return f"{used / 2**30:.3f} GiB of the process"
+    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return f"{peak_bytes / 2**30:.3f} GiB of the process"
 
 
 def text(trainers: Sequence[Trainer], results: Results) -> str:
     """The figures, a column for each run, and for two runs the second's over the first's; the sentence; the peak."""
     lines = [[f"{results[0]['parameters']:,} parameters", *(result["optimizer"] for result in results), "ratio"]]
-    for title, name, form in ROWS:
+    for title, name, format_figure in ROWS:
         values = [result[name] for result in results]
-        lines.append([title, *map(form, values), f"{values[-1] / values[0]:.3f}"])
+        lines.append([title, *map(format_figure, values), f"{values[-1] / values[0]:.3f}"])
     columns = 1 + len(results) + (len(results) == 2)
     table = [f"{line[0]:<40}" + "".join(f"{cell:>16}" for cell in line[1:columns]) for line in lines]
-    alone = [f"Peak: {peak(trainers[0].device)}."] if len(results) == 1 else []
-    return "\n".join([*table, summary(results), *alone])
+    peak_lines = [f"Peak: {peak(trainers[0].device)}."] if len(results) == 1 else []
+    return "\n".join([*table, summary(results), *peak_lines])
 
 
 def write(folder: Path, trainers: Sequence[Trainer], results: Results, plan: Plan | None = None) -> None:

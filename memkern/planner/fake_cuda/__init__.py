@@ -90,10 +90,10 @@ def call(function: Callable[..., Any], **arguments: Any) -> Any:
         request = pickle.dumps((function, arguments))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise RuntimeError(f"the model cannot be sent to a process with fake CUDA tensors ({error})") from error
-    done = subprocess.run([sys.executable, "-m", __name__], input=request, capture_output=True)
-    if done.returncode:
-        raise RuntimeError(f"on fake CUDA tensors: {done.stderr.decode(errors='replace').strip()[-500:]}")
-    found = pickle.loads(done.stdout)
-    if isinstance(found, OptionError):
-        raise found
-    return found
+    process = subprocess.run([sys.executable, "-m", __name__], input=request, capture_output=True)
+    if process.returncode:
+        raise RuntimeError(f"on fake CUDA tensors: {process.stderr.decode(errors='replace').strip()[-500:]}")
+    result = pickle.loads(process.stdout)
+    if isinstance(result, OptionError):
+        raise result
+    return result

@@ -23,10 +23,10 @@ if __name__ == "__main__":
     gc.freeze()
     gc.set_threshold(100_000, 20, 100)
     try:
-        found = function(**arguments)
+        outcome = function(**arguments)
     except OptionError as error:
-        found = error
-    pickle.dump(found, result)
+        outcome = error
+    pickle.dump(outcome, result)
     result.close()
     sys.stderr.flush()
     # No destructors: those of libraries that made threads for the fake device have aborted ("terminate called without

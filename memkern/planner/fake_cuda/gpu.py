@@ -32,8 +32,8 @@ def attention(
     if enable_gqa and not flash:  # flash attention reads the heads of keys and values that there are
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     if flash:
-        found = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)
-        return found[0]
+        outputs = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)
+        return outputs[0]
     if attn_mask is not None:
         if attn_mask.dtype == torch.bool:
             zeros = torch.zeros_like(attn_mask, dtype=query.dtype)
@@ -87,29 +87,29 @@ def inductor_sees(gpu: Any = A100) -> Iterator[None]:
     from torch.cuda.amp import common
     from torch.utils import _triton
 
-    def answer(what: Any) -> Any:
-        return lambda *args, **kwargs: what
+    def returns(value: Any) -> Any:
+        return lambda *args, **kwargs: value
 
     with contextlib.ExitStack() as stack:
 
-        def replace(owner: Any, **answered: Any) -> None:
-            for name, what in answered.items():
-                stack.enter_context(mock.patch.object(owner, name, what, create=True))
+        def replace(owner: Any, **replacements: Any) -> None:
+            for name, value in replacements.items():
+                stack.enter_context(mock.patch.object(owner, name, value, create=True))
 
-        properties, zero, nothing = answer(gpu), answer(0), answer(None)
-        capability, number = answer((gpu.major, gpu.minor)), answer(10 * gpu.major + gpu.minor)
+        properties, zero, nothing = returns(gpu), returns(0), returns(None)
+        capability, number = returns((gpu.major, gpu.minor)), returns(10 * gpu.major + gpu.minor)
         replace(torch.cuda, get_device_properties=properties, set_device=nothing)
         # Else dynamo and AOTAutograd would save and restore the device's state of random numbers. Autocast asks, too.
-        replace(torch.cuda, is_available=answer(False))
-        replace(common, amp_definitely_not_available=answer(False))
-        replace(torch.cuda, get_device_capability=capability, current_device=zero, device_count=answer(1))
-        replace(torch.cuda, synchronize=nothing, _DeviceGuard=answer(contextlib.nullcontext()))
+        replace(torch.cuda, is_available=returns(False))
+        replace(common, amp_definitely_not_available=returns(False))
+        replace(torch.cuda, get_device_capability=capability, current_device=zero, device_count=returns(1))
+        replace(torch.cuda, synchronize=nothing, _DeviceGuard=returns(contextlib.nullcontext()))
         replace(torch._C, _cuda_getCurrentRawStream=zero)
         for owner in (CudaInterface, CudaInterface.Worker):
             replace(owner, get_device_properties=staticmethod(properties), current_device=staticmethod(zero))
         replace(CudaInterface, get_compute_capability=staticmethod(number), get_raw_stream=staticmethod(zero))
-        replace(CudaInterface, is_triton_capable=staticmethod(answer(True)))
+        replace(CudaInterface, is_triton_capable=staticmethod(returns(True)))
         replace(CudaInterface, raise_if_triton_unavailable=staticmethod(nothing))
-        replace(scheduler, has_triton=answer(True))
-        replace(_triton, triton_hash_with_backend=answer(""))
+        replace(scheduler, has_triton=returns(True))
+        replace(_triton, triton_hash_with_backend=returns(""))
         yield
