@@ -162,15 +162,15 @@ class Rules:
     def __init__(self, gradients: Gradients) -> None:
         self.gradients, self.operations = gradients, gradients.operations
 
-    def may_be_coded(self, nodes: list[fx.Node], codec: str, first: fx.Node, counts: Any = None) -> bool:
-        """Whether all that is made of some nodes, which are views of the value of the first, bears the errors of codes.
+    def may_be_coded(self, nodes: list[fx.Node], codec: str, first: fx.Node, is_counted: Any = None) -> bool:
+        """Whether all that is computed from ``nodes``, which are views of ``first``'s value, bears the errors of codes.
 
-        counts: whether the use by a node counts; None if all do.
+        is_counted: whether the use by a node counts; None if all do.
         """
-        return self.refusal(nodes, codec, first, counts) is None
+        return self.refusal(nodes, codec, first, is_counted) is None
 
     def refusal(
-        self, nodes: list[fx.Node], codec: str, first: fx.Node, counts: Any = None
+        self, nodes: list[fx.Node], codec: str, first: fx.Node, is_counted: Any = None
     ) -> tuple[str, fx.Node] | None:
         """Kind (a key of USES) and node of the first use that does not bear the errors of codes; None if all do."""
         x, producer = value(first), _producer(first)
@@ -180,10 +180,10 @@ class Rules:
             operand = waiting.pop()
             for node in operand.users:
                 if node.op == "output":
-                    if counts is not None and not is_backward(operand):
+                    if is_counted is not None and not is_backward(operand):
                         continue  # of the forward pass
                     return "output", node
-                if counts is not None and not counts[node]:
+                if is_counted is not None and not is_counted[node]:
                     continue
                 use = _Use(node, operand, self.operations.of(node), operand in same_value, codec, producer, x)
                 kind, bears = next((kind, bears) for kind, (matches, bears) in USES.items() if matches(self, use))
@@ -342,19 +342,19 @@ def _is_difference(rules: Rules, node: fx.Node) -> bool:
 
 def _codable(graph: fx.Graph, rules: Rules, is_recomputable: Any, saved: set[fx.Node]) -> dict[fx.Node, str]:
     """The codec of each value that may be coded. saved: nodes that are not computed again from codes."""
-    counts: dict[fx.Node, bool] = {}  # for refusal: gradients, and what the backward pass may compute again
+    is_counted: dict[fx.Node, bool] = {}  # gradients, and what the backward pass may compute again
     for node in reversed(graph.nodes):
         is_gradient = node in rules.gradients.nodes
         sizes = sum(numel(a) for a in node.all_input_nodes)
         again = node.op == "call_function" and is_recomputable(node) and 4 * numel(node) >= sizes and node not in saved
-        counts[node] = is_gradient or (again and any(counts.get(u, False) for u in node.users))
+        is_counted[node] = is_gradient or (again and any(is_counted.get(u, False) for u in node.users))
     codec_by_node = {}
     for node in graph.nodes:
         if node.op != "call_function" or node in rules.gradients.nodes or numel(node) < MIN_NUMEL:
             continue
         x = value(node)
         codec = codec_of(rules.operations, node) if is_candidate(x) else None
-        if codec is not None and rules.may_be_coded([node], codec, node, counts) and has_known_blocks(x):
+        if codec is not None and rules.may_be_coded([node], codec, node, is_counted) and has_known_blocks(x):
             codec_by_node[node] = codec
     return codec_by_node
 

@@ -119,14 +119,14 @@ def inline(graph: fx.Graph, function: Callable[..., Any], *nodes: fx.Node) -> An
             continue
         if node.op == "get_attr":
             raise AssertionError(f"a codec has a constant: {node.target}")
-        new = graph.node_copy(node, node_of.__getitem__)
-        new.meta = {"val": node.meta["val"]}
-        if isinstance(value(new), Tensor):
-            new.meta["tensor_meta"] = extract_tensor_metadata(value(new))
+        copy = graph.node_copy(node, node_of.__getitem__)
+        copy.meta = {"val": node.meta["val"]}
+        if isinstance(value(copy), Tensor):
+            copy.meta["tensor_meta"] = extract_tensor_metadata(value(copy))
         if getattr(node.target, "namespace", "").startswith("memkern"):
             # Else Inductor gives an op that was added to its graph an input of any layout.
-            new.meta["eager_input_vals"] = fx.node.map_arg((new.args, new.kwargs), value)
-        node_of[node] = new
+            copy.meta["eager_input_vals"] = fx.node.map_arg((copy.args, copy.kwargs), value)
+        node_of[node] = copy
     raise AssertionError("a graph without an output")
 
 

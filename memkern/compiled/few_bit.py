@@ -79,7 +79,7 @@ def derivatives(
         if is_backward(node) and operations.of(node).op in _NAMES:
             nodes_by_seq.setdefault(operations.of(node).seq, set()).add(node)
     named = {node.name: node for node in fw.nodes}
-    found = []
+    results = []
     for seq, nodes in nodes_by_seq.items():
         operation = operations.by_seq[seq]
         levels = _levels(operation, bits)
@@ -94,26 +94,26 @@ def derivatives(
             for n in (gradient, result)
         )
         if are_alike and fake.dtype in FLOATS and numel(x) >= MIN_NUMEL and is_contiguous_or_false(fake):
-            found.append(Derivative(x, levels, gradient, result, _unused_without(result, gradient)))
-    return found
+            results.append(Derivative(x, levels, gradient, result, _unused_without(result, gradient)))
+    return results
 
 
-def encode(graph: fx.Graph, each: Derivative) -> fx.Node:
+def encode(graph: fx.Graph, derivative: Derivative) -> fx.Node:
     """Codes of the derivative, in the forward graph."""
-    with graph.inserting_before(each.x.next):
-        return codecs.inline(graph, functools.partial(_ops.few_bit_encode, table=each.levels), each.x)
+    with graph.inserting_before(derivative.x.next):
+        return codecs.inline(graph, functools.partial(_ops.few_bit_encode, table=derivative.levels), derivative.x)
 
 
-def use(graph: fx.Graph, each: Derivative, codes: fx.Node) -> None:
-    """Multiplies the gradient by the levels of the codes, in place of ``each.result`` in the backward graph."""
+def use(graph: fx.Graph, derivative: Derivative, codes: fx.Node) -> None:
+    """Multiplies the gradient by the levels of the codes, in place of its ``result`` in the backward graph."""
 
     def run(gradient: Tensor, codes: Tensor) -> Tensor:
-        return _ops.few_bit_backward(gradient.contiguous(), codes, each.levels.levels)
+        return _ops.few_bit_backward(gradient.contiguous(), codes, derivative.levels.levels)
 
-    meta: dict[str, Any] = {k: v for k, v in each.result.meta.items() if k not in ("val", "tensor_meta")}
-    before = set(graph.nodes)
-    with graph.inserting_before(each.result):
-        new = codecs.inline(graph, run, each.gradient, codes)
-    for node in set(graph.nodes) - before:
+    meta: dict[str, Any] = {k: v for k, v in derivative.result.meta.items() if k not in ("val", "tensor_meta")}
+    nodes_before = set(graph.nodes)
+    with graph.inserting_before(derivative.result):
+        product = codecs.inline(graph, run, derivative.gradient, codes)
+    for node in set(graph.nodes) - nodes_before:
         node.meta = {**meta, **node.meta}
-    each.result.replace_all_uses_with(new)
+    derivative.result.replace_all_uses_with(product)

@@ -99,7 +99,7 @@ class Gradients:
 
     def _add(self, node: fx.Node) -> None:
         if node.op == "placeholder":
-            self.coming[node] = self._leaving[node] = Gradient(BOUNDED if numel(node) == 1 else UNKNOWN, 0)
+            self.coming[node] = self._leaving[node] = Gradient(BOUNDED if numel(node) == 1 else UNKNOWN, NOT_TOLD)
             return
         if is_sum_of_gradients(node) or packet(node) is operator.getitem:
             self.coming[node] = self._leaving[node] = _worst(self._leaving[s] for s in self.sources(node))

@@ -106,10 +106,10 @@ def _rewrite(graph: fx.Graph, op: Operation, norm: _Norm) -> None:
 
 def _add(graph: fx.Graph, op: Operation, last: fx.Node, function: Callable[..., Tensor], *nodes: fx.Node) -> fx.Node:
     """Adds operations of the norm's forward pass behind a node."""
-    before: Iterable[fx.Node] = set(graph.nodes)
+    nodes_before: Iterable[fx.Node] = set(graph.nodes)
     with graph.inserting_before(last.next):
         result = codecs.inline(graph, function, *nodes)
-    for node in set(graph.nodes).difference(before):
+    for node in set(graph.nodes).difference(nodes_before):
         of_first = op.nodes[0].meta
         node.meta.update(seq_nr=op.seq, original_aten=of_first.get("original_aten"), partitioner_tag="is_forward")
     return result

@@ -124,12 +124,12 @@ def out_of_place(graph: fx.Graph) -> None:
                 backward[seq] = name_of(_original(node)).removesuffix("_backward")
     for seq, name in backward.items():
         copies = (n for n in parts.get(seq + 1, ()) if packet(n) is aten.clone and all(map(is_backward, n.users)))
-        own = [n for n in parts.get(seq, []) + parts.get(seq + 1, []) if name_of(_original(n)) == name]
+        forward = [n for n in parts.get(seq, []) + parts.get(seq + 1, []) if name_of(_original(n)) == name]
         for copy in copies:
-            if own and copy.all_input_nodes[0] in own[0].all_input_nodes:
+            if forward and copy.all_input_nodes[0] in forward[0].all_input_nodes:
                 copy.replace_all_uses_with(copy.all_input_nodes[0])
                 graph.erase_node(copy)
-                for node in own:
+                for node in forward:
                     node.meta["seq_nr"] = seq
 
 
@@ -151,8 +151,8 @@ class Operations:
         for seq, nodes in parts.items():
             # what follows an operation and needs no gradient has its number, too
             op = _original(nodes[0])
-            own = _connected([n for n in nodes if _original(n) is op], op)
-            self.by_seq[seq] = Operation(seq, op, name_of(op), _row(name_of(op), own[0]), own)
+            connected = _connected([n for n in nodes if _original(n) is op], op)
+            self.by_seq[seq] = Operation(seq, op, name_of(op), _row(name_of(op), connected[0]), connected)
         seqs = {n.meta["seq_nr"] for n in tangents(graph) if "seq_nr" in n.meta and not is_sum_of_gradients(n)}
         for operation in sorted(self.by_seq.values(), key=lambda each: -each.seq):
             if operation.name in _IDENTITIES and any(self._goes_to(seqs, n) for n in operation.nodes):
@@ -184,7 +184,7 @@ class Operations:
         return dataclasses.replace(_NOTHING, op=op, name=name_of(op), row=_row(name_of(op), node), nodes=(node,))
 
     def _gated_by(self, gate: Operation) -> set[int]:
-        """The numbers of all operations of ``x * gate(f(x))``; none if the gate is in nothing of that form."""
+        """The numbers of all operations of ``x * gate(f(x))``, found by going from the gate to a product; else none."""
         between, roots = _roots(gate.nodes[0].args[0])
         x, seqs = gate.nodes[0], {gate.seq}
         while len(users := [u for u in x.users if _goes_on(u)]) == 1:

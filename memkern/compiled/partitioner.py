@@ -135,7 +135,7 @@ class _Saved:
         outputs: list[Any] = [*self.output.args[0]]  # type: ignore[misc]
         # None where torch has made the output anew, for the states of random numbers that are drawn again.
         descriptions = self.output.meta.get("desc", [None] * len(outputs))
-        self.returned = list(zip(outputs[:returned], descriptions[:returned], strict=True))
+        self.returned = list(zip(outputs[:returned], descriptions[:returned], strict=True))  # (node, description)
         self.saved = list(zip(outputs[returned:], descriptions[returned:], strict=True))
         self.held_by_caller = {views(o)[0] for o, _ in self.returned if isinstance(o, fx.Node)}
         self.holders = {n.name: n for n in bw.graph.find_nodes(op="placeholder")}
@@ -151,30 +151,30 @@ class _Saved:
 
     def derive(self, bits: int) -> None:
         """Codes of activations' derivatives in place of what is saved for nothing but these."""
-        every = few_bit.derivatives(self.fw.graph, self.bw.graph, self.operations, self.rules.gradients.nodes, bits)
-        for each in every:
-            freed = {node for node, _ in self.saved if self.holders.get(node.name) in each.unused}
-            left = storages((node for node, _ in self.saved if node not in freed), self.held_by_caller)
-            codes = few_bit.encode(self.fw.graph, each)
-            if size_of(storages(freed, self.held_by_caller) - left) <= size_of([codes]):
+        gradients = self.rules.gradients.nodes
+        for derivative in few_bit.derivatives(self.fw.graph, self.bw.graph, self.operations, gradients, bits):
+            freed = {node for node, _ in self.saved if self.holders.get(node.name) in derivative.unused}
+            still_saved = storages((node for node, _ in self.saved if node not in freed), self.held_by_caller)
+            codes = few_bit.encode(self.fw.graph, derivative)
+            if size_of(storages(freed, self.held_by_caller) - still_saved) <= size_of([codes]):
                 self.fw.graph.erase_node(codes)
                 continue
             first, description = next(pair for pair in self.saved if pair[0] in freed)
             with self.bw.graph.inserting_before(self.holders[first.name]):
-                holder = self.bw.graph.placeholder(f"memkern_{each.x.name}_derivative")
+                holder = self.bw.graph.placeholder(f"memkern_{derivative.x.name}_derivative")
             holder.meta.update(codes.meta)
-            few_bit.use(self.bw.graph, each, holder)
+            few_bit.use(self.bw.graph, derivative, holder)
             self.saved.insert(self.saved.index((first, description)), (codes, description))  # numbers come last
             self.pairs[codes] = [(codes, holder)]
         self._rebuild()
 
     def encode(self, limit: int | None, codec_backend: str | None) -> None:
         """Codes in place of all values that may be coded, or of as many as it takes until so many bytes are left."""
-        left = self.bytes()
+        bytes_left = self.bytes()
         for first, members, codec in self._candidates(in_order=limit is not None):
-            if limit is not None and left <= limit:
+            if limit is not None and bytes_left <= limit:
                 break
-            left += self._encode(first, members, codec, codecs.backend_for(value(first), codec_backend))
+            bytes_left += self._encode(first, members, codec, codecs.backend_for(value(first), codec_backend))
         for node in list(self.bw.graph.nodes):
             if self.operations.of(node).name in FORWARD and node in self.rules.gradients.nodes:
                 self._run_again(node)
@@ -195,6 +195,7 @@ class _Saved:
             if base.op != "call_function" or base in self.held_by_caller:  # an input, or held by the caller anyway
                 continue
             whole = is_candidate(value(base)) and 2 * sum(map(numel, members)) >= numel(base)
+            # Where a small part of the base is saved, each of its views has codes of its own.
             for first, saved_views in [(base, members)] if whole else [(m, [m]) for m in members]:
                 x = value(first)
                 codec = codec_of(self.operations, first) if is_candidate(x) and numel(first) >= MIN_NUMEL else None
@@ -223,8 +224,8 @@ class _Saved:
         for node in data:
             if "saved_tensor_with_no_vc_check" in members[0].meta:
                 node.meta["saved_tensor_with_no_vc_check"] = members[0].meta["saved_tensor_with_no_vc_check"]
-        new = self._decode(first, members, data, codec, backend)
-        self.pairs |= {members[0]: list(zip(data, new, strict=True))} | {m: [] for m in members[1:]}
+        placeholders = self._decode(first, members, data, codec, backend)
+        self.pairs |= {members[0]: list(zip(data, placeholders, strict=True))} | {m: [] for m in members[1:]}
         return size_of(data) - size_of([first])
 
     def _decode(
@@ -232,13 +233,13 @@ class _Saved:
     ) -> list[fx.Node]:
         graph, holders = self.bw.graph, [self.holders[m.name] for m in members]
         with graph.inserting_before(holders[0]):
-            new = []
+            placeholders = []
             for i, node in enumerate(data):
                 holder = graph.placeholder(f"memkern_{first.name}_{i}")
                 holder.meta.update(node.meta)
-                new.append(holder)
+                placeholders.append(holder)
         with graph.inserting_before(min(u for h in holders for u in h.users)):
-            x = codecs.decode(graph, new, codec, backend, value(first).dtype)
+            x = codecs.decode(graph, placeholders, codec, backend, value(first).dtype)
             self.decoded.add(x)
             for member, holder in zip(members, holders, strict=True):
                 y, chain = x, views(member)
@@ -247,7 +248,7 @@ class _Saved:
                     self.decoded.add(y)
                 holder.replace_all_uses_with(y)
                 graph.erase_node(holder)
-        return new
+        return placeholders
 
     def _run_again(self, node: fx.Node) -> None:
         """Attention's output and log-sum-exp from decoded queries, keys and values (memkern/compiled/attention.py)."""
@@ -286,11 +287,11 @@ class _Saved:
         self.bw.graph.eliminate_dead_code()
         remaining = list(self.returned)
         for node, description in self.saved:
-            for each, holder in self.pairs.get(node, [(node, None)]):
-                if holder is not None and not holder.users and isinstance(value(each), Tensor):
+            for replacement, holder in self.pairs.get(node, [(node, None)]):
+                if holder is not None and not holder.users and isinstance(value(replacement), Tensor):
                     self.bw.graph.erase_node(holder)
                 else:
-                    remaining.append((each, description))
+                    remaining.append((replacement, description))
         self.output.args = (tuple(node for node, _ in remaining),)
         if "desc" in self.output.meta:
             self.output.meta["desc"] = [description for _, description in remaining]

@@ -44,7 +44,7 @@ def read_copies(graph: fx.Graph, returned: int) -> None:
     """
     output = graph.output_node()
     writes = list(_writes(graph))
-    described = {getattr(each, "mutated_input", None) for each in output.meta.get("desc", ())} - {None}
+    described = {getattr(description, "mutated_input", None) for description in output.meta.get("desc", ())} - {None}
     inputs = graph.find_nodes(op="placeholder")
     written = {x for _, x in writes} | {x for x in inputs if x.meta.get("desc") in described}
     with graph.inserting_before(inputs[-1].next if inputs else None):

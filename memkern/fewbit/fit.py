@@ -80,8 +80,8 @@ def _optimal(values: Tensor, weight: Tensor, count: int, exact: Sequence[float])
     for n in range(1, count + 1):
         for k in range(max(0, n + len(exact) - count), min(n, len(exact)) + 1):
             candidates = []  # the last level is free, or the k-th exact one
-            for before, cost in [((n - 1, k), free), *([((n - 1, k - 1), pinned[k - 1])] if k else [])]:
-                cost_before = best.get(before, torch.full_like(start, torch.inf))
+            for previous, cost in [((n - 1, k), free), *([((n - 1, k - 1), pinned[k - 1])] if k else [])]:
+                cost_before = best.get(previous, torch.full_like(start, torch.inf))
                 candidates.append((cost_before[:, None] + cost).min(0))
             is_pinned = candidates[-1].values < candidates[0].values
             best[n, k] = torch.where(is_pinned, candidates[-1].values, candidates[0].values)

@@ -117,14 +117,8 @@ def fit_two_branch(name: str) -> TwoBranch:
         fitted = torch.linalg.lstsq(powers, d(x)[:, None]).solution[:, 0]
         coefficients.append(tuple(round(c, 8) for c in fitted.tolist()))
         reaches.append(round(float(reach), 8))
-    return TwoBranch(
-        round(float(x_min), 8),
-        round(float(minimum), 8),
-        coefficients[0],
-        coefficients[1],
-        reaches[0],
-        reaches[1],
-    )
+    falling, rising = coefficients
+    return TwoBranch(round(float(x_min), 8), round(float(minimum), 8), falling, rising, *reaches)
 
 
 def _main() -> None:

@@ -47,8 +47,8 @@ class Chooser:
     def saving(self) -> list[dict[str, Any]]:
         """Candidates for what is saved for the backward pass. The last needs the least memory on the device.
 
-        Checkpoints have 3-bit activations beside them, around compiled blocks what saves no value twice. Without
-        ``compile`` nothing is compiled, and a model that has no list of like blocks has no checkpoints.
+        Checkpoints come with 3-bit activations, around compiled blocks with ``saved_bits="exact"``. Without ``compile``
+        nothing is compiled, and a model that has no list of like blocks has no checkpoints.
         """
         compiled = bool(self.given.get("compile"))
         checkpoints = [way for way in WAYS_OF_SAVING.values() if "checkpointing" in way and self.predictor.has_blocks]
@@ -151,7 +151,7 @@ class Chooser:
             prediction = self.predictor.predict(techniques.replace(micro_batch=size))
             if self.host_memory is None:
                 return prediction.peak
-            # The host's used share, as bytes of the device's memory, which both are compared with.
+            # The host's used share in bytes of the device's memory, so that one limit serves both.
             return max(prediction.peak, int(memory * prediction.host / self.host_memory))
 
         fits, fails, tried = techniques.micro_batch, MAX_MICRO_BATCH + 1, 2 * techniques.micro_batch

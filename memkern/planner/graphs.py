@@ -94,7 +94,7 @@ def without_kernels(mode: FakeMode, model: nn.Module) -> Iterator[None]:
     """Around a forward and a backward pass of a model with compiled blocks, on the mode's fake tensors."""
     is_fake = torch.cuda.is_available() and not fake_cuda.torch_has_gpus()
     with session(), gpu.inductor_sees() if is_fake else contextlib.nullcontext():
-        before, _Session.mode = _Session.mode, mode
+        outer_mode, _Session.mode = _Session.mode, mode
         # What torch.compile compiles in place of a forward method of torch's own, as nn.Sequential's.
         _Session.codes.add(torch._dynamo.external_utils.wrap_inline(_nothing).__code__)
         for blocks in block_lists(model):
@@ -105,7 +105,7 @@ def without_kernels(mode: FakeMode, model: nn.Module) -> Iterator[None]:
         try:
             yield
         finally:
-            _Session.mode = before
+            _Session.mode = outer_mode
 
 
 def _on_cpu(folder: Any) -> Any:

@@ -57,7 +57,7 @@ class Configured:
         """The model in a dtype. empty: without initial values, which fake tensors cannot have."""
         from transformers.initialization import no_init_weights
 
-        before = torch.get_default_dtype()
+        default_dtype = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
         try:
             with no_init_weights() if empty else contextlib.nullcontext():
@@ -65,7 +65,7 @@ class Configured:
             model.tie_weights()
             return model
         finally:
-            torch.set_default_dtype(before)
+            torch.set_default_dtype(default_dtype)
 
     def empty(self, dtype: torch.dtype) -> nn.Module:
         """The model without values, in a dtype; under ``torch.device``, there.

@@ -46,7 +46,7 @@ class Groups:
         length, length_back = (begins[-1] - begins[-2], ends[-2] - ends[-1]) if len(ends) > 1 else (0, 0)
         last, last_back = begins[-1] + length, ends[-1] - length_back  # the last block's end, its backward pass's begin
         counted = [self.root] * (trace.end + 1)
-        for begin, end in (
+        for begin, end in (  # the clocks between which one more buffer of a block's size is there
             (begins[0], trace.middle),
             (begins[0], last),
             *[(last_back, ends[0])] * (1 + self.held),
@@ -99,7 +99,7 @@ class Streamed:
         running = [(begin, end, 2 * self.block, self.tensor) for begin, end in itertools.pairwise(begins)]
         backward = [(end, begin, 4 * self.block, 0) for begin, end in itertools.pairwise(ends)]
         counted = [self.root + 2 * self.first] * (trace.end + 1)
-        for begin, end, size, arrives in (
+        for begin, end, size, arrives in (  # clocks, bytes beside the root's, and further ones at the first operator
             (0, begins[0], self.first + self.block, self.tensor),
             *running,
             (begins[-1], loss, self.block + self.last, self.last),
@@ -129,7 +129,7 @@ def group_sizes(model: nn.Module, devices: int) -> dict[str, int]:
     root is all that is in no block, the embedding (first) and the output layer (last) too. These are 0 if they are
     tied: such weights are there from the beginning of a step to its end.
     """
-    blocks = [{*block.parameters()} for each in block_lists(model) for block in each]
+    blocks = [{*block.parameters()} for like_blocks in block_lists(model) for block in like_blocks]
     inside = set().union(*blocks)
     layers = (_layer(model, "get_input_embeddings"), output_layer(model))
     first, last = ({*layer.parameters()} - inside if layer is not None else set() for layer in layers)

@@ -109,9 +109,9 @@ class Trace:
             size = -(-s.size // unit) * unit
             died = max(self.end + 1 if s.died is None else s.died, s.born + 1)
             until = max(min(self.accumulated.get(s, died), died), s.born)
-            before = changes["saved" if self._is_saved(s) else "temporaries"]
-            before[s.born] += size
-            before[until] -= size
+            until_gradient = changes["saved" if self._is_saved(s) else "temporaries"]
+            until_gradient[s.born] += size
+            until_gradient[until] -= size
             if until < died:
                 end = self.of_blocks.get(s, until if streamed else died)
                 reduced = max(until, end) if devices > 1 or streamed else until
@@ -139,8 +139,8 @@ def aligned(few: Trace, many: Trace) -> dict[str, list[tuple[int, int]]] | None:
                 return None
             # Operators beyond the blocks may be equal by chance: as many as exceed a whole number of blocks.
             common, chance = divmod(first + last - len(a), block)
-            less = chance + (block if common >= 3 else 0)
-            first, last = first - less, last - less
+            excess = chance + (block if common >= 3 else 0)
+            first, last = first - excess, last - excess
         elif a != b:
             return None
         begins, ends = few.phases[phase], many.phases[phase]
@@ -174,17 +174,18 @@ def peaks(
     assert points is not None
 
     def levels(t: Trace) -> dict[str, list[int]]:
-        made = t.levels(**options)
+        by_category = t.levels(**options)
         if beside is not None:
-            made["temporaries"] = [a + b for a, b in zip(made["temporaries"], beside(t), strict=True)]
-        return made
+            temporaries = by_category["temporaries"]
+            by_category["temporaries"] = [a + b for a, b in zip(temporaries, beside(t), strict=True)]
+        return by_category
 
     few, many = levels(traces[0]), levels(traces[-1])
-    found = {}
+    largest = {}
     for phase, pairs in points.items():
-        at = ({c: few[c][i] + more * (many[c][j] - few[c][i]) for c in CATEGORIES} for i, j in pairs)
-        found[phase] = max(at, key=lambda sizes: sum(sizes.values()))
-    return found
+        extended = ({c: few[c][i] + more * (many[c][j] - few[c][i]) for c in CATEGORIES} for i, j in pairs)
+        largest[phase] = max(extended, key=lambda sizes: sum(sizes.values()))
+    return largest
 
 
 def record(

@@ -96,7 +96,7 @@ class Values:
         """The operator's result for its arguments' values. Raises _Unknown where one has none."""
         if func in EMPTY or torch.Tag.nondeterministic_seeded in func.tags:
             raise _Unknown
-        if func not in OF_A_SHAPE and self._is_of_weights(args):
+        if func not in OF_A_SHAPE and self._lacks_values(args):
             raise _Unknown
         if not all(isinstance(x, FakeTensor) for x in _mutated(func, args, kwargs)):
             raise _Unknown  # a constant of the model
@@ -113,19 +113,19 @@ class Values:
             except Exception as error:  # the fake tensors' own is raised, if they raise too
                 raise _Unknown from error
 
-    def _is_of_weights(self, args: Any) -> bool:
-        """Whether an argument has no values: of most operators one look at the first tensor tells."""
+    def _lacks_values(self, args: Any) -> bool:
+        """Whether an argument has no values, which mostly the first tensor shows."""
         for x in args:
             if isinstance(x, FakeTensor):
                 if id(x) not in self._known:
                     return True
-            elif isinstance(x, (list, tuple)) and self._is_of_weights(x):
+            elif isinstance(x, (list, tuple)) and self._lacks_values(x):
                 return True
         return False
 
     def around(self, func: Any, args: Any, kwargs: Any, run: Callable[..., Any]) -> Any:
-        """What ``run(func, args, kwargs)`` returns, or what it would return if it knew the values."""
-        if _takes_no_values(func) and self._is_of_weights(args):
+        """Returns ``run(func, args, kwargs)``, or what that would return if it knew the values."""
+        if _takes_no_values(func) and self._lacks_values(args):
             out = run(func, args, kwargs)
             for x in _mutated(func, args, kwargs):
                 self.forget(x)
@@ -207,7 +207,7 @@ def _mutated(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def _selecting_all(func: Any, args: Any, kwargs: Any) -> Any:
-    """What an operator whose outcome depends on unknown values returns: all elements, or false."""
+    """The result of an operator whose outcome depends on unknown values: all elements, or false."""
     if func is aten._local_scalar_dense.default and args[0].dtype == torch.bool:
         return False
     if func is aten.nonzero.default:

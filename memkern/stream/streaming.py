@@ -198,7 +198,7 @@ class Streamed:
 
     def __init__(self, model: Any, groups: list[Any], device: torch.device, streams: Any = None) -> None:
         self.model, self.device = model, device
-        self._name, self._runs = type(model).__name__.removeprefix("FSDP"), False
+        self._name, self._in_forward = type(model).__name__.removeprefix("FSDP"), False
         self.streams = streams or torch.get_device_module(device)
         modules = {*groups}
         self.groups = [Group(module, modules, not _needs_no_weights(module)) for module in groups]
@@ -226,7 +226,7 @@ class Streamed:
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
             if _is_backward():
                 return  # a checkpoint runs the module again, whose weights its own backward pass has brought
-            if not self._runs:
+            if not self._in_forward:
                 raise RuntimeError(
                     f"a {type(module).__name__} was called outside of the forward pass of the {self._name} that "
                     "memkern.apply was given, and whose weights are on the host: call that one, or apply the "
@@ -255,9 +255,9 @@ class Streamed:
                 return
             if self.arrivals.reset():
                 self._forget()
-            elif self._runs:  # a forward pass that was interrupted
+            elif self._in_forward:  # interrupted; in an older torch state_dict() brings the shards back
                 self._forget() if hasattr(self.model, "reset_iter_state") else self.model.state_dict()
-            self._runs = True
+            self._in_forward = True
             self._to_host()
             self.prefetch.begin()
             for group in self.all:
@@ -267,7 +267,7 @@ class Streamed:
         def after(module: nn.Module, args: Any, out: Any) -> None:
             if _is_backward():
                 return
-            self._runs = False
+            self._in_forward = False
             self.prefetch.end()
             if not torch.is_grad_enabled():
                 self._to_host()

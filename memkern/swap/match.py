@@ -183,9 +183,9 @@ def _names_in_forward(cls: type[nn.Module]) -> Iterator[str]:
     while waiting:
         for code in _codes(waiting.pop()):
             yield from code.co_names
-            new = {name for name in code.co_names if name in methods and name not in visited}
-            visited |= new
-            waiting += [methods[name] for name in new]
+            new_names = {name for name in code.co_names if name in methods and name not in visited}
+            visited |= new_names
+            waiting += [methods[name] for name in new_names]
 
 
 def called_in_forward(module: nn.Module) -> str | None:

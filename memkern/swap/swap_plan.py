@@ -120,15 +120,15 @@ class Compression:
     def _swap_activation(self, name: str, module: nn.Module, mode: int | str) -> None:
         bits, keep = (DEFAULT_BITS, OUTPUT) if isinstance(mode, str) else (mode, "codes")
         cls = original_class(module)
-        new = match.activation(cls, module, bits, keep)
-        if new is None:
+        counterpart = match.activation(cls, module, bits, keep)
+        if counterpart is None:
             if function := match.called_in_forward(module):
                 self._leave(module, f"calls {function} itself; memkern.functional has one that saves less")
             elif issubclass(cls, match.NO_COUNTERPART):
                 self._leave(module, "there is none that saves less; checkpoints and memkern.compile cover it")
             return
-        if isinstance(new, str):
-            self._leave(module, new)
+        if isinstance(counterpart, str):
+            self._leave(module, counterpart)
             return
         reason = None
         if cls in match.SAVE_THEIR_OUTPUT:
@@ -136,14 +136,14 @@ class Compression:
         elif not any(self._may_be_called(each) for each in self.names[module]):
             reason = "no method of the model names it, so that nothing calls it"
         if self._wanted(name, module, reason):
-            self._swap(name, module, new, _saved_per_element(cls, module, self.dtype))
+            self._swap(name, module, counterpart, _saved_per_element(cls, module, self.dtype))
 
-    def _swap(self, name: str, module: nn.Module, new: nn.Module, before: float) -> None:
-        if is_already(module, type(new), attributes_of(new)):
+    def _swap(self, name: str, module: nn.Module, counterpart: nn.Module, before: float) -> None:
+        if is_already(module, type(counterpart), attributes_of(counterpart)):
             return
         was = original_class(module).__name__
         revert(module)
-        become(module, type(new), attributes_of(new))
+        become(module, type(counterpart), attributes_of(counterpart))
         after = _saved_per_element(type(module), module, self.dtype)
         width = _width(self.by_name, name)
         self.swapped.append(Swap(tuple(self.names[module]), was, repr(module), before, after, width))
@@ -152,18 +152,19 @@ class Compression:
         module: Any
         for name, module in self.modules():
             cls = original_class(module)
-            new = match.linear(cls, module, options)
-            if new is None:
+            counterpart = match.linear(cls, module, options)
+            if counterpart is None:
                 continue
-            if isinstance(new, str):
-                self._leave(module, new)
+            if isinstance(counterpart, str):
+                self._leave(module, counterpart)
                 continue
             weight, names = module.weight, self.names[module]
             others = [owner for owner in self.owners[id(weight)] if owner not in names]
             reason = f"it shares its weight with {', '.join(others)}" if others else None
-            if self._wanted(name, module, reason) and not is_already(module, type(new), attributes_of(new)):
+            target = type(counterpart), attributes_of(counterpart)
+            if self._wanted(name, module, reason) and not is_already(module, *target):
                 revert(module)
-                become(module, type(new), attributes_of(new))
+                become(module, *target)
                 before = float(weight.itemsize) if weight.requires_grad else 0.0
                 width = weight.shape[1 if cls is nn.Linear else 0], name
                 after = before * module.share

@@ -105,7 +105,8 @@ def main(args: argparse.Namespace) -> None:
         corpus, plan = load(config), None
         if args.fit:
             config, plan = fit(config, args.fit, vars(args), resolve_device(config).type)
-        trainers = [Trainer(each, corpus) for each in ([config.baseline()] if args.compare else []) + [config]]
+        configs = [config.baseline(), config] if args.compare else [config]
+        trainers = [Trainer(each, corpus) for each in configs]
         if state:
             with refused("resume", f"{str(args.resume)!r} given, which cannot be continued"):
                 trainers[0].load_state_dict(state)

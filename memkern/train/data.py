@@ -108,7 +108,7 @@ def load_corpus(data: Sequence[str] = (), *, seq_len: int, text_field: str = "te
             cut = len(text) - len(text) // VALIDATION_SHARE
             texts[0].append(text[:cut])
             texts[1].append(text[cut:])
-    train, validation = (encode([*filter(None, some)], tokenizer) for some in texts)
+    train, validation = (encode([*filter(None, documents)], tokenizer) for documents in texts)
     corpus = Corpus(train, validation, name, len(files) - len(left_out), left_out, tokenizer)
     shortest = min(len(train), len(validation))
     if shortest <= seq_len:

@@ -28,15 +28,15 @@ def deferred() -> Iterator[list[int]]:
     def handle(number: int, frame: FrameType | None) -> None:
         noted.append(number)
         if number == signal.SIGINT and "RANK" not in os.environ:
-            signal.signal(number, before[signal.SIGINT])
+            signal.signal(number, handlers[signal.SIGINT])
 
-    before = {number: signal.getsignal(number) or signal.SIG_DFL for number in (signal.SIGINT, signal.SIGTERM)}
-    for number, handler in before.items():
+    handlers = {number: signal.getsignal(number) or signal.SIG_DFL for number in (signal.SIGINT, signal.SIGTERM)}
+    for number, handler in handlers.items():
         signal.signal(number, handler if handler is signal.SIG_IGN else handle)
     try:
         yield noted
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
 

@@ -203,10 +203,10 @@ class Trainer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues the run of ``state``. Where options differ, raises OptionError and changes nothing."""
-        before = state["config"]
+        resumed = state["config"]
         for name, given in dataclasses.asdict(self.config).items():
-            if name not in FREE_ON_RESUME and given != before[name]:
-                allowed = f"{spelled(before[name])}, with which the resumed run began, or a new run without --resume"
+            if name not in FREE_ON_RESUME and given != resumed[name]:
+                allowed = f"{spelled(resumed[name])}, with which the resumed run began, or a new run without --resume"
                 raise OptionError(name, f"{spelled(given)} given; allowed: {allowed}")
         if state["corpus"] != self.corpus.digest:
             allowed = "the text with which the resumed run began, unchanged"
