@@ -59,7 +59,7 @@ __all__ = [
 ]
 
 
-# torch.fx records a call of these as one node, and does not look inside, where what is done depends on values.
+# torch.fx records a call of these as one node, without tracing the body, which depends on values.
 for _name in ("activate", "few_bit", "glu", "linear_cross_entropy"):
     torch.fx.wrap(_name)
 

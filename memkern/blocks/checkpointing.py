@@ -152,7 +152,7 @@ def checkpoint_blocks(model: nn.Module, blocks: str = "blocks", *, bits: int | N
             whose blocks' inputs are rounded to 8 bits, and the gradient is the exact one of that model
             (docs/what-does-not-fit.md). A NaN or an infinity makes its block of 128 NaN. float64 stays as it is.
         every: 2 puts checkpoints around the first block of each list, the third, the fifth and so on; 3 around every
-            third. The others save what they save without.
+            third. The other blocks have no checkpoint.
 
     Where gradients are asked for, blocks get no empty cache of keys and values (transformers' use_cache): it would be
     filled anew in the backward pass. With one that is filled, as with a learned prefix, they run without checkpoints.

@@ -162,7 +162,7 @@ def _compile_arguments(techniques: Techniques) -> dict[str, Any]:
     if bits is None and activations is None and budget is None and TorchVersion(torch.__version__) < FIRST_VERSION:
         return {}
     if bits is None and budget is None:
-        budget = 1.0  # all that torch.compile saves, but for activations
+        budget = 1.0  # all that torch.compile saves, except for activations
     bits, budget = "exact" if bits is None else bits, None if budget is None else float(budget)
     return {"options": options_of_inductor({}, None, bits, budget, activations, codec_backend=None)}
 

@@ -60,7 +60,7 @@ def is_candidate(x: Any) -> bool:
 def has_known_blocks(x: Tensor) -> bool:
     """Whether blocks of codes are laid over rows of x alike at all sizes; with a guard for rows of a symbolic length.
 
-    Shorter rows have few elements, and several to a block, whose number would divide by that length.
+    Several shorter rows share a block, and the number of blocks would have a division by the symbolic length.
     """
     row = math.prod(x.shape[1:] if x.shape[0] != 1 else x.shape)
     return isinstance(row, int) or bool(guard_or_false(row >= BLOCK_SIZE))
@@ -322,8 +322,8 @@ use is of the first kind that it fits."""
 def mark(graph: fx.Graph, rules: Rules, is_recomputable: Any) -> None:
     """Notes in ``meta[CODEC]`` the codec of each value that could be saved in codes, before torch chooses.
 
-    And in ``meta[NOT_AGAIN]`` the differences x - mean of norms whose normalized values may be coded: codes of x are
-    too coarse for a difference.
+    Marks with ``meta[NOT_AGAIN]`` the differences x - mean of norms whose normalized values may be coded: codes of x
+    are too coarse for a difference.
     """
     differences = [n for n in graph.nodes if _is_difference(rules, n)]
     codec_by_node = _codable(graph, rules, is_recomputable, {*differences})

@@ -1,4 +1,4 @@
-"""Codes of an activation's derivative, in place of an input that a compiled graph saves for nothing else.
+"""Saves codes of an activation's derivative where a compiled graph would save its input for nothing else.
 
 memkern's modules save the same codes (:mod:`memkern.functions.activation`); here no module is swapped. Where the
 backward pass uses the input for anything else, the input stays saved: the derivative is then computed from it.
@@ -73,7 +73,7 @@ def _unused_without(result: fx.Node, gradient: fx.Node) -> set[fx.Node]:
 def derivatives(
     fw: fx.Graph, bw: fx.Graph, operations: Operations, gradients: set[fx.Node], bits: int
 ) -> list[Derivative]:
-    """The activations of a graph whose derivative could be saved in so many bits."""
+    """The activations of a graph whose derivative could be saved in ``bits`` bits per element."""
     nodes_by_seq: dict[int, set[fx.Node]] = {}
     for node in gradients:
         if is_backward(node) and operations.of(node).op in _NAMES:

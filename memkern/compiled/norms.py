@@ -1,4 +1,4 @@
-"""Batch, instance and group norms of a joint graph, made to use the normalized value in place of their input.
+"""Makes batch, instance and group norms of a joint graph use the normalized value in place of their input.
 
 torch's backward pass of these norms subtracts a multiple of the mean from a multiple of the input x, for which codes of
 x are too coarse. Codes of ``normalized = (x - mean) * inverse`` serve it, and so the norm gets::
@@ -26,7 +26,7 @@ NAMES = {"native_batch_norm", "native_group_norm"}
 class _Norm(NamedTuple):
     """Nodes of a norm: its input, the statistics, and what is normalized, None where no node has it.
 
-    sources: the input in another dtype or as a view of it, as statistics and differences are of.
+    sources: the input, and its casts and views from which statistics and differences are computed.
     """
 
     x: fx.Node
@@ -37,7 +37,7 @@ class _Norm(NamedTuple):
 
 
 def use_normalized(graph: fx.Graph) -> None:
-    """Rewrites the norms of a joint graph whose input is computed in it."""
+    """Rewrites the norms of a joint graph whose input is computed in the graph."""
     operations = Operations(graph)
     for op in operations.by_seq.values():
         norm = _match(op) if op.name in NAMES and op.seq in operations.differentiated else None

@@ -150,7 +150,7 @@ class _Saved:
         return size_of(storages(saved, self.held_by_caller))
 
     def derive(self, bits: int) -> None:
-        """Codes of activations' derivatives in place of what is saved for nothing but these."""
+        """Saves codes of activations' derivatives in place of tensors that are saved for these alone."""
         gradients = self.rules.gradients.nodes
         for derivative in few_bit.derivatives(self.fw.graph, self.bw.graph, self.operations, gradients, bits):
             freed = {node for node, _ in self.saved if self.holders.get(node.name) in derivative.unused}
@@ -169,7 +169,7 @@ class _Saved:
         self._rebuild()
 
     def encode(self, limit: int | None, codec_backend: str | None) -> None:
-        """Codes in place of all values that may be coded, or of as many as it takes until so many bytes are left."""
+        """Saves codes of all values that may be coded, or of as few as it takes to save ``limit`` bytes at most."""
         bytes_left = self.bytes()
         for first, members, codec in self._candidates(in_order=limit is not None):
             if limit is not None and bytes_left <= limit:

@@ -55,7 +55,7 @@ class User(NamedTuple):
     kind: "product" (products, norms, attention, losses: a relative error in what it uses is one in its result, however
     large the gradient), "smooth" (elementwise with bounded derivatives: codes only where the gradient that comes is
     BOUNDED), "linear" (passes gradients on, and uses nothing, or exactly), "singular" (divides or takes a logarithm).
-    coded: the arguments that may be coded; of "linear" ones those of which it uses the shape.
+    coded: the arguments that may be coded; of "linear" ones those of which only the shape is used.
     """
 
     kind: str

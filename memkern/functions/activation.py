@@ -53,7 +53,7 @@ def check_dtype(x: Tensor) -> None:
 
 
 def _dense(x: Tensor, result: Tensor) -> Tensor:
-    """x in the memory order of the result, in which its codes are."""
+    """x in the memory order of the result, which is the order of the codes."""
     if x.is_contiguous() and result.is_contiguous():
         return x
     if same_layout(x, result) and is_dense(x.shape, x.stride()):

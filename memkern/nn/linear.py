@@ -13,7 +13,7 @@ torch.fx.wrap("randomized_linear")  # one node of a traced graph
 
 
 class RandomizedLinear(nn.Linear):
-    r"""torch.nn.Linear by :func:`randomized_linear`: exact but for the weight's gradient, which is unbiased.
+    r"""torch.nn.Linear by :func:`randomized_linear`: exact except for the weight's gradient, which is unbiased.
 
     Args:
         in_features, out_features, bias, device, dtype: as for torch.nn.Linear, and the same state_dict.

@@ -120,7 +120,7 @@ class Chooser:
             shape = (techniques.micro_batch, techniques.step_in_backward, on_host)
             by_shape.setdefault(shape, techniques)
         frugal = [self.frugal(techniques) for techniques in by_shape.values()]
-        running = [*filter(self.predictor.runs, frugal)] or frugal[:1]  # whose prediction raises the reason
+        running = [*filter(self.predictor.runs, frugal)] or frugal[:1]  # its prediction raises the reason
         fitting = [*filter(self._host_fits, running)] or running
         return min(map(self.predictor.predict, fitting), key=lambda p: p.peak)
 

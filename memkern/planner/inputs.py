@@ -25,7 +25,7 @@ ALSO_NEEDED = {
 }
 """By a model's main input: other inputs that it needs, if its forward method has these arguments."""
 SYNONYMS = {"inputs": ("pixel_values", "input_values")}
-"""By an input of any kind: the names of arguments that take one kind of it."""
+"""By a main input's generic name: names of the arguments that may take it."""
 TOKENS = ("input_ids", "decoder_input_ids", "qformer_input_ids", "mm_token_type_ids", "bbox")  # inputs per token
 DTYPES = dict.fromkeys((*TOKENS, "pixel_attention_mask", "attention_mask"), torch.long)
 DTYPES |= dict.fromkeys(("image_embeds_position_mask", "bool_masked_pos"), torch.bool)

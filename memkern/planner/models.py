@@ -263,7 +263,7 @@ def resolve(
     config = copy.deepcopy(config)
     if dropout is not None:
         set_dropout(config, dropout)
-    # Labels are made inputs of a decoder with these, and a batch has an end with the second.
+    # Decoders make inputs from labels with these; with the second, classifiers find a sequence's end.
     for token in ("decoder_start_token_id", "pad_token_id"):
         if getattr(config, token, None) is None:
             setattr(config, token, 0)

@@ -240,8 +240,8 @@ class Predictor:
         """Bytes on the host with offload or weights_on_host, found without a trace: weights, errors, states, gradients.
 
         With weights_on_host, weights are in slabs of pinned memory (offload/pinned.py), and torch rounds the pinned
-        memory of each gradient up to a power of two. Three groups of gradients are under way, which is all with a step
-        in backward; else those of all parameters are there, and with accumulation these three beside them. With
+        memory of each gradient up to a power of two. The gradients of three groups are under way. With a step in
+        backward there are no others; else there are those of all parameters, and with accumulation the three too. With
         ``offload="device"`` there are errors and states alone, all of them pinned.
         """
         sizes = self.static_bytes(techniques)

@@ -164,11 +164,12 @@ def peaks(
     """The largest sum of bytes in each phase, by category.
 
     traces: one, or two that :func:`aligned` can align, the second with one more block. more: how many blocks the whole
-    model has more than the first trace. The bytes at a point of a block are linear in the block's number and in the
-    number of blocks, but for the first and the last block. So a phase has its peak in one of the two blocks at either
-    end, or outside of the blocks; points are aligned from both ends of the phase, and their bytes are continued
-    linearly. With three blocks or more that is exact, or errs high. beside: further bytes at the beginning and after
-    each operator of a trace. options: of :meth:`Trace.levels`.
+    model has more than the first trace. beside: further bytes at the beginning and after each operator of a trace.
+    options: of :meth:`Trace.levels`.
+
+    The bytes at a point of a block are linear in the block's number and in the number of blocks, except for the first
+    and the last block. So a phase peaks in one of the two blocks at either end, or outside of the blocks; points are
+    aligned from both ends, and their bytes are extrapolated. With three blocks or more that is exact, or errs high.
     """
     points = aligned(traces[0], traces[-1])
     assert points is not None

@@ -96,7 +96,7 @@ NO_COUNTERPART = (
     *(nn.RNNBase, nn.MultiheadAttention),
 )
 
-# Functions whose input torch saves; called in a forward they are out of reach. Not threshold, which names much else.
+# Functions whose input torch saves; compress cannot change calls of them. Without threshold, a name of much else.
 FUNCTIONS = frozenset(
     {
         *("gelu", "silu", "mish", "hardswish", "softplus", "leaky_relu", "hardtanh", "relu6"),

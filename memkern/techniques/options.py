@@ -93,14 +93,14 @@ def refused(name: str, text: str) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """The numbers that an option may be: a test and its words."""
+    """The numbers that an option may be: a test, and what it tests in words."""
 
     accepts: Callable[..., bool]
     words: str
 
 
 def at_least(low: int, high: int | None = None) -> Range:
-    """The integers from ``low`` on, or to ``most``."""
+    """The integers from ``low`` on, or to ``high``."""
     words = f"a whole number, {low} or more" if high is None else f"a whole number, {low} to {high}"
     return Range(lambda x: type(x) is int and low <= x and (high is None or x <= high), words)
 

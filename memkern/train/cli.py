@@ -76,7 +76,7 @@ def micro_batches(batch_size: int, micro_batch: int | None, accumulation: int | 
 
 
 def check_modes(args: argparse.Namespace, config: TrainConfig) -> None:
-    """Raises OptionError for arguments that exclude each other, or lack a package: SystemExit, with the cure."""
+    """Raises OptionError for arguments that exclude each other, SystemExit for a package that is missing."""
     for name, others in (("compare", ("save", "resume", "export")), ("fit", ("compare", "resume"))):
         if getattr(args, name) and (given := next((other for other in others if getattr(args, other)), None)):
             raise OptionError(name, f"given with --{given}; allowed: without --{', --'.join(others)}")

@@ -227,7 +227,7 @@ class Trainer:
         self.history = History(**state["history"])
 
     def result(self) -> dict[str, Any]:
-        """The figures of a finished run, as plain JSON values; losses are nats per token, of the median step the time.
+        """The figures of a finished run, as plain JSON values; losses in nats per token, the time of the median step.
 
         optimizer_bytes: of this process, which with FSDP2 has the states of its shards.
         """
