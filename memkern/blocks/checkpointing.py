@@ -33,7 +33,7 @@ class _Link(torch.autograd.Function):
 
 
 class _Decode(torch.autograd.Function):
-    """The values of codes, whose gradient goes through the link."""
+    """Decodes codes; the gradient of their values goes through the link."""
 
     @staticmethod
     def forward(ctx: Any, link: Tensor, codes: Tensor, scale: Tensor) -> Tensor:

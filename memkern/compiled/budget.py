@@ -147,7 +147,7 @@ class Choice:
         self._plain = partitioners.choose_saved_values_set
 
     @contextlib.contextmanager
-    def instead(self) -> Iterator[None]:
+    def replacing_torch(self) -> Iterator[None]:
         """Takes the place of torch's choice, for the whole process: TorchDynamo compiles in one thread at a time."""
         partitioners.choose_saved_values_set = self.__call__
         try:

@@ -54,6 +54,7 @@ _SAVED_ARGUMENTS = {"output": "out"}  # an argument in USERS: its name in the ba
 
 
 def is_candidate(x: Any) -> bool:
+    """Whether a value is a tensor of a dtype that has codes."""
     return isinstance(x, Tensor) and x.dtype in FLOATS and x.dim() > 0
 
 
@@ -219,6 +220,7 @@ class Rules:
         return use.is_value and (use.is_copy or is_negative)
 
     def is_gated(self, use: _Use) -> bool:
+        """Whether a node is of ``x * gate(f(x))``, where codes of x do little harm to the gate's derivative."""
         return use.operation.seq in self.operations.gated and use.called not in _COMPARISONS
 
     def may_be_deviation(self, node: fx.Node) -> bool:

@@ -38,8 +38,8 @@ def compile(
     saved_bits: ``"exact"``: torch's min-cut, which may compute elementwise operations again where torch keeps a copy of
         their result for a product; no value is rounded. ``8``: what may stand in 8-bit codes does, by the tables
         of memkern/compiled/rules.py (docs/compiled.md).
-    memory_budget: how much each graph may save: a float in (0, 1], a share of what torch.compile saves of what is
-        computed, without the outputs; or an int, bytes. Of these it does the first that is enough: what torch.compile
+    memory_budget: how much each graph may save: a float in (0, 1], a share of the computed values that torch.compile
+        saves, without the outputs; or an int, bytes. The first of these that is enough is done: what torch.compile
         does; elementwise operations computed again; with ``saved_bits=8`` as many values in codes as it takes; with
         ``"exact"`` products and attention computed again, while that lowers the peak. A warning names what is saved
         where nothing is enough.

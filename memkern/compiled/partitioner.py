@@ -101,7 +101,7 @@ class Partitioner(CustomPartitionerFn):
             mark(gm.graph, Rules(gradients), recomputable)
         _save_reductions(gm.graph)
         choice = Choice(self.memory_budget, is_coded)
-        with choice.instead():
+        with choice.replacing_torch():
             fw, bw = partitioners.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
         written.drop_unsaved_copies(fw)
         if self.activations is not None:

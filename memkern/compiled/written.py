@@ -18,7 +18,7 @@ from . import codecs
 from .nodes import arguments, is_backward, views
 
 _COPY = "memkern_copy"
-"""The key in a node's ``meta`` of a copy."""
+"""The key in the ``meta`` of nodes that are such copies."""
 
 
 def _writes(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:

@@ -54,7 +54,7 @@ def default(device: str) -> Hardware:
 
 def seconds(
     hardware: Hardware,
-    t: Techniques,
+    techniques: Techniques,
     sizes: StaticBytes,
     *,
     tokens: int,
@@ -77,30 +77,30 @@ def seconds(
     a forward pass. compiled: ``COMPILED``'s share of the time of both passes. brought: bytes of weights that each pass
     brings from the host.
     """
-    rate = hardware.flops if t.precision == "fp32" else hardware.half_flops
-    passes = 3.0 + (1 / t.checkpoint_every if t.checkpointing else 0)
-    if t.linear_share is not None:
-        passes -= 1 - t.linear_share
-    forward = compiled * t.micro_batch * tokens * (2 * sizes.count + attention) / rate
+    rate = hardware.flops if techniques.precision == "fp32" else hardware.half_flops
+    passes = 3.0 + (1 / techniques.checkpoint_every if techniques.checkpointing else 0)
+    if techniques.linear_share is not None:
+        passes -= 1 - techniques.linear_share
+    forward = compiled * techniques.micro_batch * tokens * (2 * sizes.count + attention) / rate
     micro_batch = passes * forward
-    if t.loss_chunk:
-        micro_batch += t.micro_batch * tokens * 2 * sizes.head / rate
+    if techniques.loss_chunk:
+        micro_batch += techniques.micro_batch * tokens * 2 * sizes.head / rate
     backward = (passes - 1) * forward
     # Weights come in in each pass, and gradients leave beside them, in the link's other direction.
     for computation in (forward, backward):
         micro_batch += max(0.0, brought / hardware.link - computation)
-    total = t.accumulation * micro_batch
-    on_host = t.offload == "cpu" or bool(t.weights_on_host)
+    total = techniques.accumulation * micro_batch
+    on_host = techniques.offload == "cpu" or bool(techniques.weights_on_host)
     bandwidth = hardware.host_bandwidth if on_host else hardware.bandwidth
-    accumulation_bandwidth = hardware.host_bandwidth if t.weights_on_host else hardware.bandwidth
+    accumulation_bandwidth = hardware.host_bandwidth if techniques.weights_on_host else hardware.bandwidth
     weights = gradients = sizes.parameters
-    total += (t.accumulation - 1) * 3 * gradients / accumulation_bandwidth
+    total += (techniques.accumulation - 1) * 3 * gradients / accumulation_bandwidth
     step = 3 * weights + 2 * (sizes.optimizer + sizes.errors)  # weights and states in and out, gradients in
-    hidden = backward if t.weights_on_host and t.step_in_backward else 0.0
+    hidden = backward if techniques.weights_on_host and techniques.step_in_backward else 0.0
     total += max(step / bandwidth - hidden, step / hardware.bandwidth)
-    if t.offload == "device":
-        overlapped = step / hardware.bandwidth + (backward if t.step_in_backward else 0.0)
+    if techniques.offload == "device":
+        overlapped = step / hardware.bandwidth + (backward if techniques.step_in_backward else 0.0)
         total += max(0.0, (sizes.optimizer + sizes.errors) / hardware.link - overlapped)
-    if t.offload == "cpu":
-        total += (t.accumulation * gradients + 2 * weights) / hardware.link
+    if techniques.offload == "cpu":
+        total += (techniques.accumulation * gradients + 2 * weights) / hardware.link
     return total

@@ -161,18 +161,19 @@ def verdict(plan: Plan) -> Iterator[str]:
     yield plan.code()
 
 
-def training_loop(t: Techniques, loss: str, device: str, sample: str, devices: int = 1) -> str:
+def training_loop(techniques: Techniques, loss: str, device: str, sample: str, devices: int = 1) -> str:
     """The lines of a training loop with these techniques.
 
     loss: the expression for the loss of ``batch``. sample: what a batch consists of, "sequence" or "example".
     """
-    names = [field.name for field in dataclasses.fields(t) if getattr(t, field.name) != field.default]
+    names = [field.name for field in dataclasses.fields(techniques) if getattr(techniques, field.name) != field.default]
     of_the_loop = ("micro_batch", "accumulation")
-    given = ", ".join(f"{name}={getattr(t, name)!r}" for name in names if name not in of_the_loop)
+    given = ", ".join(f"{name}={getattr(techniques, name)!r}" for name in names if name not in of_the_loop)
     set_up = ["import torch, memkern", "", f"techniques = memkern.Techniques({given})"]
-    if t.precision == "bf16":
+    if techniques.precision == "bf16":
         set_up.append("model.to(torch.bfloat16)")
-    set_up += [*_chunked_lines(t), f"memkern.apply({'with_loss' if t.loss_chunk else 'model'}, techniques)"]
+    model = "with_loss" if techniques.loss_chunk else "model"
+    set_up += [*_chunked_lines(techniques), f"memkern.apply({model}, techniques)"]
     if devices > 1:
         set_up += [
             f"# torchrun --nproc-per-node {devices}; blocks: the model's, such as model.model.layers",
@@ -180,29 +181,29 @@ def training_loop(t: Techniques, loss: str, device: str, sample: str, devices: i
             "    torch.distributed.fsdp.fully_shard(module)",
         ]
     params = "model.parameters()"
-    if t.optimizer_class == "Muon":
+    if techniques.optimizer_class == "Muon":
         params = "memkern.optim.muon_groups(model, lr=lr, adamw_lr=lr)"
     set_up.append(f"optimizer = memkern.make_optimizer({params}, techniques, lr=lr)")
-    body = [f"batch = next(batches)  # {t.micro_batch} {sample}{'s' * (t.micro_batch > 1)}"]
-    forward = [f"loss = {'with_loss(batch)' if t.loss_chunk else loss}"]
-    if t.autocast:
-        dtype = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}[t.autocast]
+    body = [f"batch = next(batches)  # {techniques.micro_batch} {sample}{'s' * (techniques.micro_batch > 1)}"]
+    forward = [f"loss = {'with_loss(batch)' if techniques.loss_chunk else loss}"]
+    if techniques.autocast:
+        dtype = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}[techniques.autocast]
         forward = [f'with torch.autocast("{device}", {dtype}):', *(f"    {line}" for line in forward)]
-    loss_term = f"(loss / {t.accumulation})" if t.accumulation > 1 else "loss"
-    if is_scaled := t.precision == "fp16-mixed":
+    loss_term = f"(loss / {techniques.accumulation})" if techniques.accumulation > 1 else "loss"
+    if is_scaled := techniques.precision == "fp16-mixed":
         set_up.append(f'scaler = torch.amp.GradScaler("{device}")')
         loss_term = f"scaler.scale({loss_term.strip('()')})"
-    body += [*forward, f"{loss_term}.backward()" + ("  # takes the steps" if t.step_in_backward else "")]
-    if t.accumulation > 1:
-        body = [f"for _ in range({t.accumulation}):", *(f"    {line}" for line in body)]
+    body += [*forward, f"{loss_term}.backward()" + ("  # takes the steps" if techniques.step_in_backward else "")]
+    if techniques.accumulation > 1:
+        body = [f"for _ in range({techniques.accumulation}):", *(f"    {line}" for line in body)]
     body += ["scaler.step(optimizer)", "scaler.update()"] if is_scaled else ["optimizer.step()"]
     body.append("optimizer.zero_grad()")
     return "\n".join([*set_up, "for step in range(steps):", *(f"    {line}" for line in body)])
 
 
-def _chunked_lines(t: Techniques) -> list[str]:
+def _chunked_lines(techniques: Techniques) -> list[str]:
     """The lines of a module that holds a language model and its loss in chunks of classes."""
-    if not t.loss_chunk:
+    if not techniques.loss_chunk:
         return []
     return [
         "",
@@ -210,7 +211,7 @@ def _chunked_lines(t: Techniques) -> list[str]:
         "    def __init__(self, model):",
         "        super().__init__()",
         "        self.model, head = model, model.get_output_embeddings()",
-        f"        self.loss = memkern.nn.LinearCrossEntropy.from_linear(head, chunk_size={t.loss_chunk})",
+        f"        self.loss = memkern.nn.LinearCrossEntropy.from_linear(head, chunk_size={techniques.loss_chunk})",
         "    def forward(self, batch):",
         '        hidden = self.model.base_model(batch["input_ids"], use_cache=False).last_hidden_state',
         '        return self.loss(hidden[:, :-1], batch["labels"][:, 1:])',

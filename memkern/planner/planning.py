@@ -169,7 +169,7 @@ def _given(techniques: Any, devices: int) -> dict[str, Any]:
     for name in given:
         if name not in names:
             raise not_allowed("techniques", name, ", ".join(names))
-    # Checks the values. What others of them need is the planner's choice if it is not given.
+    # Checks the values, with others that they need: the planner chooses those that are not given.
     needed: dict[str, Any] = {"precision": "bf16"} if given.get("master_weights") else {}
     needed |= {"compile": True} if given.get("saved_bits") and "compile" not in given else {}
     needed |= (

@@ -87,7 +87,7 @@ def extent(shape: Sequence[int], strides: Sequence[int]) -> int:
 def overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether two elements may lie at one place in memory: a stride does not pass the smaller ones' reach."""
     reach = 0
-    for stride, size in sorted((st, sz) for sz, st in zip(shape, strides, strict=True) if sz != 1):
+    for stride, size in sorted((stride, size) for size, stride in zip(shape, strides, strict=True) if size != 1):
         if size == 0:
             return False
         if stride <= reach:

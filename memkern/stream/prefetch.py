@@ -94,7 +94,7 @@ class Prefetch:
         self.order.append(group)
         self.bring(group)
         self.arrive(group)
-        if self.last_order[place : place + 1] == [group] and place + 1 < len(self.last_order):
+        if self.last_order[place : place + 1] == [group] and place + 1 < len(self.last_order):  # as in the last pass
             self.bring(self.last_order[place + 1])
         return self.order, place
 

@@ -52,12 +52,7 @@ def _settings(field: dataclasses.Field, annotation: Any) -> dict[str, Any]:
     return {"type": _number(kind, field.default is None), "metavar": metavar or {int: "N", float: "X"}[kind]}
 
 
-def add_flags(
-    group: Any,
-    options: type,
-    fields: Iterable[dataclasses.Field],
-    defaults: Any = None,
-) -> None:
+def add_flags(group: Any, options: type, fields: Iterable[dataclasses.Field], defaults: Any = None) -> None:
     """Adds a flag for each of the fields of a dataclass; without the flag the namespace has no such name.
 
     defaults: an instance whose values ``--help`` shows.
