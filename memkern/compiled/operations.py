@@ -92,7 +92,7 @@ def _row(name: str, node: fx.Node) -> User:
 
 
 def _original(node: fx.Node) -> Any:
-    """The operation, without its overload, that was decomposed into a node among others."""
+    """The operation, without its overload, whose decomposition a node is part of."""
     return without_overload(node.meta.get("original_aten") or node.target)
 
 

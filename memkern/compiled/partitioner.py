@@ -138,7 +138,7 @@ class _Saved:
         self.returned = list(zip(outputs[:returned], descriptions[:returned], strict=True))  # (node, description)
         self.saved = list(zip(outputs[returned:], descriptions[returned:], strict=True))
         self.held_by_caller = {views(o)[0] for o, _ in self.returned if isinstance(o, fx.Node)}
-        self.holders = {n.name: n for n in bw.graph.find_nodes(op="placeholder")}
+        self.holders = {n.name: n for n in bw.graph.find_nodes(op="placeholder")}  # the backward graph's inputs
         # of each saved value: the nodes of the forward graph that stand for it, with their inputs of the backward graph
         self.pairs = {n: [(n, self.holders[n.name])] for n, _ in self.saved if n.name in self.holders}
         self.decoded: set[fx.Node] = set()  # nodes of the backward graph
@@ -164,7 +164,7 @@ class _Saved:
                 holder = self.bw.graph.placeholder(f"memkern_{derivative.x.name}_derivative")
             holder.meta.update(codes.meta)
             few_bit.use(self.bw.graph, derivative, holder)
-            self.saved.insert(self.saved.index((first, description)), (codes, description))  # numbers come last
+            self.saved.insert(self.saved.index((first, description)), (codes, description))  # symbolic sizes come last
             self.pairs[codes] = [(codes, holder)]
         self._rebuild()
 
@@ -177,7 +177,7 @@ class _Saved:
             bytes_left += self._encode(first, members, codec, codecs.backend_for(value(first), codec_backend))
         for node in list(self.bw.graph.nodes):
             if self.operations.of(node).name in FORWARD and node in self.rules.gradients.nodes:
-                self._run_again(node)
+                self._recompute_attention(node)
         self._rebuild()
 
     def _candidates(self, in_order: bool) -> list[tuple[fx.Node, list[fx.Node], str]]:
@@ -250,8 +250,8 @@ class _Saved:
                 graph.erase_node(holder)
         return placeholders
 
-    def _run_again(self, node: fx.Node) -> None:
-        """Attention's output and log-sum-exp from decoded queries, keys and values (memkern/compiled/attention.py)."""
+    def _recompute_attention(self, node: fx.Node) -> None:
+        """Computes attention's output and log-sum-exp from decoded queries, keys and values (see attention.py)."""
         given = arguments(node)
         if not given or packet(node) in VIEWS:
             return
@@ -264,7 +264,7 @@ class _Saved:
         output = given["out"]
         while packet(output) in (aten.alias, aten.detach):
             output = output.args[0]
-        serves_others = output in self.decoded  # else they get exactly what was saved
+        serves_others = output in self.decoded  # if not in codes, other uses of it get what was saved
         first_user = min(output.users) if serves_others else node
         for source in sorted({a for i in inputs for a in (i, *_ancestors(i))}):
             if source.op == "call_function" and source > first_user:

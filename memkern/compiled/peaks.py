@@ -12,7 +12,7 @@ from .torch_internals import partitioners
 
 
 class Backward:
-    """A joint graph's backward pass. info: torch's NodeInfo of it."""
+    """A joint graph's backward pass. info: torch's NodeInfo. base: what each node is a view of. size: bytes of bases."""
 
     def __init__(self, graph: fx.Graph, info: Any) -> None:
         self.info, ops = info, partitioners.get_default_op_list()
@@ -54,7 +54,7 @@ class Backward:
         last_use: dict[fx.Node, int] = {}
         for i in reversed(range(len(order))):
             node = self.base[order[i]]
-            end = i if node in self.size else max(i, last_use.get(node, i))
+            end = i if node in self.size else max(i, last_use.get(node, i))  # fused: its inputs live as long
             for base in self._storages(order[i].all_input_nodes):
                 last_use[base] = max(end, last_use.get(base, 0))
         freed_after: dict[int, list[fx.Node]] = {}

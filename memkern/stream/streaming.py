@@ -203,10 +203,10 @@ class Streamed:
         modules = {*groups}
         self.groups = [Group(module, modules, not _needs_no_weights(module)) for module in groups]
         self.root = Group(model, modules)
-        everything = self.all = (*self.groups, self.root)
+        all_groups = self.all = (*self.groups, self.root)
         self.down = self.streams.Stream(device)
         self.prefetch = Prefetch(device, self.streams)
-        self.arrivals = Arrivals(lambda: [p for group in everything for p in group.params], self.down.record_event)
+        self.arrivals = Arrivals(lambda: [p for group in all_groups for p in group.params], self.down.record_event)
         for group in self.groups:
             self._hook(group)
         self._hook_root()
