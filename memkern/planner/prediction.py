@@ -182,7 +182,7 @@ class Predictor:
         return self._is_on_host(techniques) and techniques.offload != "device"
 
     def _buckets(self, techniques: Techniques) -> int:
-        """Bytes of the two buffers through which states come to the device, by rows or those of a whole parameter."""
+        """Bytes of the two buffers through which states come to the device, in pieces or by whole parameters."""
         from ..optim.offload.device import BUCKET_BYTES, LARGE_BYTES
 
         if self._steps_on_host(techniques):
@@ -251,8 +251,8 @@ class Predictor:
         if techniques.host_copies:
             weights = 4 * sizes.count
         if techniques.weights_on_host:
-            rest = sizes.root - sizes.first - sizes.last
-            under_way = min(gradients, 2 * sizes.block + max(sizes.last, sizes.block, sizes.first, rest))
+            others = sizes.root - sizes.first - sizes.last
+            under_way = min(gradients, 2 * sizes.block + max(sizes.last, sizes.block, sizes.first, others))
             if techniques.step_in_backward:
                 gradients = under_way
             elif techniques.accumulation > 1:
@@ -262,7 +262,7 @@ class Predictor:
         return weights + sizes.errors + sizes.optimizer + gradients
 
     def _peaks(self, techniques: Techniques, traces: Sequence[Any], more: int, free_gradients: bool) -> Any:
-        """The peak of each pass, with what is gathered, or brought, where a device has not all weights."""
+        """The peak of each pass, including gathered or brought weights where a device does not hold all of them."""
         from .shards import Groups, Streamed
         from .trace import peaks
 

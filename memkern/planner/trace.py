@@ -108,15 +108,15 @@ class Trace:
         for s in self.storages:
             size = -(-s.size // unit) * unit
             died = max(self.end + 1 if s.died is None else s.died, s.born + 1)
-            until = max(min(self.accumulated.get(s, died), died), s.born)
-            until_gradient = changes["saved" if self._is_saved(s) else "temporaries"]
-            until_gradient[s.born] += size
-            until_gradient[until] -= size
-            if until < died:
-                end = self.of_blocks.get(s, until if streamed else died)
-                reduced = max(until, end) if devices > 1 or streamed else until
+            gradient_from = max(min(self.accumulated.get(s, died), died), s.born)
+            other_category = changes["saved" if self._is_saved(s) else "temporaries"]
+            other_category[s.born] += size
+            other_category[gradient_from] -= size
+            if gradient_from < died:
+                block_end = self.of_blocks.get(s, gradient_from if streamed else died)
+                reduced = max(gradient_from, block_end) if devices > 1 or streamed else gradient_from
                 shard = 0 if free_gradients else -(-size // devices)
-                changes["gradients"][until] += size
+                changes["gradients"][gradient_from] += size
                 changes["gradients"][min(reduced + 1, died)] -= size - shard
                 changes["gradients"][died] -= shard
         return {category: list(itertools.accumulate(change))[: self.end + 1] for category, change in changes.items()}
