@@ -1,4 +1,4 @@
-"""The file of the compiled library, and the namespace that its ops have in torch.ops.
+"""Names the file of the compiled library, and the namespace of its ops in torch.ops.
 
 tools/hub_kernel.py puts another library.py into builds for the Hugging Face Hub, whose names must be unique.
 """

@@ -1,4 +1,4 @@
-"""A mark for TorchDynamo (a function's result is a constant) and a rule for torch.vmap. Imports neither."""
+"""Marks functions whose results are constants for TorchDynamo, and has a rule for torch.vmap. Imports neither."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""A model's blocks: the lists of them, and checkpoints around them. Compiled blocks: memkern/compiled/blocks.py."""
+"""Finds a model's lists of blocks, and puts checkpoints around blocks. Compiled blocks: memkern/compiled/blocks.py."""

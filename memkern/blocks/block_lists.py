@@ -1,4 +1,4 @@
-"""A model's blocks: lists of like modules, such as a transformer's layers."""
+"""Finds a model's blocks: lists of like modules, such as a transformer's layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints around the blocks of a model, whose inputs are saved exactly or in 8 bits."""
+"""Puts checkpoints around the blocks of a model, which save the blocks' inputs exactly or in 8 bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention's output and log-sum-exp, computed again in the backward pass from the decoded queries, keys and values.
+"""Runs attention again in the backward pass, for the output and log-sum-exp of decoded queries, keys and values.
 
 The gradient of the scores is ``P * (dO V^T - rowsum(dO * O))`` with ``P = exp(Q K^T * scale - logsumexp)``. Where a
 query is sure of one key, both factors are small differences. If O and logsumexp are those of the exact Q, K and V and

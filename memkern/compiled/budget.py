@@ -1,4 +1,4 @@
-"""The values that a compiled graph saves; under a memory budget, the cheapest choice within it.
+"""Chooses the values that a compiled graph saves: under a memory budget, the cheapest choice within it.
 
 The choices, each of which saves less and costs more time than the one before: what torch saves; elementwise operations
 before a product computed again; as many values in codes as it takes, or in full precision products and attention

@@ -1,4 +1,4 @@
-"""Whether a value that a compiled graph saves may be saved in 8-bit codes: its uses in the backward pass decide.
+"""Decides whether a value that a compiled graph saves may be in 8-bit codes, by its uses in the backward pass.
 
 The tables are in :mod:`memkern.compiled.rules`. An operation that they do not know gets exactly what it uses.
 """

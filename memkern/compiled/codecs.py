@@ -1,4 +1,4 @@
-"""The 8-bit codecs of saved values: encoding and decoding as nodes of an fx graph.
+"""Adds the 8-bit encoding and decoding of saved values to an fx graph, as nodes.
 
 The power codec is an op of memkern's, or torch's operations that Inductor compiles into one kernel with what is before
 and after (:mod:`memkern.compiled.fused`).

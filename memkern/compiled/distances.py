@@ -1,4 +1,4 @@
-"""8-bit codes of results between two limits, such as sigmoid's: codes of the distance from the nearer limit.
+"""Codes results between two limits, such as sigmoid's, in 8 bits, by their distance from the nearer limit.
 
 The derivative is made of that distance: ``y (1 - y)`` of sigmoid, ``1 - y ** 2`` of tanh, ``p - 1`` at the target of a
 cross entropy. Codes of y itself are off by a share of y, which near a limit is many times the distance. So one or two

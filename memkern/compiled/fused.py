@@ -1,4 +1,4 @@
-"""The power codec in torch's operations, which Inductor compiles into the kernels of their neighbours.
+"""Computes the power codec in torch's operations, which Inductor compiles into the kernels of their neighbours.
 
 The bits are those of ``memkern::quantize_blockwise`` and ``dequantize_blockwise`` wherever Inductor's code rounds
 ``mul`` and ``sqrt`` of fp32 correctly, as it does on CPUs and on NVIDIA's GPUs; no result depends on more:

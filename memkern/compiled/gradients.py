@@ -1,4 +1,4 @@
-"""How large the gradients in a joint graph may be, as far as the operations between them and the outputs tell."""
+"""Tells how large the gradients in a joint graph may be, by the operations between them and the outputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options of torch's Inductor with memkern's partitioner."""
+"""Makes the options of torch's Inductor, with memkern's partitioner among them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The operations that a joint graph is made of, and their rows in the tables of :mod:`memkern.compiled.rules`.
+"""Groups a joint graph's nodes by operation, each with its row in the tables of :mod:`memkern.compiled.rules`.
 
 A joint graph holds the forward and the backward pass of a compiled function, written in primitive operations. torch
 gives all nodes of one operation, and those of its backward pass, one sequence number (``seq_nr``), and each node the

@@ -1,5 +1,5 @@
-"""Which values may be saved in 8-bit codes, and in which: by the operation that computes them, and by those that use
-them in the backward pass.
+"""Tables of the values that may be saved in 8-bit codes: by the operation that computes them, with the codec, and by
+the operations that use them in the backward pass.
 
 Operations are named as in ATen, without overload, leading underscore and "_forward". Results of an operation without a
 codec are saved exactly, and an operation that is not in ``USERS`` gets exactly what it uses.

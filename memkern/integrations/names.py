@@ -1,4 +1,4 @@
-"""The classes of memkern.optim by name (``adamw8bit``), for the adapters of this package."""
+"""Finds the classes of memkern.optim by name (``adamw8bit``), for the adapters of this package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""For timm: memkern's optimizers in the registry of its factory.
+"""Adds memkern's optimizers to the registry of timm's optimizer factory.
 
 ::
 

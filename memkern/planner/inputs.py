@@ -1,4 +1,4 @@
-"""The inputs of a training step of a transformers model: the class for a configuration, its batch and labels."""
+"""Makes a batch for a training step of a transformers model: finds its class, its inputs and its labels."""
 
 from __future__ import annotations
 

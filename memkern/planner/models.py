@@ -1,4 +1,4 @@
-"""Models to plan for: built-in names, Hugging Face configurations and folders, modules with example inputs."""
+"""Finds the model to plan for: a built-in name, a transformers configuration or folder, or a module with inputs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a device holds of a model whose weights are elsewhere: FSDP2's shards on several devices (``fully_shard``), or
-weights that stay on the host (``weights_on_host``), as FSDP2 on one process has them.
+"""Counts what a device holds of a model whose weights are elsewhere: FSDP2's shards on several devices
+(``fully_shard``), or weights that stay on the host (``weights_on_host``), as FSDP2 on one process has them.
 
 A group is what is gathered, or brought, together: a block; the root with what is in no block; with weights on the host
 also the embedding and the output layer.

@@ -1,4 +1,4 @@
-"""Values that models ask of fake tensors: computed for integers, masks and constants, and assumed for others."""
+"""Gives fake tensors the values that models ask for: computed of integers, masks and constants, else assumed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Block-wise 8-bit quantization of any tensor."""
+"""Quantizes and dequantizes tensors block-wise, in 8 bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a tensor is cut into blocks, each with a scale. ``csrc/common/layout.h`` mirrors it.
+"""Cuts tensors into blocks, each with a scale. ``csrc/common/layout.h`` mirrors it.
 
 A dense tensor, taken in memory order, is ``rows`` (its outermost dimension in memory) times
 ``cols = numel / rows``. Where ``cols >= block_size`` a block is a run of ``block_size`` consecutive elements inside

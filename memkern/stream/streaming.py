@@ -1,4 +1,4 @@
-"""Weights that stay on the host: fully_shard with CPUOffloadPolicy by block, for one process and for several.
+"""Keeps weights on the host: fully_shard with CPUOffloadPolicy by block, for one process and for several.
 
 This adds to torch's ``fully_shard`` the prefetch of a block's weights, which torch has only between several processes,
 and the moment at which a block's gradients are on their way to the host.

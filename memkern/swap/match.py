@@ -1,4 +1,4 @@
-"""Which classes of torch, transformers and timm have counterparts that save less, and which functions modules call."""
+"""Finds counterparts that save less for classes of torch, transformers and timm, and functions that modules call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One call of ``memkern.compress``: chooses the modules, swaps them, and notes what each saves before and after."""
+"""Does what ``memkern.compress`` does: chooses modules, swaps them, and notes what each saves before and after."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files of a training run: checkpoints, loaded with ``weights_only=True``; each file is replaced atomically."""
+"""Writes and reads checkpoints (loaded with ``weights_only=True``), and replaces each file of a run atomically."""
 
 from __future__ import annotations
 

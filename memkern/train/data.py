@@ -1,4 +1,4 @@
-"""Text to train on: which files, their documents, and the windows of a step."""
+"""Finds and reads the text to train on, and cuts it into the windows of a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training in several processes: the micro-batches of each, DDP and FSDP2, and state dicts of whole tensors."""
+"""Trains in several processes: the micro-batches of each, DDP and FSDP2, and state dicts of whole tensors."""
 
 from __future__ import annotations
 

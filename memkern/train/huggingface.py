@@ -1,4 +1,4 @@
-"""Models and tokenizers of transformers: from a folder, from the Hub, or with random weights.
+"""Loads models and tokenizers of transformers: from a folder, from the Hub, or with random weights.
 
 Code that comes with a model is never run (``trust_remote_code=False``) and pickles are read with ``weights_only=True``.
 """

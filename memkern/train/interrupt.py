@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM between steps, checkpoints at them, and output that cannot be written."""
+"""Defers Ctrl-C and SIGTERM to the end of a step, writes checkpoints, and prints where output may be closed."""
 
 from __future__ import annotations
 

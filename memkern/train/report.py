@@ -1,4 +1,4 @@
-"""The results of a run: progress, a table, one sentence, a JSON file and the picture of the losses."""
+"""Reports the results of a run: progress, a table, one sentence, a JSON file and the picture of the losses."""
 
 from __future__ import annotations
 
