@@ -23,6 +23,7 @@ _PLAIN = {Tensor, nn.Parameter, FakeTensor}
 
 
 def _storages(tensors: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
+    """The storages of tensors, those inside of wrapper subclasses too; what is no tensor is skipped."""
     for tensor in tensors:
         if not isinstance(tensor, Tensor):
             continue
@@ -70,6 +71,7 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> dict[str, int]:
 
 
 def _held_tensors(held: Iterable[Held]) -> Iterator[Any]:
+    """The tensors of what ``held`` names: parameters, buffers, gradients, states."""
     for item in held:
         if isinstance(item, nn.Module):
             yield from (*item.parameters(), *item.buffers())

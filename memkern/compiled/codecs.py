@@ -51,6 +51,8 @@ class Codec(NamedTuple):
 
 
 def _power(signed: bool, backend: str) -> Codec:
+    """The square-root codec of memkern.quant.codec."""
+
     def encode(x: Tensor) -> tuple[Tensor, ...]:
         if backend == "inductor":
             return fused.encode(x, signed, BLOCK_SIZE)
@@ -65,6 +67,7 @@ def _power(signed: bool, backend: str) -> Codec:
 
 
 def _distance(name: str, backend: str) -> Codec:
+    """The codec of the distance from a limit (distances.py)."""
     limits = LIMITS[name]
     power = _power(False, backend)
 

@@ -98,6 +98,7 @@ class Gradients:
         return (a for a in node.all_input_nodes if a in self.nodes)
 
     def _add(self, node: fx.Node) -> None:
+        """Notes the gradient at the output of a node's operation (coming), and at its inputs (leaving)."""
         if node.op == "placeholder":
             self.coming[node] = self._leaving[node] = Gradient(BOUNDED if numel(node) == 1 else UNKNOWN, NOT_TOLD)
             return

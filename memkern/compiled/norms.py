@@ -78,6 +78,7 @@ def _between(source: Any, op: Operation) -> list[fx.Node]:
 
 
 def _rewrite(graph: fx.Graph, op: Operation, norm: _Norm) -> None:
+    """Replaces later uses of a norm's input by what is computed from the normalized value."""
     last = max(n for n in (norm.mean, norm.inverse, norm.normalized) if n is not None)
 
     def users_of(source: fx.Node) -> list[fx.Node]:

@@ -85,6 +85,7 @@ class Partitioner(CustomPartitionerFn):
             return self._cut(gm, joint_inputs, **kwargs)
 
     def _cut(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Cuts the joint graph; memkern/compiled/__init__.py names the steps."""
         out_of_place(gm.graph)
         if self.bits == 8:
             norms.use_normalized(gm.graph)
@@ -231,6 +232,7 @@ class _Saved:
     def _decode(
         self, first: fx.Node, members: list[fx.Node], data: tuple[fx.Node, ...], codec: str, backend: str
     ) -> list[fx.Node]:
+        """Decodes a value before its first use in the backward graph. Returns the inputs that hold its codes."""
         graph, holders = self.bw.graph, [self.holders[m.name] for m in members]
         with graph.inserting_before(holders[0]):
             placeholders = []

@@ -12,15 +12,7 @@ from torch import Tensor
 
 from ..reference.activation import function_of
 from ..tracing import assume_constant_result
-from .levels import (
-    Levels,
-    TwoBranch,
-    elu_levels,
-    hardtanh_levels,
-    relu_levels,
-    shrink_levels,
-    softplus_levels,
-)
+from .levels import Levels, TwoBranch, elu_levels, hardtanh_levels, relu_levels, shrink_levels, softplus_levels
 from .tables import LEVELS, TWO_BRANCHES
 
 

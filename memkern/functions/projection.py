@@ -110,6 +110,8 @@ def _bits(seed: Tensor, rows: Tensor, first: int, count: int) -> Tensor:
 
 
 def _dense(entries: Callable[[Tensor, Tensor, int, int], Tensor]) -> Callable[..., Tensor]:
+    """A projection whose entries are made and applied in chunks of tokens."""
+
     def apply(x: Tensor, k: int, seed: Tensor, dtype: torch.dtype) -> Tensor:
         n = len(x)
         rows = torch.arange(k, device=x.device).unsqueeze(1)

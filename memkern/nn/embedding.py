@@ -49,19 +49,8 @@ class StableEmbedding(nn.Embedding):
         device: Any = None,
         dtype: Any = None,
     ) -> None:
-        super().__init__(
-            num_embeddings,
-            embedding_dim,
-            padding_idx,
-            max_norm,
-            norm_type,
-            scale_grad_by_freq,
-            sparse,
-            _weight,
-            _freeze,
-            device,
-            dtype,
-        )
+        options = (num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+        super().__init__(*options, _weight, _freeze, device, dtype)
         self.norm = nn.LayerNorm(embedding_dim, device=device, dtype=dtype)
 
     def reset_parameters(self) -> None:

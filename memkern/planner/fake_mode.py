@@ -170,6 +170,7 @@ def _storages(args: Any) -> dict[int, int]:
 
 
 def _maker_of_one(x: Any, args: Any) -> Callable[[FakeMode, Any], Any] | None:
+    """As :func:`_maker`, for one result."""
     if type(x) in PLAIN:
         return lambda mode, args: x
     if not isinstance(x, FakeTensor) or x.constant is not None or any(x is y for y in args):

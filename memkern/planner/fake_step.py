@@ -184,6 +184,7 @@ def static_bytes(source: Source, techniques: Techniques, device: str, devices: i
 
 
 def _static_bytes(source: Source, techniques: Techniques, device: str, devices: int = 1) -> StaticBytes:
+    """As :func:`static_bytes`, of all blocks."""
     with FakeMode(), torch.device(device):
         model = source.empty(weight_dtype(techniques))
         trained = [p for p in model.parameters() if p.requires_grad]

@@ -61,6 +61,7 @@ def session() -> Iterator[None]:
 
 
 def _enter(stack: contextlib.ExitStack) -> None:
+    """Patches dynamo and Inductor so that graphs are compiled up to their kernels."""
     import torch._dynamo.config as dynamo_config
     from torch._C._dynamo import guards
     from torch._inductor.async_compile import AsyncCompile

@@ -134,6 +134,7 @@ class Values:
             return self._with_values(func, args, kwargs)
 
     def _with_values(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The operator's result, with values where they can be computed or assumed."""
         if func in CTC_LOSS:  # which looks at the lengths of sequences
             return CTC_LOSS[func](*args)
         if _depends_on_values(func, args):

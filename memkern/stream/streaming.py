@@ -221,6 +221,7 @@ class Streamed:
     # ---- hooks
 
     def _hook(self, group: Group) -> None:
+        """Hooks that bring a group's weights before its passes, and note when its gradients arrive."""
         places: list[tuple[list[Group], int]] = []
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -250,6 +251,8 @@ class Streamed:
         group.module.register_forward_hook(after, with_kwargs=True)
 
     def _hook_root(self) -> None:
+        """Hooks at the beginning and the end of the whole model's forward pass."""
+
         def before(module: nn.Module, args: Any) -> None:
             if _is_backward():
                 return

@@ -149,6 +149,7 @@ class Compression:
         self.swapped.append(Swap(tuple(self.names[module]), was, repr(module), before, after, width))
 
     def linears(self, options: dict[str, Any]) -> None:
+        """Swaps linear layers. options: of RandomizedLinear."""
         module: Any
         for name, module in self.modules():
             cls = original_class(module)
