@@ -137,11 +137,11 @@ def thresholds_of(
         low, high = float(x[i]), float(x[i + 1])
         step = 1 if after > before else -1
         for j in range(before, after, step):  # more than one at a jump
-            at = _crossing(derivative, middles[j if step > 0 else j - 1], low, high)
-            if thresholds and at - thresholds[-1] < 1e-9:
+            x_crossing = _crossing(derivative, middles[j if step > 0 else j - 1], low, high)
+            if thresholds and x_crossing - thresholds[-1] < 1e-9:  # the same x: one jump over several levels
                 indices[-1] = j + step
                 continue
-            thresholds.append(at)
+            thresholds.append(x_crossing)
             indices.append(j + step)
     return thresholds, indices
 

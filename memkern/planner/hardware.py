@@ -29,9 +29,9 @@ class Hardware:
 
 DEFAULTS = {
     # A card of 12 GB: 13 TFLOP/s in fp32, 50 in bf16, half of which matrix products reach; PCIe 4.0 x16 at 25 GB/s.
-    "cuda": Hardware(8e12, 25e12, 360e9, 25e9, 30e9, 768 << 20),
+    "cuda": Hardware(flops=8e12, half_flops=25e12, bandwidth=360e9, link=25e9, host_bandwidth=30e9, process=768 << 20),
     # Two cores with AVX-512 and AMX. The process is that of python -m memkern train, measured at 0.55 GiB.
-    "cpu": Hardware(0.15e12, 0.5e12, 35e9, 35e9, 35e9, 576 << 20),
+    "cpu": Hardware(flops=150e9, half_flops=500e9, bandwidth=35e9, link=35e9, host_bandwidth=35e9, process=576 << 20),
 }
 
 COMPILED: dict[str, dict[int | str | None, float]] = {

@@ -11,7 +11,7 @@ from ..techniques.options import Techniques
 from .prediction import BAND, CATEGORIES, Prediction
 
 MIB, GIB = 2**20, 2**30
-HEADS = ("weights", "errors", "grads", "optim.", "saved", "temp.", "process")
+HEADS = ("weights", "errors", "grads", "optim.", "saved", "temp.", "process")  # of the columns, as CATEGORIES
 
 
 @dataclasses.dataclass(frozen=True)
