@@ -72,8 +72,8 @@ MUON_OPS: dict[str, Callable[..., Any]] = {"muon_momentum_": _muon_momentum, "mu
 def _kernel(namespace: str, name: str) -> Callable[..., Any]:
     """The implementation of an op on a device that has no C++ kernel of its own."""
     if namespace == NAMESPACES["triton"]:
-        run = _triton_step if name in STEP_OPS else _triton_muon if name in MUON_OPS else _triton
-        return functools.partial(run, name)
+        runs = dict.fromkeys(STEP_OPS, _triton_step) | dict.fromkeys(MUON_OPS, _triton_muon)
+        return functools.partial(runs.get(name, _triton), name)
     if name in MUON_OPS:
         return MUON_OPS[name]
     function = torch.no_grad()(getattr(reference, name))

@@ -168,6 +168,7 @@ def _compile_arguments(techniques: Techniques) -> dict[str, Any]:
 
 
 def _check_cxx() -> None:
+    """Raises OptionError where there is no C++ compiler, which Inductor needs on a CPU."""
     from torch._inductor import cpp_builder, exc
 
     try:

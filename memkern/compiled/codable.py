@@ -31,13 +31,7 @@ from .rules import (
 from .torch_internals import guard_or_false, must_recompute, statically_known_true
 
 _NORMS = {"native_layer_norm", "native_group_norm", "native_batch_norm"}
-_RESULT_CODECS = {
-    "softmax": PROBABILITY,
-    "safe_softmax": PROBABILITY,
-    "sigmoid": PROBABILITY,
-    "log_softmax": PROBABILITY,
-    "tanh": TANH,
-}
+_RESULT_CODECS = {**dict.fromkeys(("softmax", "safe_softmax", "sigmoid", "log_softmax"), PROBABILITY), "tanh": TANH}
 """The codec that an operation's own result must have for its backward pass; relu's may have any."""
 _COMPARED = {"relu", "leaky_relu", "elu", "celu"}
 """Operations whose backward pass compares with 0, which codes do not cross."""

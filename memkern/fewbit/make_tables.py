@@ -71,9 +71,10 @@ KINKS = {"hardswish": (3.0,)}
 def fit_table(name: str, bits: int) -> Fit:
     """The fit whose levels are ``LEVELS[name, bits]`` of tables.py, rounded to six decimals."""
     table = fit_levels(DERIVATIVES[name], bits, **OPTIONS.get((name, bits), {})).levels
+    rounded = [round(t, 6) for t in table.thresholds]
     table = table._replace(
         levels=tuple(round(v, 6) + 0.0 for v in table.levels),
-        thresholds=tuple(below(r) if (r := round(t, 6)) in KINKS.get(name, ()) else r for t in table.thresholds),
+        thresholds=tuple(below(t) if t in KINKS.get(name, ()) else t for t in rounded),
     )
     return Fit(table, mean_squared_error(table, DERIVATIVES[name]))
 

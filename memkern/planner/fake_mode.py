@@ -104,6 +104,7 @@ class FakeMode(FakeTensorMode):
         return out if make is None else make(self, args)
 
     def _key(self, args: Any) -> tuple[Any, ...]:
+        """The metadata of arguments. Raises _NotCached where the result may depend on more."""
         key: list[Any] = []
         for x in args:
             if isinstance(x, FakeTensor):

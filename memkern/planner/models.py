@@ -237,7 +237,8 @@ def resolve(
         _check_module(model)
         if attention_mask:
             raise not_allowed("attention_mask", True, "False for a module, whose inputs= have a mask or not")
-        batch = dict(inputs) if isinstance(inputs, Mapping) else inputs if isinstance(inputs, tuple) else (inputs,)
+        batch = dict(inputs) if isinstance(inputs, Mapping) else inputs
+        batch = batch if isinstance(batch, (dict, tuple)) else (batch,)
         if not any(isinstance(x, Tensor) and x.dim() for x in tree_leaves(batch)):
             raise not_allowed("inputs", inputs, "a batch (tensor, tuple or dict) that the module takes")
         has_head = hasattr(model, "base_model") and output_layer(model) is not None
@@ -279,6 +280,7 @@ def resolve(
 
 
 def _check_module(model: nn.Module) -> None:
+    """Raises OptionError for a module that is not trained, compiled already, or sharded already."""
     name = type(model).__name__
     if not any(p.requires_grad for p in model.parameters()):
         raise not_allowed("model", name, "a module with parameters that require gradients")

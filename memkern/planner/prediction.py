@@ -130,6 +130,7 @@ class Predictor:
         return 2 if needs_two else 1
 
     def static_bytes(self, techniques: Techniques) -> Any:
+        """The StaticBytes of the techniques; those that do not change them share one."""
         precision = "bf16" if techniques.precision == "bf16" else "fp32"
         relevant = {name: getattr(techniques, name) for name in ("optimizer", "state_bits", "master_weights")}
         return self._static_bytes(Techniques(precision=precision, **relevant))
