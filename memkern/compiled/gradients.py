@@ -19,7 +19,7 @@ BOUNDED = 1  # of a product, a norm or a loss: an error of codes stays as large 
 REDUCED = 2  # of a division or logarithm of a sum or mean over many elements
 AMPLIFIED = 3  # of a division, a logarithm or an unknown operation: errors may be divided by small values
 
-# Its elements. log_softmax's gradient is g - p * sum(g): of a SPARSE g that is p and the small 1 - p, of
+# The gradient's elements. log_softmax's gradient is g - p * sum(g): of a SPARSE g that is p and the small 1 - p, of
 # soft targets q it is p - q. So codes of p serve losses of classes, and not soft targets, to which p comes close.
 NOT_TOLD = 0
 SPARSE = 1  # a few of each row: of a loss of classes, or gathered

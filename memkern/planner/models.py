@@ -280,7 +280,7 @@ def resolve(
 
 
 def _check_module(model: nn.Module) -> None:
-    """Raises OptionError for a module that is not trained, compiled already, or sharded already."""
+    """Raises OptionError for a module that has nothing to train, or that is compiled or sharded already."""
     name = type(model).__name__
     if not any(p.requires_grad for p in model.parameters()):
         raise not_allowed("model", name, "a module with parameters that require gradients")
