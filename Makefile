@@ -10,8 +10,8 @@ SOURCES := setup.py memkern/quant/codec.py memkern/schemas.py $(wildcard csrc/*.
 GENERATED := csrc/core/tables.h csrc/core/hyperparameters.h csrc/common/schemas.h
 
 JOBS   ?= 2
-# Tests in three tiers by their marks (pyproject.toml): what has none, full, long; gpu is for machines with a GPU.
-# worksteal gives each worker neighbouring tests, so that it makes what a file's tests share once.
+# The marks of pyproject.toml sort tests into three tiers: unmarked, full, long. gpu marks tests that need a GPU.
+# worksteal gives each worker neighbouring tests, so that fixtures that a file's tests share are made once.
 PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal
 
 .PHONY: demo test test-all emulate test-long frameworks docs lint format bench evidence gpu clean
@@ -29,16 +29,16 @@ test: $(VENV)/.installed
 test-all: lint
 	$(PYTEST) -m "full and not long and not gpu and not emulated" $(PYTEST_ARGS)
 
-# The CUDA and Triton kernels as CPU programs and on emulated GPUs, for every architecture, 10 to 40 minutes (caches): after a change of what
-# lab/emulated.py lists. The outcome is committed (lab/results/emulated.json); `make test` fails while it is of other sources.
+# The CUDA and Triton kernels as CPU programs and on emulated GPUs, for every architecture: 10 minutes, 40 with empty caches. To run after
+# changes of the files that lab/emulated.py lists: it records their hash (lab/results/emulated.json, committed), which `make test` compares.
 emulate: $(VENV)/.installed
 	$(BIN)/python -m lab.emulated --jobs $(JOBS)
 
-# By hand: installs, sanitizers, long runs, whole models, every architecture. The outcome is committed.
+# By hand: installs, sanitizers, long runs, whole models, every architecture. The results file is committed.
 test-long: $(VENV)/.installed
 	$(PYTEST) -m "long and not gpu" --outcomes benchmarks/results/long-tests.csv $(PYTEST_ARGS)
 
-# What works with which version of which framework: the tests marked so, their outcomes, and the table in docs/.
+# What works with which version of which framework: runs the tests marked feature, and writes their outcomes and the table in docs/.
 frameworks: $(VENV)/.installed
 	$(PYTEST) -m "feature and not gpu" --features benchmarks/results/frameworks.csv $(PYTEST_ARGS)
 	$(BIN)/python -m benchmarks.frameworks
@@ -55,25 +55,25 @@ format: $(VENV)/.installed
 	$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
 	$(BIN)/clang-format -i $(filter-out %.py $(GENERATED),$(filter csrc/%,$(SOURCES)))
 
-# Peers are optional: the table names one that cannot be installed as absent.
+# Peers are optional: the table names those that cannot be installed.
 bench: $(VENV)/.installed
 	for peer in torchao deepspeed pytorch_optimizer; do $(BIN)/python -m pip install -q $$peer || true; done
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
 
-# docs/evidence.md: runs what lab/results/convergence.csv lacks, hours where it is empty. One thread.
+# docs/evidence.md: makes the runs that lab/results/convergence.csv lacks, on one thread; all of them take hours.
 evidence: $(VENV)/.installed
 	for peer in scikit-learn torchao pytorch_optimizer flashoptim gefen numba; do $(BIN)/python -m pip install -q $$peer || true; done
 	$(BIN)/python -m lab.studies.convergence $(EVIDENCE_ARGS)
-	$(BIN)/python -m pip uninstall -q -y gefen && $(BIN)/python -m pip install -q gefen-x || true  # one module
+	$(BIN)/python -m pip uninstall -q -y gefen && $(BIN)/python -m pip install -q gefen-x || true  # both packages are imported as gefen
 	$(BIN)/python -m lab.studies.convergence $(EVIDENCE_ARGS)
 	$(BIN)/python -m lab.studies.convergence table
 
-# On a machine with a GPU: uses the torch that $(PYTHON) already has. The parts are a list in lab/gpu/__main__.py; one of them:
+# On a machine with a GPU, with the torch that $(PYTHON) already has. lab/gpu/__main__.py lists the parts; to run one:
 # make gpu PART=headline.
 gpu:
 	$(PYTHON) -m lab.gpu $(if $(PART),--part "$(PART)") $(GPU_ARGS)
 
-# Python compiles a module when it is first imported: of the 14,000 that these packages have, few are.
+# --no-compile: Python compiles a module at its first import, and few of these packages' 14,000 modules are imported.
 PIP := $(BIN)/python -m pip install -q --no-compile
 
 $(VENV)/.torch:
@@ -83,14 +83,14 @@ $(VENV)/.torch:
 
 $(VENV)/.packages: $(VENV)/.torch pyproject.toml
 	MEMKERN_BUILD=none $(PIP) --no-build-isolation -e ".[train,dev]"
-	$(PIP) --no-deps timm  # which asks for torchvision, a torch of its own, for what is not used
+	$(PIP) --no-deps timm  # its dependency torchvision, which may bring another torch, is not needed here
 	touch $@
 
 $(VENV)/.docs: $(VENV)/.torch pyproject.toml
 	MEMKERN_BUILD=none $(PIP) --no-build-isolation -e ".[docs]"
 	touch $@
 
-# In place, so that an edit compiles one file again.
+# In place, so that after an edit only that file is compiled again.
 $(VENV)/.installed: $(VENV)/.packages $(SOURCES)
 	$(BIN)/python setup.py -q build_ext --inplace
 	touch $@

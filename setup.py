@@ -8,12 +8,12 @@ place compiles again only what has changed.
 
 MEMKERN_BUILD          auto (default): C++ where there is a compiler, and CUDA where the torch of the environment has
                        CUDA and nvcc is found; cpu; cuda (beside a CPU-only torch too); none. cpu and cuda fail
-                       where they cannot be.
+                       where they cannot be built.
 MEMKERN_CUDA_ARCHS     auto (default): the architectures of the GPUs that torch sees here, and PTX for later ones;
-                       where it sees none, 8.0 and its PTX, which later ones compile at a kernel's first call. all:
+                       where it sees none, 8.0 and its PTX, which later GPUs compile at a kernel's first call. all:
                        every architecture that is tested, for wheels (10 minutes on two cores).
-TORCH_CUDA_ARCH_LIST   architectures, such as "8.0;9.0+PTX"; goes before MEMKERN_CUDA_ARCHS. Those before 8.0 and those
-                       that nvcc does not know are left out, with a message.
+TORCH_CUDA_ARCH_LIST   architectures, such as "8.0;9.0+PTX", instead of MEMKERN_CUDA_ARCHS. Those older than 8.0 and
+                       those that nvcc does not know are left out, with a message.
 MEMKERN_WHEEL          python (default): a wheel for the Python that builds it; any: one for every Python, without
                        ``_host``, so that `python -m memkern info` has no build facts and nothing else changes.
 MAX_JOBS               parallel compilations; by default as many as cores and free memory allow.
@@ -46,15 +46,15 @@ from setuptools.command.bdist_wheel import bdist_wheel
 
 ROOT = Path(__file__).parent
 CSRC = Path("csrc")
-# Every architecture that is tested. 10.3 beside 10.0, whose code it could run: a B300 has a 64th of fp32's rate in
-# fp64, a B200 half of it (device.cuh).
+# Every architecture that is tested. A B300 (10.3) could run the code of 10.0 but gets its own, with less fp64: its rate
+# in fp64 is a 64th of fp32's, a B200's half (device.cuh).
 CUDA_ARCHS = "8.0;8.6;8.9;9.0;10.0;10.3;12.0+PTX"
-LONG_UNITS = ("lamb.cu", "adam.cu", "lars.cu", "activation.cu")  # take longest to compile
+LONG_UNITS = ("lamb.cu", "adam.cu", "lars.cu", "activation.cu")  # the ones that take longest to compile
 LEAST_ARCH = (8, 0)  # of the kernels: bf16 arithmetic, __reduce_max_sync
-GIB_PER_JOB = 2  # what one compilation may take
+GIB_PER_JOB = 2  # memory that one compilation may take
 TARGET_TORCH = ("TORCH_TARGET_VERSION", "0x020a000000000000")  # 2.10
-# -fno-tree-vectorize: the kernels are vectors already, and g++ 12 at -O3 was seen to broadcast a scalar into one lane
-# only (dynamic codec with maximize, AVX-512: tests/optim/test_numerics.py fails without).
+# -fno-tree-vectorize: the kernels are vectors already, and g++ 12 at -O3 without it was seen to broadcast a scalar
+# into one lane only (dynamic codec with maximize, AVX-512: tests/optim/test_numerics.py fails).
 CXX_FLAGS = [
     *("-O3", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-fno-tree-vectorize", "-g0"),
     *("-Wall", "-Wno-psabi", "-Wno-maybe-uninitialized"),
@@ -84,7 +84,7 @@ def what_to_build() -> str:
 
 
 def cuda_of_torch() -> str | None:
-    """The CUDA version of the torch that memkern will run with, None for one without CUDA.
+    """The CUDA version of the torch that memkern will run with, None for a torch without CUDA.
 
     With build isolation pip compiles against a torch that it has fetched for the build, beside the one of the
     environment that it installs into.
@@ -124,7 +124,7 @@ def sources(pattern: str) -> list[str]:
 
 @functools.cache
 def cuda_archs() -> list[str]:
-    """Architectures such as "8.0" or "12.0+PTX", of those asked for what the kernels and nvcc can be compiled for."""
+    """The architectures to compile for, such as "8.0" or "12.0+PTX": those chosen that the kernels and nvcc support."""
     asked_for = os.environ.get("MEMKERN_CUDA_ARCHS", "auto")
     if asked_for not in ("auto", "all"):
         raise SystemExit(
@@ -136,27 +136,27 @@ def cuda_archs() -> list[str]:
         return possible_archs(CUDA_ARCHS.split(";"))
     here = archs_here()
     archs = here or ["{}.{}".format(*LEAST_ARCH)]
-    found = possible_archs([*archs[:-1], f"{archs[-1]}+PTX"])
+    possible = possible_archs([*archs[:-1], f"{archs[-1]}+PTX"])
     why = "the GPUs here" if here else "newer GPUs compile its PTX at a kernel's first call, as torch sees none here"
     print(
-        f"memkern: compiles CUDA kernels for {' '.join(found)} ({why}); MEMKERN_CUDA_ARCHS=all, or "
+        f"memkern: compiles CUDA kernels for {' '.join(possible)} ({why}); MEMKERN_CUDA_ARCHS=all, or "
         'TORCH_CUDA_ARCH_LIST="9.0;10.0+PTX", compiles for others',
         flush=True,
     )
-    return found
+    return possible
 
 
 def possible_archs(listed: list[str]) -> list[str]:
     """The listed architectures without those older than LEAST_ARCH or unknown to nvcc, which a message names.
 
-    Where +PTX is left out so, the newest of the others gets it: GPUs that are newer still compile it for themselves.
+    Where that drops the only +PTX, the newest of the others gets it, so that still newer GPUs can compile that PTX.
     """
     known, archs, left_out = nvcc_archs(), {}, []
     for name in listed:
-        found = re.fullmatch(r"(\d+)\.(\d)[af]?(?:\+PTX)?", name)
-        if not found:
+        match = re.fullmatch(r"(\d+)\.(\d)[af]?(?:\+PTX)?", name)
+        if not match:
             raise SystemExit(f"TORCH_CUDA_ARCH_LIST must be architectures such as 8.0;9.0+PTX, got {name!r}")
-        version = int(found[1]), int(found[2])
+        version = int(match[1]), int(match[2])
         if version >= LEAST_ARCH and (not known or version in known):
             archs[name] = version
         else:
@@ -177,16 +177,16 @@ def possible_archs(listed: list[str]) -> list[str]:
 
 def nvcc_archs() -> set[tuple[int, int]]:
     """The (major, minor) of architectures that nvcc knows; none where it cannot say."""
-    done = subprocess.run([str(nvcc()), "--list-gpu-arch"], capture_output=True, text=True)
-    return {(int(x) // 10, int(x) % 10) for x in re.findall(r"compute_(\d+)", done.stdout)}
+    listing = subprocess.run([str(nvcc()), "--list-gpu-arch"], capture_output=True, text=True)
+    return {(int(number) // 10, int(number) % 10) for number in re.findall(r"compute_(\d+)", listing.stdout)}
 
 
 def archs_here() -> list[str]:
-    """The architectures of the GPUs that torch sees, but for those that are too old for the kernels."""
+    """The architectures of the GPUs that torch sees and that are new enough for the kernels."""
     import torch
 
-    found = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
-    return [f"{major}.{minor}" for major, minor in sorted(found) if major >= 8]
+    capabilities = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
+    return [f"{major}.{minor}" for major, minor in sorted(capabilities) if major >= 8]
 
 
 def gencode(arch: str) -> list[str]:
@@ -210,8 +210,8 @@ def limit_jobs() -> int:
 def cuda_units(folder: Path, archs: int, jobs: int) -> list[Path]:
     """The files that nvcc gets: each .cu by itself where there are processors for that, else all in one.
 
-    Each file and architecture reads torch's headers again, 8 s of the 9 to 37 s that a file takes: one after the other
-    they take 177 s for sm_90, all in one 110 s.
+    torch's headers are read for each file and architecture, 8 s of the 9 to 37 s that a file takes: for sm_90 the files
+    take 177 s one after the other, 110 s in one.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if jobs >= 4 * archs:
@@ -224,7 +224,7 @@ def cuda_units(folder: Path, archs: int, jobs: int) -> list[Path]:
 def compile_cuda(includes: list[str], folder: Path) -> tuple[list[str], Callable[[], None]]:
     """Starts nvcc without torch's CUDAExtension, which beside a CPU-only torch would ask for torch's CUDA.
 
-    Returns the object files, and what waits for them: C++ is compiled in the meantime.
+    Returns the object files, and a function that waits for them: C++ is compiled in the meantime.
     """
     archs, jobs = cuda_archs(), limit_jobs()
     units = cuda_units(folder, len(archs), jobs)
@@ -233,7 +233,7 @@ def compile_cuda(includes: list[str], folder: Path) -> tuple[list[str], Callable
     command = [str(nvcc()), *flags, "--threads", str(-(-jobs // len(units)))]
     targets = [folder / f"{unit.name}.o" for unit in units]
     pool = ThreadPoolExecutor(jobs)
-    # The files that take longest first; of no consequence but for the time.
+    # The files that take longest go first, to save time.
     order = sorted(zip(units, targets, strict=True), key=lambda pair: pair[0].name not in LONG_UNITS)
     running = [
         pool.submit(subprocess.run, [*command, "-c", str(unit), "-o", str(target)], cwd=ROOT, check=True)
@@ -241,8 +241,8 @@ def compile_cuda(includes: list[str], folder: Path) -> tuple[list[str], Callable
     ]
 
     def wait() -> None:
-        for each in running:
-            each.result()
+        for compilation in running:
+            compilation.result()
         pool.shutdown()
 
     return [*map(str, targets)], wait
@@ -261,8 +261,8 @@ def compile_in_parallel(compiler: Any) -> None:
         )
         cc_args = compiler._get_cc_args(flags, debug, extra_preargs)
         with ThreadPoolExecutor(limit_jobs()) as pool:
-            done = [pool.submit(compiler._compile, o, *build[o], cc_args, postargs, flags) for o in objects]
-            for job in done:
+            jobs = [pool.submit(compiler._compile, o, *build[o], cc_args, postargs, flags) for o in objects]
+            for job in jobs:
                 job.result()
         return objects
 
@@ -275,7 +275,7 @@ def extensions(kind: str) -> tuple[list[Extension], dict[str, type]]:
     import torch
     from torch.utils import cpp_extension
 
-    # A virtual environment's ninja, also where the environment is not activated; without one, one file at a time.
+    # Finds a virtual environment's ninja where the environment is not activated, too.
     os.environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
     limit_jobs()
     runpy.run_path(str(ROOT / CSRC / "generate.py"))["write_headers"]()
@@ -308,10 +308,10 @@ def extensions(kind: str) -> tuple[list[Extension], dict[str, type]]:
         depends=[str(p) for pattern in ("*.h", "*.cuh", "*.cu") for p in CSRC.rglob(pattern)],
         language="c++",
     )
-    found = [ops]
+    modules = [ops]
     if not for_any_python() and (Path(sysconfig.get_path("include")) / "Python.h").exists():
         facts = [("MEMKERN_TORCH_VERSION", f'"{torch.__version__}"'), ("MEMKERN_CUDA_ARCHS", f'"{archs}"')]
-        found.append(
+        modules.append(
             Extension(
                 "memkern._host",
                 ["csrc/host.cpp"],
@@ -347,7 +347,7 @@ def extensions(kind: str) -> tuple[list[Extension], dict[str, type]]:
                 compile_in_parallel(self.compiler)
             super().build_extensions()
 
-    return found, {"build_ext": BuildExtension}
+    return modules, {"build_ext": BuildExtension}
 
 
 def cuda_libraries(archs: str) -> list[str]:

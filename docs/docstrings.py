@@ -1,4 +1,4 @@
-"""For the API reference: docstrings have Sphinx's roles and ``::``, which Markdown does not know."""
+"""Turns Sphinx's roles and ``::`` in docstrings into Markdown, for the API reference (an extension of griffe)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ROLE = re.compile(r":(?:class|func|meth|mod|attr):`~?([^`]+)`")
 
 
 def markdown(docstring: str, package: str) -> str:
-    """A docstring in Markdown. package: where a name without a module is, such as memkern.optim."""
+    """A docstring in Markdown. ``package``, such as memkern.optim, is put before names that have no module."""
 
     def reference(match: re.Match[str]) -> str:
         name = match[1]
@@ -24,7 +24,7 @@ def markdown(docstring: str, package: str) -> str:
 
 
 class Docstrings(griffe.Extension):
-    """Roles become links where the reference has the name, and ``::`` before an indented block a colon."""
+    """Roles become links to names that the reference has, and ``::`` before an indented block becomes a colon."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring:

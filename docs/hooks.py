@@ -1,4 +1,4 @@
-"""Additions to mkdocs: pages from the repository's root, and links to files outside of docs/.
+"""Hooks of mkdocs: adds pages from the repository's root, and pages for the files outside of docs/ that are linked to.
 
 The pages are written to be read in the repository, where ``../memkern/backend.py`` is a link to a file. On the site
 such a file is a page of its own below ``source/``, so that every link stays inside of the site and is checked.
@@ -34,10 +34,10 @@ _IMAGES = (".png", ".svg")
 
 
 def on_config(config: Any) -> Any:
-    """The link to the repository: the page of git's remote ``origin``, where there is one."""
+    """Sets the link to the repository to the page of git's remote ``origin``, where there is one."""
     git = ["git", "-C", str(ROOT), "remote", "get-url", "origin"]
-    found = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-    url = re.sub(r"^git@([^:]+):", r"https://\1/", found).removesuffix(".git")
+    remote = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    url = re.sub(r"^git@([^:]+):", r"https://\1/", remote).removesuffix(".git")
     if not config.repo_url and url.startswith("https://"):
         config.repo_url = url
         config.repo_name = "/".join(url.split("/")[-2:])
@@ -45,7 +45,7 @@ def on_config(config: Any) -> Any:
 
 
 def _origin(src_uri: str) -> str:
-    """Where a page of the site is in the repository."""
+    """The path in the repository of a page of the site."""
     for origin, page in ROOT_PAGES.items():
         if page == src_uri:
             return origin
@@ -53,7 +53,7 @@ def _origin(src_uri: str) -> str:
 
 
 def _in_site(path: str) -> str:
-    """Where a file of the repository is on the site."""
+    """The path on the site of a file of the repository."""
     if path in ROOT_PAGES:
         return ROOT_PAGES[path]
     if path.startswith("docs/"):
@@ -98,14 +98,14 @@ def on_files(files: Files, *, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    here, origin = page.file.src_uri, _origin(page.file.src_uri)
+    page_path, origin = page.file.src_uri, _origin(page.file.src_uri)
 
-    def moved(match: re.Match[str]) -> str:
+    def with_site_path(match: re.Match[str]) -> str:
         before, link, anchor, after = match.groups()
         if re.match(r"[a-z]+:", link):
             return match[0]
         path = posixpath.normpath(posixpath.join(posixpath.dirname(origin), link))
-        target = posixpath.relpath(_in_site(path), posixpath.dirname(here) or ".")
+        target = posixpath.relpath(_in_site(path), posixpath.dirname(page_path) or ".")
         return f"{before}{target}{anchor or ''}{after}"
 
-    return LINK.sub(moved, markdown)
+    return LINK.sub(with_site_path, markdown)

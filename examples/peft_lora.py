@@ -22,10 +22,7 @@ def main(steps: int = 100, width: int = 256, layers: int = 4, length: int = 128,
     model = get_peft_model(base, lora)
 
     adapters = [p for p in model.parameters() if p.requires_grad]
-    group = {
-        "params": adapters,
-        "min_8bit_size": 512,
-    }  # adapters are smaller than the default, 4,096 elements
+    group = {"params": adapters, "min_8bit_size": 512}  # adapters are smaller than the default, 4,096 elements
     optimizer = memkern.optim.AdamW8bit([group], lr=1e-2)
     windows, losses = TEXT.unfold(0, length, 1), []
     for step in range(steps):

@@ -21,7 +21,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 LEFT_OUT = ("train", "planner", "integrations", "__main__.py", "flags.py")  # of memkern/
-VERSION = 0  # the Hub's number of the interface; 0 is for what may still change
+VERSION = 0  # of the interface, as the Hub counts; 0 says that it may still change
 TORCH = "2.10"  # the oldest whose stable interface setup.py targets
 
 INIT = '''"""memkern: optimizers with 8-bit states and activations that save few bits per element, for PyTorch."""
@@ -48,7 +48,7 @@ __all__ = [
 ]
 '''
 
-# In the place of memkern/library.py's own FILE and NAMESPACE.
+# Replaces FILE and NAMESPACE of memkern/library.py.
 LIBRARY = """from .._ops import ops
 
 NAMESPACE = ops.name
@@ -125,16 +125,16 @@ def test_gelu_saves_three_bits():
 
 
 def constants_of_setup() -> dict[str, Any]:
-    """The flags and architectures that setup.py compiles with, which runs a build when it is imported."""
+    """The flags and architectures that setup.py compiles with, read from its text: importing it would run a build."""
     wanted = ("CUDA_ARCHS", "CXX_FLAGS", "NVCC_FLAGS")
-    found = {}
+    constants = {}
     for node in ast.parse((ROOT / "setup.py").read_text()).body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             name = node.targets[0].id
             if name in wanted:
-                found[name] = eval(compile(ast.Expression(node.value), "setup.py", "eval"), {})
-    assert found.keys() == {*wanted}
-    return found
+                constants[name] = eval(compile(ast.Expression(node.value), "setup.py", "eval"), {})
+    assert constants.keys() == {*wanted}
+    return constants
 
 
 def sources(folder: Path, *patterns: str) -> list[str]:
@@ -142,12 +142,12 @@ def sources(folder: Path, *patterns: str) -> list[str]:
 
 
 def build_toml(out: Path, repo: str) -> str:
-    """TOML's strings and lists are written as JSON's."""
+    """The text of build.toml. TOML's strings and lists are written as JSON's."""
     setup = constants_of_setup()
     headers = sources(out, "csrc/**/*.h")
     compiled = ["torch-ext/torch_binding.cpp", *sources(out, "csrc/**/*.cpp")]
     archs = [arch.removesuffix("+PTX") for arch in setup["CUDA_ARCHS"].split(";")]
-    lines = {
+    sections = {
         "general": {
             **{"name": "memkern", "version": VERSION, "edition": 5, "license": "Apache-2.0"},
             "backends": ["cpu", "cuda"],
@@ -167,16 +167,16 @@ def build_toml(out: Path, repo: str) -> str:
     }
     return "\n".join(
         f"[{section}]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in entries.items())
-        for section, entries in lines.items()
+        for section, entries in sections.items()
     )
 
 
 def write_library(path: Path) -> None:
     """memkern/library.py with the file and the namespace of the build."""
-    kept = path.read_text().split("\n\n")
-    (own,) = [i for i, part in enumerate(kept) if part.startswith("FILE = ")]
-    kept[own] = LIBRARY.rstrip()
-    path.write_text("\n\n".join(kept))
+    parts = path.read_text().split("\n\n")
+    (file_part,) = [i for i, part in enumerate(parts) if part.startswith("FILE = ")]
+    parts[file_part] = LIBRARY.rstrip()
+    path.write_text("\n\n".join(parts))
 
 
 def write(out: Path, repo: str) -> None:
@@ -188,7 +188,7 @@ def write(out: Path, repo: str) -> None:
     shutil.copytree(ROOT / "memkern", package, ignore=skipped)
     write_library(package / "library.py")
     (out / "tests").mkdir()
-    named = {"{repo}": repo, "{version}": str(VERSION)}
+    placeholders = {"{repo}": repo, "{version}": str(VERSION)}
     library = (ROOT / "csrc" / "library.cpp").read_text()
     for name, text in {
         "torch-ext/memkern/__init__.py": INIT,
@@ -198,7 +198,7 @@ def write(out: Path, repo: str) -> None:
         "tests/__init__.py": "",
         "tests/test_memkern.py": TEST,
     }.items():
-        for key, value in named.items():
+        for key, value in placeholders.items():
             text = text.replace(key, value)
         (out / name).write_text(text)
     (out / "build.toml").write_text(build_toml(out, repo))

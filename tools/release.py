@@ -1,11 +1,11 @@
 """Checks a release's version, and writes the repository's address into a build. Needs the standard library alone.
 
-python tools/release.py version REF: whether a tag such as refs/tags/v0.1.0 is that of memkern/_version.py. The version
-stands there alone: pyproject.toml reads it, and CHANGELOG.md and CITATION.cff must name the same. Of a ref that is no
-tag only these are checked.
+python tools/release.py version REF: checks that a tag such as refs/tags/v0.1.0 has the version of memkern/_version.py,
+and that CHANGELOG.md and CITATION.cff name the same (pyproject.toml reads _version.py). For a REF that is no tag only
+these two files are checked.
 
-python tools/release.py links URL REF: writes the repository's address into README.md and pyproject.toml, for a build
-alone. A package index shows the README without the repository, where relative links lead nowhere.
+python tools/release.py links URL REF: writes the repository's address into README.md and pyproject.toml, to build
+from and not to commit. A package index shows the README without the repository, where relative links lead nowhere.
 
 docs/releasing.md has the whole way to a release.
 """
@@ -21,45 +21,46 @@ ROOT = Path(__file__).parents[1]
 
 
 def version() -> str:
-    found: str = runpy.run_path(str(ROOT / "memkern" / "_version.py"))["__version__"]
-    return found
+    current: str = runpy.run_path(str(ROOT / "memkern" / "_version.py"))["__version__"]
+    return current
 
 
 def problems(ref: str) -> list[str]:
     """The faults of a release under this ref."""
-    own = version()
+    current = version()
     cited = re.search(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
     newest = re.search(r"^## (\S+)(.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert cited
     assert newest
-    found = []
-    if cited[1] != own:
-        found.append(f"CITATION.cff has version {cited[1]}, memkern/_version.py {own}")
-    if newest[1] != own:
-        found.append(f"CHANGELOG.md begins with {newest[1]}, memkern/_version.py has {own}")
+    faults = []
+    if cited[1] != current:
+        faults.append(f"CITATION.cff has version {cited[1]}, memkern/_version.py {current}")
+    if newest[1] != current:
+        faults.append(f"CHANGELOG.md begins with {newest[1]}, memkern/_version.py has {current}")
     if ref.startswith("refs/tags/"):
-        if ref != f"refs/tags/v{own}":
-            found.append(f"the tag is {ref.removeprefix('refs/tags/')}, memkern/_version.py has {own}")
+        if ref != f"refs/tags/v{current}":
+            faults.append(f"the tag is {ref.removeprefix('refs/tags/')}, memkern/_version.py has {current}")
         if "not released" in newest[2]:
-            found.append(f"CHANGELOG.md says of {newest[1]} that it is not released")
-    return found
+            faults.append(f"CHANGELOG.md says of {newest[1]} that it is not released")
+    return faults
 
 
 def with_links(text: str, url: str, ref: str) -> str:
-    """The README with whole links: to files of the repository at a tag or branch, and to pictures as they are."""
+    """The README with absolute links to the repository at a tag or branch: pages of files and folders, raw pictures."""
     name = ref.removeprefix("refs/tags/").removeprefix("refs/heads/")
 
-    def whole(found: re.Match[str]) -> str:
-        kind = "raw" if found[1] == "!" else "tree" if (ROOT / found[3].split("#")[0]).is_dir() else "blob"
-        return f"{found[1]}[{found[2]}]({url}/{kind}/{name}/{found[3]})"
+    def absolute(match: re.Match[str]) -> str:
+        exclamation, label, target = match.groups()
+        page = "tree" if (ROOT / target.split("#")[0]).is_dir() else "blob"
+        return f"{exclamation}[{label}]({url}/{'raw' if exclamation else page}/{name}/{target})"
 
-    return re.sub(r"(!?)\[([^\]]*)\]\((?![a-z]+:|#)([^)\s]+)\)", whole, text)
+    return re.sub(r"(!?)\[([^\]]*)\]\((?![a-z]+:|#)([^)\s]+)\)", absolute, text)
 
 
 def with_urls(project: str, url: str) -> str:
     """pyproject.toml with the addresses that an index shows beside the page."""
-    places = {"Repository": url, "Changelog": f"{url}/blob/main/CHANGELOG.md", "Issues": f"{url}/issues"}
-    urls = "".join(f'{name} = "{place}"\n' for name, place in places.items())
+    addresses = {"Repository": url, "Changelog": f"{url}/blob/main/CHANGELOG.md", "Issues": f"{url}/issues"}
+    urls = "".join(f'{name} = "{address}"\n' for name, address in addresses.items())
     after = "[project.optional-dependencies]\n"
     return project.replace(after, f"[project.urls]\n{urls}\n{after}", 1)
 
@@ -80,9 +81,9 @@ def main(argv: list[str]) -> int:
     if len(argv) != 2 or argv[0] != "version":
         print("usage: python tools/release.py version REF | links https://... REF", file=sys.stderr)
         return 2
-    found = problems(argv[1])
-    print("\n".join(found) or version(), file=sys.stderr if found else sys.stdout)
-    return bool(found)
+    faults = problems(argv[1])
+    print("\n".join(faults) or version(), file=sys.stderr if faults else sys.stdout)
+    return bool(faults)
 
 
 if __name__ == "__main__":
