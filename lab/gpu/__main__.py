@@ -1,8 +1,8 @@
-"""`make gpu`: the tests and measurements that need a GPU, the most wanted first should the time run out.
+"""`make gpu` runs the tests and measurements that need a GPU, the most important first, as time may run out.
 
-Each part is a command with a limit in seconds. Its output goes to out/gpu/PART.log (in the folder $OUT, where that is
-set), its lines of JSON to results.jsonl there, for ``python -m lab.gpu.record``. A part that fails or lacks what it
-needs does not stop the others. Ends with 1 where one failed. ``--part`` names parts, ``--plan`` runs none.
+Each part is a command with a limit in seconds. Its output goes to out/gpu/PART.log (below $OUT, where that is set), its
+lines of JSON to results.jsonl there, for ``python -m lab.gpu.record``. A part that fails does not stop the others; the
+exit status is 1 then. ``--part`` runs one part alone, ``--plan`` prints what would run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def module(name: str, *arguments: str) -> list[str]:
     return [sys.executable, "-m", f"lab.gpu.{name}", *arguments]
 
 
-PARTS: dict[str, tuple[int, list[str]]] = {
+PARTS: dict[str, tuple[int, list[str]]] = {  # limit in seconds, command
     "build": (400, [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]),
     "tests": (600, [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/gpu", "tests"]),
     "sanitizers": (200, module("sanitize")),
@@ -47,7 +47,7 @@ def environment() -> dict[str, Any]:
     import torch
 
     gpu = find_gpu()
-    told = os.environ.get("MEMKERN_COMMIT")  # for a copy of a commit's tree without .git, or with another's
+    commit = os.environ.get("MEMKERN_COMMIT")  # set for a copy of a commit's files that has no .git of its own
     return {
         "gpu": gpu and gpu.name,
         "capability": gpu and gpu.capability,
@@ -55,15 +55,16 @@ def environment() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
         "nvcc": (output("nvcc", "--version") or "").rpartition("\n")[2] or None,
-        "commit": told or output("git", "rev-parse", "--short=12", "HEAD"),
-        "dirty": not told and bool(output("git", "status", "--porcelain", "--", ".", *RESULTS)),
+        "commit": commit or output("git", "rev-parse", "--short=12", "HEAD"),
+        "dirty": not commit and bool(output("git", "status", "--porcelain", "--", ".", *RESULTS)),
     }
 
 
 def run(name: str, seconds: float, command: list[str], folder: Path) -> dict[str, Any]:
-    """The outcome of a part; its rows are added to results.jsonl as they come."""
-    path = os.pathsep.join([str(Path(nvcc).parent)] if (nvcc := tool("nvcc")) else [])
-    env = os.environ | {"PYTHONUNBUFFERED": "1", "PATH": os.pathsep.join(filter(None, [path, os.environ["PATH"]]))}
+    """Runs a part, adds its rows to results.jsonl, and returns its result and seconds."""
+    nvcc = tool("nvcc")
+    folders = [str(Path(nvcc).parent)] if nvcc else []
+    env = os.environ | {"PYTHONUNBUFFERED": "1", "PATH": os.pathsep.join([*folders, os.environ["PATH"]])}
     start, result = time.monotonic(), "passed"
     with (folder / f"{name}.log").open("w") as log:
         try:
@@ -80,6 +81,7 @@ def run(name: str, seconds: float, command: list[str], folder: Path) -> dict[str
 
 
 def add(folder: Path, part: str, row: dict[str, Any]) -> None:
+    """Appends a row to results.jsonl."""
     with (folder / "results.jsonl").open("a") as lines:
         lines.write(json.dumps({"part": part, **row}) + "\n")
 
@@ -87,7 +89,7 @@ def add(folder: Path, part: str, row: dict[str, Any]) -> None:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="make gpu", description=__doc__.splitlines()[0])
     parser.add_argument("--part", action="append", choices=PARTS, help="one part; may be given again")
-    parser.add_argument("--plan", action="store_true", help="says what it would run")
+    parser.add_argument("--plan", action="store_true", help="prints what would run")
     args = parser.parse_args(argv)
     about = environment()
     print(", ".join(f"{name} {value}" for name, value in about.items() if value), flush=True)

@@ -1,9 +1,9 @@
-"""Time, memory and errors of compiled models on a GPU, by what they save for backward: ``python -m lab.gpu.compiled``.
+"""Measures time, memory and errors of compiled models on a GPU: ``python -m lab.gpu.compiled``.
 
-As models.py, with torch.compile and memkern.compile: a line of JSON for each model and contender. first_s: seconds of
-the first step, compilers included (a cache of Inductor's in build/gpu); fp32_error: of the gradients beside those of
-fp32 without a compiler. The loss is named, as transformers else warns in GPT-2's forward pass, which cuts the graph.
-No contender begins after --seconds: Inductor takes half a minute for 12 layers, and 5 minutes for everything.
+Like models.py, with torch.compile and memkern.compile: a line of JSON for each model and contender. first_s: seconds of
+the first step with compilation; fp32_error: the gradients' error beside those of fp32 without a compiler. loss_type is
+set, as transformers else warns in GPT-2's forward pass, which breaks the graph. No contender begins after --seconds:
+Inductor takes half a minute for 12 layers, and 5 minutes for all.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from memkern.compiled.torch_internals import functorch_config
 
 from .models import GPT2, LLAMA_1B, SMALL, Prepare, Workload, about, gradients_of, loss_of, measured, of_mode
 
-STEPS = 3  # of a round
+STEPS = 3  # in a round of measuring
 SECONDS = 100.0  # after which no contender begins
 BUDGET = 0.5  # torch.compile's activation_memory_budget
 
 
 class Contender(NamedTuple):
     prepare: Prepare
-    compiling: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
+    compiling: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext  # settings while it compiles
 
 
 CONTENDERS = {
@@ -48,13 +48,13 @@ CONTENDERS = {
         torch.compile, lambda: functorch_config.patch(activation_memory_budget=BUDGET)
     ),
 }
-"""The most wanted first, should the time run out."""
-_FEW = {"n_layer": 4}, {"num_hidden_layers": 4}  # of GPT-2, of Llama
+"""The most important first, as time may run out."""
+_FOUR_LAYERS = {"GPT-2": {"n_layer": 4}, "Llama": {"num_hidden_layers": 4}}
 WORKLOADS = (
     Workload("GPT-2, 124 M", "GPT-2", GPT2, 8, 1024, "bf16 autocast"),
-    Workload("Llama, 4 layers", "Llama", LLAMA_1B | _FEW[1], 4, 2048, "bf16 autocast"),
-    Workload("GPT-2, 4 layers", "GPT-2", GPT2 | _FEW[0], 8, 1024, "fp32"),
-    Workload("Llama, 4 layers", "Llama", LLAMA_1B | _FEW[1], 4, 2048, "fp32"),
+    Workload("Llama, 4 layers", "Llama", LLAMA_1B | _FOUR_LAYERS["Llama"], 4, 2048, "bf16 autocast"),
+    Workload("GPT-2, 4 layers", "GPT-2", GPT2 | _FOUR_LAYERS["GPT-2"], 8, 1024, "fp32"),
+    Workload("Llama, 4 layers", "Llama", LLAMA_1B | _FOUR_LAYERS["Llama"], 4, 2048, "fp32"),
 )
 TINY = (
     Workload("small GPT-2", "GPT-2", SMALL["GPT-2"] | {"n_layer": 1}, 1, 32, "bf16 autocast"),
@@ -63,6 +63,8 @@ TINY = (
 
 
 def with_loss(prepare: Prepare) -> Prepare:
+    """Sets a model's loss_type before it is prepared."""
+
     def prepared(model: nn.Module) -> Callable[..., Any]:
         model.loss_type = "ForCausalLM"  # type: ignore[assignment]
         return prepare(model)
@@ -87,7 +89,7 @@ def forget(device: str) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--plan", action="store_true", help="says what it would do")
+    parser.add_argument("--plan", action="store_true", help="prints what it would measure")
     parser.add_argument("--small", action="store_true", help="small models on the CPU: a test of this script")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="after which no contender begins")
     args = parser.parse_args(argv)

@@ -1,4 +1,4 @@
-"""Finds the machine's GPU, by nvidia-smi, else torch, else CUDA's driver, and the programs of the CUDA toolkit."""
+"""Finds the machine's GPU (by nvidia-smi, else torch, else CUDA's driver) and the programs of the CUDA toolkit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-# In a process of its own: it leaves no CUDA context in this one.
+# Runs in a process of its own, so that this one gets no CUDA context.
 ASK_TORCH = """
 import torch
 if torch.cuda.is_available():
@@ -25,6 +25,7 @@ class Gpu(NamedTuple):
 
 
 def output(*command: str) -> str | None:
+    """What a command prints, or None where it fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
@@ -37,25 +38,21 @@ def tool(name: str) -> str | None:
     return shutil.which(name) or next((str(folder / name) for folder in folders if (folder / name).exists()), None)
 
 
-def of_nvidia_smi() -> str | None:
+def ask_nvidia_smi() -> str | None:
     return output("nvidia-smi", "--query-gpu=compute_cap,name,driver_version,memory.total", "--format=csv,noheader")
 
 
-def of_torch() -> str | None:
+def ask_torch() -> str | None:
     return output(sys.executable, "-W", "ignore", "-c", ASK_TORCH)
 
 
-def of_driver(library: str = "libcuda.so.1") -> str | None:
+def ask_driver(library: str = "libcuda.so.1") -> str | None:
     try:
         cuda = ctypes.CDLL(library)
     except OSError:
         return None
-    major, minor, device, name = (
-        ctypes.c_int(),
-        ctypes.c_int(),
-        ctypes.c_int(),
-        ctypes.create_string_buffer(256),
-    )
+    major, minor, device = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+    name = ctypes.create_string_buffer(256)
     if cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), 0):
         return None
     cuda.cuDeviceGetAttribute(ctypes.byref(major), CAPABILITY_MAJOR, device)
@@ -65,9 +62,9 @@ def of_driver(library: str = "libcuda.so.1") -> str | None:
 
 
 def find_gpu() -> Gpu | None:
-    """The first one."""
-    for found_by, ask in (("nvidia-smi", of_nvidia_smi), ("torch", of_torch), ("driver", of_driver)):
-        if said := ask():
-            capability, _, name = said.splitlines()[0].partition(",")
+    """The first GPU, or None."""
+    for found_by, ask in (("nvidia-smi", ask_nvidia_smi), ("torch", ask_torch), ("driver", ask_driver)):
+        if answer := ask():  # capability, name, ...
+            capability, _, name = answer.splitlines()[0].partition(",")
             return Gpu(capability.strip(), name.strip(), found_by)
     return None

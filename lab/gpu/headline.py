@@ -1,8 +1,8 @@
-"""Times of the main kernels beside torch's and others' that are installed: ``python -m lab.gpu.headline cuda|triton``.
+"""Times the main kernels beside torch's and installed peers': ``python -m lab.gpu.headline cuda|triton``.
 
 AdamW8bit, Lion8bit, LAMB8bit and LARS8bit over one tensor of 1e9 parameters and over GPT-2's 148 tensors, fp32 and
-bf16; 3-bit GELU; the gradients' norm; power codes of saved tensors. A line of JSON for each contender, as soon as its
-case is measured (benchmarks/harness.py says how); "copy_share" is the share of the copy rate of the same minute.
+bf16; 3-bit GELU; the gradients' norm; power codes of saved tensors. Prints a line of JSON for each contender as soon as
+its case is measured (by benchmarks/harness.py); "copy_share" is the share of the copy rate measured with it.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from benchmarks.bench_layerwise import CLASSIC_NORMS, NORMS, NOTHING, RECIPE
 from benchmarks.bench_optim import GPT2, Shapes, flash_adamw, gpt2_shapes, optimizer_of, stepper
 from memkern import _ops
 
-LARGE = 10**9
+LARGE = 10**9  # parameters of the one tensor
 ELEMENTS = 2**28  # of an activation
-BYTES_PER_PARAMETER = 90  # of all contenders of a case together, in fp32
+BYTES_PER_PARAMETER = 90  # memory of all contenders of a case together, in fp32
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-SECONDS = 0.6  # of a contender's calls
+SECONDS = 0.6  # in which each contender is called
 ROUNDS = 20
 
 FUSED = ("torch AdamW fused", optimizer_of("torch.optim", "AdamW", fused=True), NOTHING)
 FOREACH = ("torch AdamW foreach", optimizer_of("torch.optim", "AdamW", foreach=True), NOTHING)
-# By memkern's class, its peers: label, constructor, bytes read before the update.
-OTHERS: dict[str, list[tuple[str, Any, Any]]] = {
+# Peers of each class of memkern: label, constructor, bytes read before the update.
+PEERS: dict[str, list[tuple[str, Any, Any]]] = {
     "AdamW8bit": [
         FUSED,
         FOREACH,
@@ -46,14 +46,14 @@ OTHERS: dict[str, list[tuple[str, Any, Any]]] = {
     "LAMB8bit": [FUSED],
     "LARS8bit": [("torch SGD fused", optimizer_of("torch.optim", "SGD", lr=0.1, momentum=0.9, fused=True), NOTHING)],
 }
-OF_BF16: dict[str, list[tuple[str, Any, Any]]] = {
+BF16_PEERS: dict[str, list[tuple[str, Any, Any]]] = {
     "AdamW8bit": [
         ("memkern AdamW8bit, bf16+8", optimizer_of("memkern.optim", "AdamW8bit", master_weights="bf16+8"), NOTHING),
         ("flashoptim AdamW, plain weights", optimizer_of("flashoptim", "FlashAdamW", master_weight_bits=None), NOTHING),
     ],
 }
 """More contenders with bf16 weights. flashoptim's default has 8 more bits of each weight, as memkern's bf16+8 has."""
-# memkern's classes: options, bytes read before the update.
+# memkern's classes: options, bytes read before the update (for trust ratios' norms).
 OURS: dict[str, tuple[dict[str, Any], Callable[[int, int], int]]] = {
     "AdamW8bit": ({}, NOTHING),
     "Lion8bit": ({}, NOTHING),
@@ -64,17 +64,17 @@ OURS: dict[str, tuple[dict[str, Any], Callable[[int, int], int]]] = {
 
 def steps(name: str, shapes: Shapes, dtype: str, device: str) -> harness.Case:
     options, reads = OURS[name]
-    contenders = [(f"memkern {name}", optimizer_of("memkern.optim", name, **options), reads), *OTHERS[name]]
-    contenders += OF_BF16.get(name, []) if dtype == "bf16" else []
+    contenders = [(f"memkern {name}", optimizer_of("memkern.optim", name, **options), reads), *PEERS[name]]
+    contenders += BF16_PEERS.get(name, []) if dtype == "bf16" else []
     return harness.Case(
         f"{name}, {len(shapes)} tensors, {dtype}" if len(shapes) > 1 else f"{name}, one tensor, {dtype}",
         sum(map(math.prod, shapes)),
-        [stepper(title, make, shapes, device, DTYPES[dtype], of_it) for title, make, of_it in contenders],
+        [stepper(label, make, shapes, device, DTYPES[dtype], reads) for label, make, reads in contenders],
     )
 
 
 def gradient_norm(shapes: Shapes, dtype: str, device: str) -> harness.Case:
-    """memkern's one read of the gradients beside torch's clip_grad_norm_ without the clipping."""
+    """The gradients' norm, by memkern's op, which reads them once, and by the function of torch's clip_grad_norm_."""
 
     def subject(ours: bool) -> Callable[[], harness.Subject]:
         def setup() -> harness.Subject:
@@ -103,7 +103,7 @@ def gelu(elements: int, dtype: str, device: str) -> harness.Case:
 
 
 def saved(elements: int, dtype: str, device: str) -> harness.Case:
-    """Power codes of what compress saves, and back; torch's copy to 8-bit floats without scales as what is possible."""
+    """Power codes of saved tensors, and back; beside them, as a bound, torch's copy to 8-bit floats without scales."""
 
     def subject(call: Callable[[torch.Tensor], Callable[[], object]]) -> Callable[[], harness.Subject]:
         def setup() -> harness.Subject:
@@ -126,8 +126,8 @@ def saved(elements: int, dtype: str, device: str) -> harness.Case:
 
 
 def cases(device: str, large: int, gpt2: int, elements: int) -> Iterator[harness.Case]:
-    """All cases, the most wanted first, should the time run out."""
-    one, many = [(max(1, large // 4096), 4096)], gpt2_shapes(gpt2)
+    """All cases, the most important first, as time may run out."""
+    one, many = [(max(1, large // 4096), 4096)], gpt2_shapes(gpt2)  # shapes
     for dtype in ("bf16", "fp32"):
         yield steps("AdamW8bit", one, dtype, device)
         yield gelu(elements, dtype, device)
@@ -144,7 +144,7 @@ def cases(device: str, large: int, gpt2: int, elements: int) -> Iterator[harness
 
 
 def largest(device: str) -> int:
-    """Parameters of the one tensor: 1e9, or what fits."""
+    """Parameters of the one tensor: 1e9, or as many as fit."""
     if device == "cpu" or not torch.cuda.is_available():
         return LARGE
     return min(LARGE, torch.cuda.get_device_properties(0).total_memory // BYTES_PER_PARAMETER)
@@ -153,7 +153,7 @@ def largest(device: str) -> int:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("backend", choices=["cuda", "triton", "cpu"])
-    parser.add_argument("--plan", action="store_true", help="says what it would do")
+    parser.add_argument("--plan", action="store_true", help="prints what it would measure")
     parser.add_argument("--small", action="store_true", help="tensors of 65,536 elements: a test of this script")
     args = parser.parse_args(argv)
     device = "cpu" if args.backend == "cpu" else "cuda"
@@ -169,9 +169,9 @@ def main(argv: list[str] | None = None) -> int:
             rounds = {"rounds": 5, "seconds": 0.01} if args.small else {"rounds": ROUNDS, "seconds": SECONDS}
             results = harness.measure(case, clock, **rounds)
         for result in results:
-            row = {k: v for k, v in asdict(result).items() if v not in (None, "")}
+            row = {column: value for column, value in asdict(result).items() if value not in (None, "")}
             print(json.dumps(row), flush=True)
-        failed |= results[0].ms_median is None
+        failed |= results[0].ms_median is None  # memkern's
         if device == "cuda":
             torch.cuda.empty_cache()
     return int(failed)

@@ -1,8 +1,8 @@
-"""Times of optimizer steps with states on the host, by the device and by the CPU: ``python -m lab.gpu.host``.
+"""Times optimizer steps with states on the host, taken on the device and on the CPU: ``python -m lab.gpu.host``.
 
-A bf16 model of a billion parameters in matrices of 16 M, whose gradients are those of sums. A line of JSON each: the
-median milliseconds of a backward pass and a step until the device is done, the states' bytes that went each way and
-GB/s, and the device's peak beside weights and gradients. torchao and DeepSpeed where they are installed.
+A bf16 model of a billion parameters in matrices of 16 M; the loss is their sum. A line of JSON for each way to step:
+median milliseconds of a backward pass and a step until the device is done, the states' bytes that are copied each way
+and GB/s, and the device's peak beside weights and gradients. torchao and DeepSpeed where they are installed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import nn
 
 from memkern import memory, optim
 
-RUNS = 12
+RUNS = 12  # the first two are not counted
 
 
 def parameters(count: int, width: int, device: str) -> list[nn.Parameter]:
@@ -55,42 +55,42 @@ WAYS: dict[str, Callable[[Any], Any]] = {
     "step_on=cpu": host,
     "step_on=cpu, gradients too": lambda params: host(params, offload_gradients=True),
 }
-OTHERS = {  # package: label, constructor
+PEERS = {  # package: label, constructor
     "torchao": ("torchao CPUOffloadOptimizer", torchao),
     "deepspeed": ("DeepSpeedCPUAdam, no transfers", deepspeed),
 }
 
 
 def measured(name: str, make: Callable[[Any], Any], count: int, width: int, device: str) -> dict[str, object]:
-    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
     params = parameters(count, width, device)
-    held = sum(2 * p.nbytes for p in params)
+    weights_and_gradients = sum(2 * p.nbytes for p in params)
     optimizer = make(params)
     times = []
     for _ in range(RUNS):
-        begun = time.perf_counter()
+        start = time.perf_counter()
         torch.stack([p.sum() for p in params]).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        wait()
-        times.append(time.perf_counter() - begun)
+        synchronize()
+        times.append(time.perf_counter() - start)
     seconds = statistics.median(times[2:])
     row: dict[str, object] = {"way": name, "parameters": sum(p.numel() for p in params), "ms": round(1e3 * seconds, 2)}
     if name.startswith("step_on=device"):
         states = memory.optimizer_bytes(optimizer)
         row |= {"states": states, "gb_per_s": round(states / seconds / 1e9, 2)}
     if device == "cuda":
-        row["device_bytes_beside"] = torch.cuda.max_memory_allocated() - held
+        row["device_bytes_beside"] = torch.cuda.max_memory_allocated() - weights_and_gradients
         torch.cuda.reset_peak_memory_stats()
     return row
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--plan", action="store_true", help="says what it would do")
+    parser.add_argument("--plan", action="store_true", help="prints what it would measure")
     parser.add_argument("--small", action="store_true", help="four small matrices on the CPU: a test of this script")
     args = parser.parse_args(argv)
-    ways = WAYS | dict(way for module, way in OTHERS.items() if importlib.util.find_spec(module))
+    ways = WAYS | dict(way for module, way in PEERS.items() if importlib.util.find_spec(module))
     if args.plan:
         print(f"would step a billion parameters {RUNS} times: {'; '.join(ways)}")
         return 0
@@ -99,7 +99,7 @@ def main(argv: list[str] | None = None) -> int:
     for name, make in ways.items():
         try:
             row = measured(name, make, count, width, device)
-        except Exception as error:  # others' classes may raise anything
+        except Exception as error:  # peers' classes may raise anything
             row, failed = {"way": name, "error": f"{type(error).__name__}: {str(error)[:200]}"}, name in WAYS
         print(json.dumps(row), flush=True)
     return int(failed)

@@ -1,10 +1,10 @@
-"""Time, memory and errors of whole models on a GPU, by what they save for backward: ``python -m lab.gpu.models``.
+"""Measures time, memory and errors of whole models on a GPU, by what they save: ``python -m lab.gpu.models``.
 
 Models of transformers with random weights (tests/support/zoo.py), forward and backward pass without the optimizer.
-A line of JSON for each model and mode: ms of a step, the median over rounds of STEPS steps that nothing waits between;
+A line of JSON for each model and mode: ms of a step, the median over rounds of STEPS steps without a wait in between;
 the time of its kernels alone, from torch's profiler; bytes kept from the forward to the backward pass, and the peak
-above parameters and gradients; and the gradients beside torch's. "small" models have layers of
-width 64 at 32 tokens: their steps take what the processor takes.
+above parameters and gradients; and the error of the gradients beside torch's. "small" models have layers of width 64
+at 32 tokens, whose steps take the CPU's time, not the GPU's.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.support import zoo
 
 STEPS, ROUNDS = 5, 3
 Prepare = Callable[[nn.Module], Callable[..., Any]]
-"""Prepares a model, and returns what is called in its place."""
+"""Prepares a model, and returns the callable to use in its place."""
 
 
 class Workload(NamedTuple):
@@ -67,10 +67,10 @@ WORKLOADS = (
 
 def batch_of(work: Workload, device: str) -> dict[str, Any]:
     """Sequences of zoo.py's tokens, each shifted by one."""
-    one = zoo.batch(work.model, work.tokens)
-    rows = {k: v for k, v in one.items() if isinstance(v, torch.Tensor)}
-    many = {k: torch.cat([v.roll(i, 1) for i in range(work.sequences)]).to(device) for k, v in rows.items()}
-    return one | many
+    sequence = zoo.batch(work.model, work.tokens)
+    tensors = {name: x for name, x in sequence.items() if isinstance(x, torch.Tensor)}
+    shifts = range(work.sequences)
+    return sequence | {name: torch.cat([x.roll(i, 1) for i in shifts]).to(device) for name, x in tensors.items()}
 
 
 def _busy_ms(step: Callable[[], object]) -> float:
@@ -108,9 +108,9 @@ def measured(
     exact: dict[str, torch.Tensor] | None = None,
     steps: int = STEPS,
 ) -> dict[str, object]:
-    """expected: the gradients of torch, filled by the first call. exact: those of fp32 as well."""
+    """The figures of a row. ``expected``: torch's gradients, filled by the first call; ``exact``: those in fp32."""
     on_gpu = device == "cuda"
-    before = torch.cuda.memory_allocated() if on_gpu else 0
+    before_model = torch.cuda.memory_allocated() if on_gpu else 0
     model, forward = loss_of(work, prepare, device)
 
     def step() -> None:
@@ -139,7 +139,7 @@ def measured(
         row["saved_mib"] = round((torch.cuda.memory_allocated() - start) / 2**20, 1)
         loss.backward()
         row["peak_mib"] = round((torch.cuda.max_memory_allocated() - start) / 2**20, 1)
-        row["model_mib"] = round((start - before) / 2**20, 1)
+        row["model_mib"] = round((start - before_model) / 2**20, 1)
         del loss
     times = []
     for _ in range(ROUNDS):
@@ -153,22 +153,23 @@ def measured(
     return row
 
 
-def _half(model: nn.Module) -> None:
+def _checkpoint_half(model: nn.Module) -> None:
+    """Checkpoints every other block."""
     for blocks in block_lists(model):
         for block in blocks[::2]:
             block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
 
 
-MODES: dict[str, Callable[[Any], object]] = {
+MODES: dict[str, Callable[[Any], object]] = {  # change a model in place
     "torch": lambda model: None,
     "checkpointing": lambda model: model.gradient_checkpointing_enable({"use_reentrant": False}),
-    "half checkpointed": _half,
+    "half checkpointed": _checkpoint_half,
     "compress": memkern.compress,
 }
 
 
 def of_mode(mode: str) -> Prepare:
-    """A model in a mode."""
+    """Prepares a model by changing it in place, as the mode does."""
 
     def prepare(model: nn.Module) -> Callable[..., Any]:
         MODES[mode](model)
@@ -179,13 +180,13 @@ def of_mode(mode: str) -> Prepare:
 
 def about(work: Workload) -> dict[str, object]:
     """The columns that all rows of a workload begin with."""
-    names = {"sequences": work.sequences, "tokens": work.tokens, "precision": work.precision}
-    return {"model": work.name, **names}
+    batch = {"sequences": work.sequences, "tokens": work.tokens, "precision": work.precision}
+    return {"model": work.name, **batch}
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--plan", action="store_true", help="says what it would do")
+    parser.add_argument("--plan", action="store_true", help="prints what it would measure")
     parser.add_argument("--small", action="store_true", help="the small models on the CPU: a test of this script")
     args = parser.parse_args(argv)
     if args.plan:

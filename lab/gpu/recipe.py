@@ -1,8 +1,8 @@
-"""Trains GPT-2-XL on 12 GiB of a GPU, and by torch on all of it: ``python -m lab.gpu.recipe``.
+"""Trains GPT-2-XL with memkern on 12 GiB of a GPU, and with torch on the whole GPU: ``python -m lab.gpu.recipe``.
 
-The loop that `python -m memkern plan --model gpt2-xl --memory 12GiB --batch-size 8 --step-in-backward` prints, on
-random tokens, in a process that torch's allocator gives 12 GiB; then fp32 weights, bf16 autocast and torch's fused
-AdamW, with and without checkpoints. A line of JSON each: the allocator's peaks, the median step, the losses.
+First the loop that `python -m memkern plan --model gpt2-xl --memory 12GiB --batch-size 8 --step-in-backward` prints, on
+random tokens, in a process whose allocator is limited to 12 GiB; then fp32 weights, bf16 autocast and torch's fused
+AdamW, with and without checkpoints. A line of JSON for each: the allocator's peaks, the median step, the losses.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from torch import Tensor, nn
 import memkern
 
 GIB = 2**30
-STEPS = 8
+STEPS = 8  # the first two are not counted in the median
 
 
 class Run(NamedTuple):
-    """limit_gib: what torch's allocator may take; all of the card by default."""
+    """How a run stores weights; limit_gib: the most that torch's allocator may take, None for all of the card."""
 
     precision: torch.dtype
     limit_gib: float | None = None
@@ -54,14 +54,14 @@ SMALL = Sizes(64, 2, 4, 2, 64)
 def gpt2(sizes: Sizes, dtype: torch.dtype, device: str) -> Any:
     from transformers import AutoModelForCausalLM, GPT2Config
 
-    none = dict.fromkeys(("resid_pdrop", "attn_pdrop", "embd_pdrop"), 0.0)
-    config = GPT2Config(n_embd=sizes.n_embd, n_layer=sizes.n_layer, n_head=sizes.n_head, **none)
+    no_dropout = dict.fromkeys(("resid_pdrop", "attn_pdrop", "embd_pdrop"), 0.0)
+    config = GPT2Config(n_embd=sizes.n_embd, n_layer=sizes.n_layer, n_head=sizes.n_head, **no_dropout)
     torch.manual_seed(0)
     with torch.device(device):
         return AutoModelForCausalLM.from_config(config, dtype=dtype).train()
 
 
-def ours(model: Any) -> Callable[[Tensor], Tensor]:
+def memkern_step(model: Any) -> Callable[[Tensor], Tensor]:
     memkern.compress(model, 3)
     memkern.checkpoint_blocks(model)
     loss_fn = memkern.nn.LinearCrossEntropy.from_linear(model.get_output_embeddings(), chunk_size=4096)
@@ -79,7 +79,7 @@ def ours(model: Any) -> Callable[[Tensor], Tensor]:
     return step
 
 
-def torchs(model: nn.Module, device: str) -> Callable[[Tensor], Tensor]:
+def torch_step(model: nn.Module, device: str) -> Callable[[Tensor], Tensor]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def step(ids: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ def measured(name: str, device: str, sizes: Sizes) -> dict[str, object]:
     model = gpt2(sizes, run.precision, device)
     if run.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    step = ours(model) if name.startswith("memkern") else torchs(model, device)
+    step = memkern_step(model) if name.startswith("memkern") else torch_step(model, device)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(1000, (sizes.sequences, sizes.tokens), generator=generator).to(device)
     losses, seconds = [], []
@@ -130,7 +130,7 @@ def measured(name: str, device: str, sizes: Sizes) -> dict[str, object]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--plan", action="store_true", help="says what it would do")
+    parser.add_argument("--plan", action="store_true", help="prints what it would train")
     parser.add_argument("--small", action="store_true", help="two small layers on the CPU: a test of this script")
     parser.add_argument("--run", choices=RUNS, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
@@ -146,7 +146,7 @@ def main(argv: list[str] | None = None) -> int:
                 row, failed = {"run": name, "error": str(error).partition(" See documentation")[0]}, True
             print(json.dumps(row), flush=True)
         return int(failed)
-    # Each in a process of its own, as the allocator's limit is of a process.
+    # Each in a process of its own, as the allocator's limit holds for a process.
     command = [sys.executable, "-m", "lab.gpu.recipe", "--run"]
     codes = [subprocess.run([*command, name], check=False).returncode for name in RUNS]
     return int(any(codes))

@@ -1,8 +1,8 @@
-"""Adds what `make gpu` found to the results: ``python -m lab.gpu.record RESULTS.jsonl ...``.
+"""Adds the rows that `make gpu` measured to the results: ``python -m lab.gpu.record RESULTS.jsonl ...``.
 
-Times of headline.py, models.py and compiled.py go to benchmarks/results, for the tables of docs/:
+Rows of headline.py, models.py and compiled.py go to benchmarks/results, for the tables of docs/:
 headline_HARDWARE.csv, gpu-models.csv, gpu-compiled.csv. Those of recipe.py, stream.py and host.py go to
-lab/results (gpu-recipe.csv and so on), and what passed and failed to gpu-parts.csv there.
+lab/results (gpu-recipe.csv and so on), and each part's result (passed, failed or timed out) to gpu-parts.csv there.
 Results of a tree with uncommitted changes are refused.
 """
 
@@ -41,7 +41,7 @@ Row = dict[str, Any]
 
 
 def read(paths: Iterable[Path]) -> Iterator[tuple[Path, Row, list[Row]]]:
-    """Each file with what its results are of, and its rows."""
+    """Each file, its first row (lab.gpu.__main__.environment), and its other rows."""
     for path in paths:
         rows = [json.loads(line) for line in path.read_text().splitlines()]
         about = next(row for row in rows if row["part"] == "environment")
@@ -54,7 +54,7 @@ def provenance(path: Path, about: Row, commit: str | None) -> dict[str, str]:
     return {
         "date": date.strftime("%Y-%m-%dT%H:%M:%SZ"),
         "commit": commit or about["commit"],
-        "dirty": "no",  # main() refuses the others
+        "dirty": "no",  # main() refuses dirty results
         "hardware": f"{name}, driver {driver}",
         "python": about["python"],
         "torch": about["torch"],
@@ -70,47 +70,49 @@ def refuse_dirty(parser: argparse.ArgumentParser, path: Path, about: Row, commit
         parser.error(f"{path} does not say which commit was measured: give --commit where the tree had no changes")
 
 
-def text(row: Row, columns: Iterable[str]) -> dict[str, str]:
-    values = {name: row.get(name) for name in columns}
-    return {
-        name: "" if x is None else " ".join(map(str, x)) if isinstance(x, list) else str(x)
-        for name, x in values.items()
-    }
+def text(value: Any) -> str:
+    """A cell of a CSV file."""
+    if isinstance(value, list):
+        return " ".join(map(str, value))
+    return "" if value is None else str(value)
+
+
+def cells(row: Row, columns: Iterable[str]) -> dict[str, str]:
+    return {name: text(row.get(name)) for name in columns}
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m lab.gpu.record", description=__doc__.splitlines()[0])
     parser.add_argument("results", type=Path, nargs="+", help="results.jsonl of `make gpu`")
-    parser.add_argument("--commit", help="that was measured, where the copy did not know")
-    parser.add_argument("--out", type=Path, help="folder for all of them")
+    parser.add_argument("--commit", help="the commit that was measured, where the results do not say")
+    parser.add_argument("--out", type=Path, help="folder for all files")
     args = parser.parse_args(argv)
-    found_results = list(read(args.results))
-    for path, about, _ in found_results:
+    results = list(read(args.results))
+    for path, about, _ in results:
         refuse_dirty(parser, path, about, args.commit)
-    for path, about, rows in found_results:
-        of = provenance(path, about, args.commit)
+    for path, about, rows in results:
+        measured_with = provenance(path, about, args.commit)
         times = [
-            Result(**{k: v for k, v in row.items() if k != "part"})
+            Result(**{name: value for name, value in row.items() if name != "part"})
             for row in rows
             if row["part"] == "headline" and "case" in row
         ]
         if times:
-            name = f"headline_{machine.slug(of['hardware'])}.csv"
-            report.append((args.out or benchmarks.RESULTS) / name, report.rows(of, times))
-        for part, key, columns in (
+            name = f"headline_{machine.slug(measured_with['hardware'])}.csv"
+            report.append((args.out or benchmarks.RESULTS) / name, report.rows(measured_with, times))
+        for part, key, columns in (  # rows without the key are of the part itself
             ("models", "mode", MODELS),
             ("compiled", "mode", COMPILED),
             ("recipe", "run", RECIPE),
             ("stream", "run", STREAM),
             ("host", "way", HOST),
         ):
-            of_part = [row for row in rows if row["part"] == part and key in row]
-            found = [of | text(row, columns) for row in of_part]
-            if found:
+            part_rows = [row for row in rows if row["part"] == part and key in row]
+            if new := [measured_with | cells(row, columns) for row in part_rows]:
                 folder = args.out or (benchmarks.RESULTS if part in ("models", "compiled") else lab.RESULTS)
-                report.append(folder / f"gpu-{part}.csv", found, (*report.PROVENANCE, *columns))
-        found = [of | text(row, PARTS) for row in rows if "result" in row]
-        report.append((args.out or lab.RESULTS) / "gpu-parts.csv", found, (*report.PROVENANCE, *PARTS))
+                report.append(folder / f"gpu-{part}.csv", new, (*report.PROVENANCE, *columns))
+        new = [measured_with | cells(row, PARTS) for row in rows if "result" in row]
+        report.append((args.out or lab.RESULTS) / "gpu-parts.csv", new, (*report.PROVENANCE, *PARTS))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Runs small.py under compute-sanitizer's tools, the most valuable first: ``python -m lab.gpu.sanitize``."""
+"""Runs small.py under each tool of compute-sanitizer: ``python -m lab.gpu.sanitize``."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from benchmarks import ROOT
 from .gpu import tool
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-# An allocation for each tensor. torch cuts large segments into tensors: inside of a segment nothing is out of bounds,
-# and what an earlier tensor left is not uninitialized.
-ALONE = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+# Has torch allocate each tensor by itself. In cached segments the tools would not see an access past a tensor's end,
+# and bytes that an earlier tensor left would count as initialized.
+NO_CACHE = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
 
 def command(name: str) -> list[str]:
@@ -23,11 +23,11 @@ def command(name: str) -> list[str]:
 
 
 def run(name: str) -> int:
-    """Lines come as the tool prints them: what it found is known where the time is up."""
+    """Runs a tool and prints its lines as they come, so that they are there when the time is up."""
     process = subprocess.Popen(
         command(name),
         cwd=ROOT,
-        env=os.environ | ALONE,
+        env=os.environ | NO_CACHE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -1,4 +1,4 @@
-"""The run that sanitize.py watches: a few steps, codes, norms and activations of small tensors on a GPU."""
+"""Runs a few steps, codes, norms and activations of small tensors on a GPU, for sanitize.py to watch."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def main(device: str = "cuda") -> None:
         optim.AdamW,
     ):
         for options in ({}, {"codec": "dynamic"}, {"block_size": 1024}, {"max_grad_norm": 1.0}):
-            matrices = build is optim.Muon8bit
-            params = [torch.nn.Parameter(x) for x in tensors(device) if x.dim() == 2 or not matrices]
+            only_matrices = build is optim.Muon8bit
+            params = [torch.nn.Parameter(x) for x in tensors(device) if x.dim() == 2 or not only_matrices]
             optimizer = build(params, lr=1e-2, min_8bit_size=0, **options)
             for _ in range(2):
                 for p in params:

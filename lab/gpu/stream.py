@@ -1,9 +1,9 @@
-"""Trains Llama-3.1-8B with weights on the host, on 12 GiB of a GPU, and on the device: ``python -m lab.gpu.stream``.
+"""Trains Llama-3.1-8B with weights on the device, and streamed from the host in 12 GiB: ``python -m lab.gpu.stream``.
 
-The planner's loop on random tokens, two sequences of 8,192 a step, checkpoints in codes. The weights are made on the
-host: one layer's, repeated. The streamed run is in a process that torch's allocator gives 12 GiB. A line of JSON each:
-the allocator's peaks, the median step, the share of it in which kernels run (copies are none), the losses; and one with
-the streamed run's speed over that of the other.
+The planner's loop on random tokens, two sequences of 8,192 a step, checkpoints in 8-bit codes. One layer's weights are
+made on the host and copied for all. The streamed run's process has an allocator that is limited to 12 GiB. A line of
+JSON for each run: the allocator's peaks, the median step, the share of it in which kernels run (without copies), the
+losses; and one with the streamed run's speed over that of the other.
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ from torch import Tensor, nn
 import memkern
 
 GIB = 2**30
-STEPS = 5
+STEPS = 5  # the first two are not counted in the median
 LIMIT_GIB = 12.0
-RUNS = {"on the device": None, "on the host, 12 GiB": "layers"}
-"""The value of weights_on_host in each run."""
+RUNS = {"on the device": None, "on the host, 12 GiB": "layers"}  # values of weights_on_host
 
 
 class Sizes(NamedTuple):
-    """Sizes of the model and its batch; the defaults are Llama-3.1-8B's, --layers gives fewer blocks."""
+    """Sizes of the model and its batch; the defaults are Llama-3.1-8B's, and --layers changes the number of blocks."""
 
     hidden: int = 4096
     inner: int = 14336
@@ -54,7 +53,7 @@ def techniques(on_host: str | None, sizes: Sizes) -> memkern.Techniques:
 
 
 class WithLoss(nn.Module):
-    """A language model and its loss in chunks of classes, which is what is streamed."""
+    """A language model with its loss in chunks of classes. The loss reads weights, so it is streamed with the model."""
 
     def __init__(self, model: Any, chunk: int | None) -> None:
         super().__init__()
@@ -100,10 +99,10 @@ def measured(name: str, device: str, sizes: Sizes) -> dict[str, object]:
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(LIMIT_GIB * GIB / total)
     begin = time.perf_counter()
-    t = techniques(on_host, sizes)
-    model = WithLoss(llama(sizes).to("cpu" if on_host else device), t.loss_chunk)
-    memkern.apply(model, t, device=device)
-    optimizer = memkern.make_optimizer(model.parameters(), t, lr=1e-4)
+    chosen = techniques(on_host, sizes)
+    model = WithLoss(llama(sizes).to("cpu" if on_host else device), chosen.loss_chunk)
+    memkern.apply(model, chosen, device=device)
+    optimizer = memkern.make_optimizer(model.parameters(), chosen, lr=1e-4)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(sizes.vocabulary, (sizes.sequences, sizes.tokens), generator=generator).to(device)
 
@@ -135,7 +134,7 @@ def measured(name: str, device: str, sizes: Sizes) -> dict[str, object]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--plan", action="store_true", help="says what it would do")
+    parser.add_argument("--plan", action="store_true", help="prints what it would train")
     parser.add_argument("--small", action="store_true", help="four small layers on the CPU: a test of this script")
     parser.add_argument("--layers", type=int, default=Sizes().layers, help="blocks (default: 32, the whole model)")
     parser.add_argument("--run", choices=RUNS, help=argparse.SUPPRESS)
@@ -154,19 +153,19 @@ def main(argv: list[str] | None = None) -> int:
                 failed = True
             print(json.dumps(row), flush=True)
         return int(failed)
-    # Each in a process of its own, as the allocator's limit is of a process.
+    # Each in a process of its own, as the allocator's limit holds for a process.
     command = [sys.executable, "-m", "lab.gpu.stream", "--layers", str(args.layers), "--run"]
     rows, code = {}, 0
     for name in RUNS:
-        done = subprocess.run([*command, name], check=False, stdout=subprocess.PIPE, text=True)
-        found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-        rows[name], code = found[-1] if found else {"run": name, "error": "no result"}, code or done.returncode
+        process = subprocess.run([*command, name], check=False, stdout=subprocess.PIPE, text=True)
+        printed = [json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")]
+        rows[name] = printed[-1] if printed else {"run": name, "error": "no result"}
+        code = code or process.returncode
         print(json.dumps(rows[name]), flush=True)
     speeds = [row.get("tokens_per_s") for row in rows.values()]
     if all(speeds):
-        print(
-            json.dumps({"run": "speed on the host over that on the device", "ratio": round(speeds[1] / speeds[0], 3)})
-        )
+        ratio = round(speeds[1] / speeds[0], 3)
+        print(json.dumps({"run": "speed on the host over that on the device", "ratio": ratio}))
     return code
 
 

@@ -1,4 +1,4 @@
-"""lab/gpu/compiled.py on the CPU, how its rows are recorded, and Inductor's peak under a memory budget."""
+"""lab/gpu/compiled.py runs on the CPU, its rows are recorded, and a memory budget does not raise Inductor's peak."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def test_rows_are_recorded(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_budget_does_not_raise_inductors_peak() -> None:
-    """memkern counts a peak in the order of the graph, which Inductor changes: a peak 1 % higher was measured."""
+    """memkern predicts the peak by the order of its graph, which Inductor changes: 1 % more was measured."""
     pytest.importorskip("transformers")
     with compiled_steps.compiling(empty=True):
-        more, less = (compiled_steps.contender("Llama", "fp32", 512, "exact", budget, 2) for budget in (0.7, 0.4))
-    assert less.saved < 0.7 * more.saved
-    assert less.peak < 1.02 * more.peak
+        loose, tight = (compiled_steps.contender("Llama", "fp32", 512, "exact", budget, 2) for budget in (0.7, 0.4))
+    assert tight.saved < 0.7 * loose.saved
+    assert tight.peak < 1.02 * loose.peak

@@ -1,4 +1,4 @@
-"""Parts `stream` and `host` of `make gpu` where there is no GPU: they run small on the CPU, and rows are recorded."""
+"""The parts `stream` and `host` of `make gpu` run small on the CPU, and their rows are recorded."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ def test_weights_on_the_host_give_the_losses_of_those_on_the_device(capsys: pyte
     try:
         assert stream.main(["--small"]) == 0
     finally:
-        if dist.is_initialized():  # of this process alone
+        if dist.is_initialized():
             dist.destroy_process_group()
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
     assert [row["run"] for row in rows] == [*stream.RUNS]
     on_device, on_host = (row["losses"] for row in rows)
-    assert on_host == pytest.approx(on_device, abs=2e-3)  # of what is stored for the backward pass more is exact
+    assert on_host == pytest.approx(on_device, abs=2e-3)  # on the host more of what is saved is exact
     assert on_host[-1] < on_host[0]
     assert rows[0]["layers"] == stream.SMALL.layers
 
 
-def test_steps_of_states_on_the_host(capsys: pytest.CaptureFixture[str]) -> None:
+def test_steps_with_states_on_the_host_are_timed(capsys: pytest.CaptureFixture[str]) -> None:
     assert host.main(["--small"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert {row["way"] for row in rows} >= {*host.WAYS}
@@ -57,5 +57,5 @@ def test_rows_are_recorded(tmp_path: Path) -> None:
     results.write_text("".join(json.dumps(row) + "\n" for row in rows))
     record.main([str(results), "--out", str(tmp_path)])
     with (tmp_path / "gpu-stream.csv").open(newline="") as file:
-        found = [*csv.DictReader(file)]
-    assert [(row["losses"], row["busy"], row["ratio"]) for row in found] == [("3.0 2.5", "0.9", ""), ("", "", "0.9")]
+        recorded = [*csv.DictReader(file)]
+    assert [(row["losses"], row["busy"], row["ratio"]) for row in recorded] == [("3.0 2.5", "0.9", ""), ("", "", "0.9")]
