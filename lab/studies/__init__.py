@@ -1,4 +1,4 @@
 """Studies behind single figures of docs/: each is run by hand, `python -m lab.studies.<name>`.
 
-../README.md says which figure is whose.
+lab/README.md says which page has which study's figures.
 """

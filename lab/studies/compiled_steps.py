@@ -2,11 +2,11 @@
 
 Models of zoo.py, one sequence, Inductor, beside the same model under torch.compile. Saved: memkern.memory.saved_bytes.
 Peak: of torch's CPU allocator in a forward and backward pass, gradients included. Time: processor time, the lowest of
-rounds that are interleaved. First: of the first step, in this process, which is not that of the C++ compilers, after a
-small model that each way has compiled before, as what is compiled first in a process pays for what is loaded then.
---blocks: blocks compiled by themselves (memkern.apply with compile=True), beside the whole.
+interleaved rounds. First: processor time of this process in the first step, without the C++ compilers', which are other
+processes; each mode compiles a small model before, so that none pays for loading the compiler.
+--blocks: blocks compiled by themselves (memkern.apply with compile=True), beside the whole model.
 --ways: all ways of saving less, eager ones too.
---empty-kernels: Inductor's C++ kernels are not compiled and do nothing, so that what allocates is as it is.
+--empty-kernels: Inductor's C++ kernels are not compiled and do nothing; allocations and peaks stay the same.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ COLUMNS = (
 
 
 class Contender(NamedTuple):
+    """A model prepared in a mode: saved and peak in bytes, first in seconds of processor time."""
+
     mode: str
     budget: float | None
     step: Callable[[], Any]
@@ -55,9 +57,9 @@ class Contender(NamedTuple):
 
 
 BITS: dict[str, Any] = {"torch": None, "exact": "exact", "8": 8}
-EAGER = {"eager" if mode == "torch" else mode: way for mode, way in gpu_models.MODES.items()}
-"""Ways without a compiler, which change a model in place. torch alone is "eager" here: "torch" is torch.compile."""
-WAYS: list[tuple[str, float | None]] = [
+EAGER = {"eager" if mode == "torch" else mode: change for mode, change in gpu_models.MODES.items()}
+"""Modes without a compiler, which change a model in place. "eager" is plain torch; "torch" is torch.compile."""
+WAYS: list[tuple[str, float | None]] = [  # mode, memory budget
     *((mode, None) for mode in EAGER),
     ("torch", 0.5),
     ("exact", None),
@@ -98,9 +100,9 @@ def contender(name: str, precision: str, tokens: int, mode: str, budget: float |
         model.zero_grad()
         forward().backward()
 
-    own_budget = budget if mode == "torch" and budget is not None else 1.0
+    torch_budget = budget if mode == "torch" and budget is not None else 1.0
     start = time.process_time()
-    with functorch_config.patch(activation_memory_budget=own_budget):
+    with functorch_config.patch(activation_memory_budget=torch_budget):
         step()
     first = time.process_time() - start
     count = saved_bytes(forward, model, *zoo.tensors(batch))
@@ -115,7 +117,7 @@ def _nothing(*tensors: object) -> None:
 
 @contextlib.contextmanager
 def compiling(empty: bool) -> Iterator[None]:
-    """Without caches of graphs; kernels that have been compiled serve again."""
+    """Disables the caches of graphs, but not of compiled kernels. ``empty``: kernels do nothing."""
     from torch._inductor.async_compile import AsyncCompile
 
     with contextlib.ExitStack() as stack:
@@ -127,7 +129,7 @@ def compiling(empty: bool) -> Iterator[None]:
 
 
 def _warm_up(modes: Iterable[tuple[str, float | None]]) -> None:
-    """Has each way compile a small model, with what is the same for every model loaded and initialized."""
+    """Has each mode compile a small model, which loads and initializes what every model needs."""
     for mode, budget in modes:
         if mode not in EAGER and not mode.startswith("blocks, "):
             torch._dynamo.reset()
@@ -145,32 +147,32 @@ def rows(
     layers: int | None = None,
 ) -> Iterator[dict[str, str]]:
     provenance = study.provenance_with_transformers()
-    found = []
+    contenders = []
     with compiling(empty):
         _warm_up({"torch": None, **dict(modes)}.items())
         for mode, budget in [("torch", None), *modes]:
-            found.append(contender(name, precision, tokens, mode, budget, layers))
-    times: list[list[float]] = [[] for _ in found]
+            contenders.append(contender(name, precision, tokens, mode, budget, layers))
+    times: list[list[float]] = [[] for _ in contenders]
     for _ in range(rounds):
-        for seconds, each in zip(times, found, strict=True):
+        for seconds, one in zip(times, contenders, strict=True):
             start = time.process_time()
-            each.step()
+            one.step()
             seconds.append(time.process_time() - start)
-    plain = found[0]
-    for each, seconds in zip(found, times, strict=True):
+    plain = contenders[0]
+    for one, seconds in zip(contenders, times, strict=True):
         values = (
             name if layers is None else f"{name}, {layers} layers",
             precision,
             str(tokens),
             "empty" if empty else "compiled",
-            each.mode,
-            str(each.budget or ""),
-            str(each.saved // tokens),
-            f"{each.saved / plain.saved:.3f}",
-            str(each.peak // tokens),
-            f"{each.peak / plain.peak:.4f}",
+            one.mode,
+            str(one.budget or ""),
+            str(one.saved // tokens),
+            f"{one.saved / plain.saved:.3f}",
+            str(one.peak // tokens),
+            f"{one.peak / plain.peak:.4f}",
             f"{min(seconds) / min(times[0]):.3f}" if rounds else "",
-            f"{each.first / plain.first:.2f}",
+            f"{one.first / plain.first:.2f}",
         )
         yield study.row(provenance, COLUMNS, values)
 
@@ -181,11 +183,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--precision", choices=PRECISIONS, default="fp32")
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--budgets", action="store_true", help="those of .2 to 1, of both modes")
-    parser.add_argument("--blocks", action="store_true", help="compiled by themselves, beside the whole")
+    parser.add_argument("--budgets", action="store_true", help="memory budgets of .2 to 1, in both modes")
+    parser.add_argument("--blocks", action="store_true", help="blocks compiled by themselves, beside the whole model")
     parser.add_argument("--ways", action="store_true", help="all ways of saving less, eager ones too")
     parser.add_argument("--layers", type=int, metavar="N", help="default: the model's in zoo.py")
-    parser.add_argument("--empty-kernels", action="store_true", help="peaks alone")
+    parser.add_argument("--empty-kernels", action="store_true", help="measures peaks alone")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     modes: list[tuple[str, float | None]] = [("eager", None), ("exact", None), ("8", None)]
@@ -197,8 +199,8 @@ def main(argv: list[str] | None = None) -> None:
         modes = WAYS
     for name in args.models:
         rounds = 0 if args.empty_kernels else args.rounds
-        found = rows(name, args.precision, args.tokens, modes, rounds, args.empty_kernels, args.layers)
-        study.write(args.out / "compiled-steps.csv", found, COLUMNS, shown=12)
+        measured = rows(name, args.precision, args.tokens, modes, rounds, args.empty_kernels, args.layers)
+        study.write(args.out / "compiled-steps.csv", measured, COLUMNS, shown=12)
 
 
 if __name__ == "__main__":

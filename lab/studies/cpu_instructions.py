@@ -1,9 +1,9 @@
-"""Instructions per element of the CPU kernels for NEON, AVX2 and AVX-512, counted one by one.
+"""Counts the instructions per element of the CPU kernels for NEON, AVX2 and AVX-512.
 
 tests/support/cpu_kernels.cpp runs one kernel on 4,096 and on 12,288 elements in blocks of 128. qemu logs each basic
 block that it runs between the first and the last address of an instruction set's kernels. The difference of the two
 counts, divided by the difference in elements, is the cost of the loop without its start. The codec is power, dithered
-in the optimizers. qemu has no AVX-512: the processor itself runs one at a time there (count_instructions.cpp).
+in the optimizers. qemu has no AVX-512: there the processor runs one instruction at a time (count_instructions.cpp).
 
 Debian: apt-get install g++ g++-aarch64-linux-gnu qemu-user.
 """
@@ -24,23 +24,23 @@ from tests.support.cpu_driver import compile_driver
 
 ROOT = Path(__file__).parents[2]
 COUNTER = ROOT / "tests/support/count_instructions.cpp"
-TOOLS = {  # instruction set: compiler, what lists symbols, emulator
+TOOLS = {  # instruction set: compiler, nm, emulator
     "neon": ("aarch64-linux-gnu-g++", "aarch64-linux-gnu-nm", ["qemu-aarch64"]),
     "avx2": ("g++", "nm", ["qemu-x86_64", "-cpu", "max"]),
     "avx512": ("g++", "nm", []),
 }
 _KINDS = ("Adam", "Lion", "quantize", "dequantize")
 KERNELS = tuple(f"{kind} {dtype}" for kind in _KINDS for dtype in ("fp32", "bf16"))
-FEW, MANY = 4096, 12288
+FEW, MANY = 4096, 12288  # elements
 COLUMNS = (*report.PROVENANCE, "instruction_set", "kernel", "instructions")
 
 
 def _addresses(nm: str, program: Path, isa: str) -> tuple[str, str]:
-    """The first address of an instruction set's functions, which the linker has put side by side, and the one after."""
-    lines = subprocess.run([nm, "-n", program], capture_output=True, text=True, check=True).stdout.splitlines()
-    symbols = [found for line in lines if (found := re.match(r"(\w+) [tTwW] (.*)", line))]
-    own = [i for i, symbol in enumerate(symbols) if f"{len(isa)}{isa}" in symbol[2]]
-    return symbols[own[0]][1], symbols[own[-1] + 1][1]
+    """The first address of an instruction set's functions, which are side by side, and the address after the last."""
+    symbols = subprocess.run([nm, "-n", program], capture_output=True, text=True, check=True).stdout
+    functions = re.findall(r"^(\w+) [tTwW] (.*)", symbols, re.MULTILINE)
+    own = [i for i, (_, name) in enumerate(functions) if f"{len(isa)}{isa}" in name]  # in a mangled namespace
+    return functions[own[0]][0], functions[own[-1] + 1][0]
 
 
 _INSTRUCTION = re.compile(r"0x(\w+): +\w+( \w+)* {2,}\w")
@@ -53,8 +53,8 @@ def _executed(log: Path) -> int:
     block, total = None, 0
     with log.open(errors="replace") as lines:
         for line in lines:
-            if ran := re.match(r"Trace \d+: \S+ \[\w+/(\w+)/", line):
-                total += sizes[int(ran[1], 16)]
+            if executed := re.match(r"Trace \d+: \S+ \[\w+/(\w+)/", line):
+                total += sizes[int(executed[1], 16)]
                 block = None
             elif listed := _INSTRUCTION.match(line):
                 block = int(listed[1], 16) if block is None else block
@@ -65,7 +65,7 @@ def _executed(log: Path) -> int:
 
 
 def _count(emulator: list[str], folder: Path, addresses: tuple[str, str], program: list[str]) -> int:
-    """The instructions that a program executes at some addresses."""
+    """The number of instructions that a program executes between two addresses."""
     first, last = addresses
     if not emulator:
         command = [str(folder / "count_instructions"), first, last, *program]

@@ -1,9 +1,9 @@
-"""Times of HostOffload's step beside the step in memory, and times and peaks of the loss in chunks beside torch's.
+"""Measures HostOffload's step beside the step in memory, and time and peak of the loss in chunks beside torch's.
 
-Medians of interleaved runs on the CPU. The step: four GPT-2 blocks and an embedding, 36 M parameters, a bf16 model with
-fp32's bits of its weights in both places; ``copies`` are those that a device with its own memory needs, made by the CPU
-itself here. The loss: 512 tokens of width 384, GPT-2's vocabulary, forward and backward, each in processes of its own
-in turn; bytes are the peak of the resident set above what was there.
+Medians of interleaved runs on the CPU. The step: four GPT-2 blocks and an embedding, 36 M parameters, in fp32, and in
+bf16 with the other bits of fp32 weights kept too. Rows with ``copies`` make those that a device with its own memory
+needs. The loss: 512 tokens of width 384, GPT-2's vocabulary, forward and backward, in a process of its own each time;
+peak_mb is the growth of the resident set.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from memkern import functional, optim
 from memkern.optim.offload.transfers import Transfers
 
 COLUMNS = (*report.PROVENANCE, "what", "dtype", "way", "ms", "ratio", "peak_mb")
-ROWS, WIDTH, CLASSES = 512, 384, 50257  # of the loss
+ROWS, WIDTH, CLASSES = 512, 384, 50257  # tokens, width and vocabulary of the loss
 
 
 class Copies(Transfers):
-    """Transfers as if the device's memory were not the host's."""
+    """Copies also on a CPU, as if the device's memory were not the host's."""
 
     shares_memory = False
 
@@ -43,21 +43,11 @@ class CopyingHostOffload(optim.HostOffload):
 
 
 def parameters(dtype: torch.dtype) -> list[nn.Parameter]:
-    block = [
-        (2304, 768),
-        (2304,),
-        (768, 768),
-        (768,),
-        (3072, 768),
-        (3072,),
-        (768, 3072),
-        (768,),
-        *4 * [(768,)],
-    ]
-    made = [nn.Parameter(torch.full(shape, 0.02, dtype=dtype)) for shape in [(10_000, 768), *4 * block]]
-    for p in made:
+    block = [(2304, 768), (2304,), (768, 768), (768,), (3072, 768), (3072,), (768, 3072), (768,), *4 * [(768,)]]
+    params = [nn.Parameter(torch.full(shape, 0.02, dtype=dtype)) for shape in [(10_000, 768), *4 * block]]
+    for p in params:
         p.grad = torch.full_like(p, 1e-3)
-    return made
+    return params
 
 
 def steps(runs: int) -> Iterator[dict[str, str]]:
@@ -73,20 +63,20 @@ def steps(runs: int) -> Iterator[dict[str, str]]:
             ):
                 ways[name] = wrapper(build, parameters(dtype), min_8bit_size=0, **options).step
             times: dict[str, list[float]] = {name: [] for name in ways}
-            for run in range(runs + 2):
+            for run in range(runs + 2):  # the first two are not counted
                 for name, step in ways.items():
                     start = time.perf_counter()
                     step()
                     if run >= 2:
                         times[name].append(time.perf_counter() - start)
             base = times["in memory"]
-            for name, found in times.items():
-                ratio = statistics.median(b / t for b, t in zip(base, found, strict=True))
+            for name, seconds in times.items():
+                ratio = statistics.median(b / t for b, t in zip(base, seconds, strict=True))
                 yield {
                     "what": build.__name__,
                     "dtype": str(dtype).removeprefix("torch."),
                     "way": name,
-                    "ms": f"{1e3 * statistics.median(found):.1f}",
+                    "ms": f"{1e3 * statistics.median(seconds):.1f}",
                     "ratio": f"{ratio:.3f}",
                     "peak_mb": "",
                 }
@@ -110,12 +100,13 @@ if hasattr(torch.nn.functional, "linear_cross_entropy"):
 
 
 def resident(key: str) -> int:
+    """Bytes of the process: VmRSS now, VmHWM at the peak."""
     text = Path("/proc/self/status").read_text()
     return int(text.split(f"{key}:")[1].split()[0]) * 1024
 
 
-def one_loss(way: str, dtype: torch.dtype) -> None:
-    """Prints the seconds of a loss and its peak; run in a process of its own."""
+def measure_loss(way: str, dtype: torch.dtype) -> None:
+    """Prints the seconds of a loss and its peak in bytes; for a process of its own."""
     torch.manual_seed(0)
     x = torch.randn(ROWS, WIDTH).to(dtype).requires_grad_()
     weight = (torch.randn(CLASSES, WIDTH) * 0.02).to(dtype).requires_grad_()
@@ -123,7 +114,7 @@ def one_loss(way: str, dtype: torch.dtype) -> None:
     seconds = []
     for _ in range(2):
         x.grad = weight.grad = None
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         before, start = resident("VmRSS"), time.perf_counter()
         LOSSES[way](x, weight, target).backward()
         seconds.append(time.perf_counter() - start)
@@ -132,36 +123,36 @@ def one_loss(way: str, dtype: torch.dtype) -> None:
 
 
 def losses(rounds: int) -> Iterator[dict[str, str]]:
-    # So that what is freed goes back to the system.
+    # malloc returns freed memory to the system at once.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
     for dtype in ("float32", "bfloat16"):
-        found: dict[str, list[tuple[float, float]]] = {way: [] for way in LOSSES}
+        measured: dict[str, list[tuple[float, float]]] = {way: [] for way in LOSSES}  # seconds, peaks
         for _ in range(rounds):
-            for way, of_way in found.items():
+            for way, runs in measured.items():
                 command = [sys.executable, "-m", __spec__.name, "--loss", way, dtype]
-                done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-                seconds, peak = map(float, done.stdout.split())
-                of_way.append((seconds, peak))
-        for way, of_way in found.items():
-            pairs = zip(found["torch"], of_way, strict=True)
+                process = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+                seconds, peak = map(float, process.stdout.split())
+                runs.append((seconds, peak))
+        for way, runs in measured.items():
+            pairs = zip(measured["torch"], runs, strict=True)
             yield {
                 "what": "loss",
                 "dtype": dtype,
                 "way": way,
-                "ms": f"{1e3 * statistics.median(s for s, _ in of_way):.0f}",
+                "ms": f"{1e3 * statistics.median(s for s, _ in runs):.0f}",
                 "ratio": f"{statistics.median(a / b for (a, _), (b, _) in pairs):.3f}",
-                "peak_mb": f"{statistics.median(p for _, p in of_way) / 1e6:.0f}",
+                "peak_mb": f"{statistics.median(p for _, p in runs) / 1e6:.0f}",
             }
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = study.parser("does_not_fit", __doc__)
-    parser.add_argument("--runs", type=int, default=11, help="of each step (default: 11)")
-    parser.add_argument("--rounds", type=int, default=3, help="of processes for each loss (default: 3)")
+    parser.add_argument("--runs", type=int, default=11, help="timed runs of each step (default: 11)")
+    parser.add_argument("--rounds", type=int, default=3, help="processes for each loss (default: 3)")
     parser.add_argument("--loss", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.loss:
-        one_loss(args.loss[0], getattr(torch, args.loss[1]))
+        measure_loss(args.loss[0], getattr(torch, args.loss[1]))
         return
     provenance = machine.provenance("cpu")
     for source in (steps(args.runs), losses(args.rounds)):

@@ -1,9 +1,9 @@
-"""GPT-2-XL trained on a CPU in 9 and in 12 GiB, by python -m memkern train.
+"""Trains GPT-2-XL on a CPU in 9 and in 12 GiB, by python -m memkern train, and measures its peak and times.
 
-Each run is a fresh process with random weights and real text, whose peak resident set the kernel counts; beside it what
-the planner predicted. ``hand``: one micro-batch of 256 tokens by a loop of a few lines and by the recipe with the same
-techniques, in processes that alternate. ``--model gpt2 --seq-len 64`` tries the runs on a small model: limits are then
-left out of the command.
+Each run is a process with random weights and real text. Its peak resident set, counted by the operating system, stands
+beside the planner's prediction. ``hand``: one micro-batch of 256 tokens by a loop of a few lines and by the recipe with
+the same techniques, in processes that alternate. ``--model gpt2 --seq-len 64`` tries the runs on a small model, without
+their memory limits.
 """
 
 from __future__ import annotations
@@ -45,20 +45,11 @@ RUNS = {
     "medium": Run("gpt2-medium", "3GiB", 1024, ("--batch-size", "1", "--steps", "30", "--warmup", "3")),
 }  # fmt: skip
 ALWAYS = (
-    "--from-config",
-    "--bytes",
-    "--dropout",
-    "0",
-    "--device",
-    "cpu",
-    "--eval-every",
-    "1000",
-    "--eval-tokens",
-    "1024",
+    *("--from-config", "--bytes", "--dropout", "0", "--device", "cpu", "--eval-every", "1000", "--eval-tokens", "1024"),
 )
+# The techniques of by_hand()'s loop.
 BY_HAND = ("--precision", "bf16", "--activation-bits", "3", "--checkpointing", "blocks", "--clip", "0")
 HAND_STEPS = 6
-
 COLUMNS = (
     *("run", "arguments", "techniques", "limit_gib", "predicted_gib", "peak_rss_gib", "steps", "first_loss"),
     *("last_loss", "validation_loss", "median_step_s", "median_micro_batch_s"),
@@ -66,9 +57,9 @@ COLUMNS = (
 
 
 def command(run: Run, out: Path, model: str | None, seq_len: int | None, data: Sequence[str]) -> list[str]:
-    """The recipe's command line; on another model than the run's without the limit."""
-    small = model is not None and model != run.model
-    fit = ["--precision", "bf16", "--checkpointing", "blocks"] if small else ["--fit", run.limit]
+    """The recipe's command line; without the limit where the model is not the run's."""
+    is_other = model is not None and model != run.model
+    fit = ["--precision", "bf16", "--checkpointing", "blocks"] if is_other else ["--fit", run.limit]
     return [
         *(sys.executable, "-m", "memkern", "train", "--model", model or run.model, *ALWAYS, *fit),
         *("--seq-len", str(seq_len or run.seq_len), *run.arguments, "--out", str(out)),
@@ -76,8 +67,8 @@ def command(run: Run, out: Path, model: str | None, seq_len: int | None, data: S
     ]
 
 
-def measured(words: Sequence[str]) -> int:
-    """Runs a command; the peak of its resident set in bytes, by the kernel's count."""
+def peak_of(words: Sequence[str]) -> int:
+    """Runs a command; returns the peak of its resident set in bytes."""
     print("$", *words, flush=True)
     process = subprocess.Popen(words, cwd=ROOT)
     _, status, usage = os.wait4(process.pid, 0)
@@ -87,15 +78,15 @@ def measured(words: Sequence[str]) -> int:
     return usage.ru_maxrss * 1024
 
 
-def take(name: str, model: str | None, seq_len: int | None, data: Sequence[str]) -> dict[str, str]:
-    """A run: the row of the results."""
+def measured(name: str, model: str | None, seq_len: int | None, data: Sequence[str]) -> dict[str, str]:
+    """Makes a run; returns its row of the results."""
     run = RUNS[name]
     with tempfile.TemporaryDirectory() as folder:
         words = command(run, Path(folder), model, seq_len, data)
-        peak = measured(words)
-        found = json.loads((Path(folder) / "results.json").read_text())
-    [result] = found["runs"]
-    config, plan = found["config"], found["plan"]
+        peak = peak_of(words)
+        results = json.loads((Path(folder) / "results.json").read_text())
+    [result] = results["runs"]
+    config, plan = results["config"], results["plan"]
     micro_batches = config["accumulation"] * config["batch_factor"]
     median = result["median_step_seconds"]
     losses = result["history"]["train_loss"]
@@ -132,40 +123,30 @@ def by_hand(model: str, seq_len: int) -> None:
     optimizer = memkern.optim.AdamW8bit(gpt.parameters(), lr=3e-4)
     for _ in range(HAND_STEPS):
         tokens = torch.randint(config.vocab_size, (1, seq_len + 1))
-        began = time.perf_counter()
+        start = time.perf_counter()
         logits = gpt(input_ids=tokens[:, :-1], use_cache=False).logits
         torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten()).backward()
         optimizer.step()
         optimizer.zero_grad()
-        print("seconds", time.perf_counter() - began, flush=True)
+        print("seconds", time.perf_counter() - start, flush=True)
 
 
 def hand_seconds(model: str, seq_len: int) -> float:
+    """The median step of by_hand() in a process of its own."""
     words = [sys.executable, "-m", "lab.studies.gpt2_xl", "--by-hand", model, str(seq_len)]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
-    seconds = [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("seconds")]
+    process = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
+    seconds = [float(line.split()[1]) for line in process.stdout.splitlines() if line.startswith("seconds")]
     return statistics.median(seconds[1:])
 
 
 def recipe_seconds(model: str, seq_len: int, data: Sequence[str]) -> float:
     with tempfile.TemporaryDirectory() as folder:
         words = [
-            *(
-                sys.executable,
-                "-m",
-                "memkern",
-                "train",
-                "--model",
-                model,
-                *ALWAYS,
-                *BY_HAND,
-                "--batch-size",
-                "1",
-            ),
+            *(sys.executable, "-m", "memkern", "train", "--model", model, *ALWAYS, *BY_HAND, "--batch-size", "1"),
             *("--seq-len", str(seq_len), "--steps", str(HAND_STEPS + 1), "--warmup", "0", "--out", folder),
             *(("--data", *data) if data else ()),
         ]
-        measured(words)
+        peak_of(words)
         [result] = json.loads((Path(folder) / "results.json").read_text())["runs"]
     return statistics.median(result["history"]["seconds"][1:-1])  # the last step counts saved bytes too, and is slower
 
@@ -208,7 +189,7 @@ def main(argv: list[str] | None = None) -> None:
             report.append(args.out / "gpt2-xl-by-hand.csv", [provenance | row], (*provenance, *row))
             print(row)
             continue
-        row = take(name, args.model, args.seq_len, args.data)
+        row = measured(name, args.model, args.seq_len, args.data)
         report.append(args.out / "gpt2-xl.csv", [provenance | row], (*provenance, *COLUMNS))
         print({key: value for key, value in row.items() if key != "arguments"})
 

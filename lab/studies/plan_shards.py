@@ -1,7 +1,7 @@
 """Compares memkern.plan's predictions for shards of fully_shard with real steps of gloo processes on the CPU.
 
-Each block is sharded, then the model (FSDP2). A third step gives the peak of torch's CPU allocator in rank 0, which has
-the largest shards, to which the shards and states are added.
+Each block is sharded, then the model (FSDP2). The measured bytes are the peak of torch's CPU allocator in a third step
+of rank 0, which has the largest shards, and its shards and states.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ MIB = 2**20
 
 
 class Case(NamedTuple):
-    kind: str
+    kind: str  # model type of transformers
     devices: int
     seq_len: int
-    techniques: dict[str, Any]
+    techniques: dict[str, Any]  # arguments of Techniques
     replicas: int = 1
 
     @property
@@ -70,17 +70,17 @@ def source_of(case: Case) -> Any:
 
 
 def predicted(case: Case) -> int:
-    """Bytes without those of the process."""
+    """The planner's peak in bytes, without what the process takes."""
     from memkern.planner.hardware import DEFAULTS
     from memkern.planner.prediction import Predictor
 
     predictor = Predictor(source_of(case), "cpu", "cpu", DEFAULTS["cpu"], devices=case.devices)
-    found = predictor.predict(Techniques(**case.techniques))
-    return found.peak - found.categories["process and context"]
+    prediction = predictor.predict(Techniques(**case.techniques))
+    return prediction.peak - prediction.categories["process and context"]
 
 
-def step(rank: int, case: Case, folder: str) -> None:
-    """A process of the run; rank 0 writes the bytes at its peak."""
+def run_rank(rank: int, case: Case, folder: str) -> None:
+    """Runs in each process; rank 0 writes its bytes at the peak to a file."""
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -98,23 +98,23 @@ def step(rank: int, case: Case, folder: str) -> None:
     techniques, source = Techniques(**case.techniques), source_of(case)
     torch.manual_seed(0)
     model = source.build(applying.weight_dtype(techniques), empty=False)
-    blocks = [block for each in block_lists(model) for block in each]
+    blocks = [block for block_list in block_lists(model) for block in block_list]
     applying.apply(model, techniques)
     for block in (*blocks, model):
         fully_shard(block, mesh=mesh)
     optimizer = applying.make_optimizer(list(model.parameters()), techniques, lr=1e-5)
     batch = source.batch(techniques.micro_batch)
 
-    def take() -> None:
+    def take_step() -> None:
         with applying.autocast(techniques, "cpu"):
             loss = source.loss(model, batch)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    take()
-    take()
-    peak = largest_temporary(take, "cpu")
+    take_step()
+    take_step()
+    peak = largest_temporary(take_step, "cpu")
     local = [getattr(x, "_local_tensor", x) for x in (*model.parameters(), *model.buffers())]
     held = memory.tensor_bytes(local) + memory.optimizer_bytes(optimizer)
     if rank == 0:
@@ -124,10 +124,11 @@ def step(rank: int, case: Case, folder: str) -> None:
 
 
 def measured(case: Case) -> int:
+    """The bytes of rank 0 at its peak."""
     import torch.multiprocessing as mp
 
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(step, (case, folder), nprocs=case.processes, start_method="fork")
+        mp.start_processes(run_rank, (case, folder), nprocs=case.processes, start_method="fork")
         return int(Path(folder, "bytes").read_text())
 
 
@@ -140,11 +141,11 @@ def main(argv: list[str] | None = None) -> None:
     def rows() -> Iterator[dict[str, str]]:
         for case in (CASES[n] for n in args.cases):
             assert source_of(case).inputs  # imports the model, so that the processes need not
-            truth = measured(case)  # before there is a thread of autograd, which a fork would lack
-            sizes = predicted(case), truth
-            figures = [*(f"{size / MIB:.1f}" for size in sizes), f"{sizes[0] / sizes[1]:.4f}"]
-            named = (case.kind, str(case.devices), str(case.replicas), str(case.seq_len))
-            yield study.row(provenance, COLUMNS, (*named, json.dumps(case.techniques), *figures))
+            allocated = measured(case)  # first: it forks, which must come before autograd has threads
+            plan = predicted(case)
+            figures = (f"{plan / MIB:.1f}", f"{allocated / MIB:.1f}", f"{plan / allocated:.4f}")
+            sizes = (case.kind, str(case.devices), str(case.replicas), str(case.seq_len))
+            yield study.row(provenance, COLUMNS, (*sizes, json.dumps(case.techniques), *figures))
 
     study.write(args.out / "plan-shards.csv", rows(), COLUMNS, 8)
 

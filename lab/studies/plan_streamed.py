@@ -1,11 +1,11 @@
-"""Weights on the host: what memkern.plan predicts for 7 to 70 billion parameters, beside FSDP2 on fake CUDA.
+"""Plans steps with weights on the host, for 7 to 70 billion parameters, and counts FSDP2's bytes on fake CUDA.
 
-One sequence, bf16 weights with 8-bit errors, checkpoints, the loss in chunks, a step in backward. device_gib:
-predicted, process included; counted_gib: the peak of fully_shard's own code on fake CUDA tensors
-(tests/support/streamed_bytes.py), and the same process. host_gib: weights and gradients under way in pinned memory,
-errors, states of AdamW8bit; muon_gib: of Muon8bit. link_LINK, step_LINK: tokens of a micro-batch from which arithmetic
-hides the weights' transfers, and from which the backward pass hides the host's step: with pcie4 for the planner's card
-of 12 GB (25 TFLOP/s, 30 GB/s of the host's memory), else for 400 TFLOP/s and 200 GB/s.
+One sequence, bf16 weights with 8-bit errors, checkpoints, the loss in chunks, a step in backward. device_gib: the
+predicted peak, with what the process takes; counted_gib: the same counted in fully_shard's own code on fake CUDA
+tensors (tests/support/streamed_bytes.py). host_gib, muon_gib: weights, gradients in pinned memory, errors, and states
+of AdamW8bit or Muon8bit. link_LINK: tokens of a micro-batch from which arithmetic hides the transfers of weights;
+step_LINK: from which the backward pass hides the host's step. LINK pcie4 is for the planner's card of 12 GB
+(25 TFLOP/s, 30 GB/s of the host's memory), the others for 400 TFLOP/s and 200 GB/s.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-14b": ("qwen3", QWEN3 | {"num_hidden_layers": 40, "num_attention_heads": 40, "intermediate_size": 17408}),
     "qwen3-32b": ("qwen3", QWEN3),
 }  # fmt: skip
-CASES = (
+CASES = (  # model, tokens
     ("llama-2-7b", 4096),
     ("llama-3.1-8b", 8192),
     ("llama-3.1-8b", 16384),
@@ -60,7 +60,7 @@ COLUMNS = (
 
 
 def figures(model: str, tokens: int) -> list[str]:
-    """The figures of a row. Call with fake CUDA."""
+    """The figures of a row. For a process with fake CUDA."""
     import transformers
 
     from memkern.planner import hardware
@@ -73,23 +73,24 @@ def figures(model: str, tokens: int) -> list[str]:
     source: Any = resolve(transformers.CONFIG_MAPPING[kind](**sizes), tokens, None, None, 0.0)
     card = hardware.DEFAULTS["cuda"]
     predictor = Predictor(source, "cuda", "cuda", card)
-    found = predictor.predict(techniques)
-    fixed = predictor.static_bytes(techniques)
-    count = fixed.count
+    prediction = predictor.predict(techniques)
+    static = predictor.static_bytes(techniques)
+    count = static.count
     counted = max(streamed_bytes.peak_of_a_step(source, techniques).values()) + card.process
     muon = predictor.held_on_host(techniques.replace(optimizer="muon"))
-    hidden = []
+    hiding_tokens = []
     for speeds in LINKS.values():
         machine = dataclasses.replace(card, **speeds)
-        a_pass = (2 * count + source.attention * source.tokens) / machine.half_flops  # seconds of a token
-        step = 3 * fixed.parameters + 2 * (fixed.optimizer + fixed.errors)
-        backward = 3 * a_pass  # a block is computed anew
-        hidden += [
-            math.ceil(found.brought / machine.link / a_pass),
-            math.ceil(step / machine.host_bandwidth / backward),
+        forward_s = (2 * count + source.attention * source.tokens) / machine.half_flops  # per token
+        backward_s = 3 * forward_s  # a checkpointed block runs forward again
+        step_bytes = 3 * static.parameters + 2 * (static.optimizer + static.errors)  # read and written by the host
+        hiding_tokens += [
+            math.ceil(prediction.brought / machine.link / forward_s),
+            math.ceil(step_bytes / machine.host_bandwidth / backward_s),
         ]
-    gib = [f"{size / GIB:.2f}" for size in (found.peak, counted, found.host)]
-    return [model, str(count), str(tokens), *gib, f"{found.host / count:.3f}", f"{muon / GIB:.2f}", *map(str, hidden)]
+    gib = [f"{size / GIB:.2f}" for size in (prediction.peak, counted, prediction.host)]
+    host = (f"{prediction.host / count:.3f}", f"{muon / GIB:.2f}")  # host_per_parameter, muon_gib
+    return [model, str(count), str(tokens), *gib, *host, *map(str, hiding_tokens)]
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -100,13 +101,12 @@ def main(argv: list[str] | None = None) -> None:
 
     def rows() -> Iterator[dict[str, str]]:
         for model, tokens in (CASES[n] for n in args.cases):
-            found = fake_cuda.call(figures, model=model, tokens=tokens)
-            yield study.row(provenance, COLUMNS, found)
+            yield study.row(provenance, COLUMNS, fake_cuda.call(figures, model=model, tokens=tokens))
 
     study.write(args.out / "plan-streamed.csv", rows(), COLUMNS, 14)
 
 
 if __name__ == "__main__":
-    from lab.studies.plan_streamed import main as run  # so that a process finds ``figures`` by its module's name
+    from lab.studies.plan_streamed import main as run  # a process imports ``figures`` by its module's name
 
     run()

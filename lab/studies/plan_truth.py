@@ -1,7 +1,7 @@
 """Compares memkern.plan's predictions with training steps that are measured on the CPU.
 
-Each case runs in a process of its own. A small model of the same kind first loads whatever else a step needs. Then two
-steps give the largest growth of the resident set, and a third the peak of torch's CPU allocator (profile_memory).
+Each case runs in a process of its own. A step of a small model of the same kind first loads what any step needs. Then
+two steps give the largest growth of the resident set, and a third the peak of torch's CPU allocator (profile_memory).
 glibc keeps freed blocks of up to 32 MiB for a while; mallopt's M_MMAP_THRESHOLD returns them to the system at once.
 """
 
@@ -24,7 +24,7 @@ class Case(NamedTuple):
     model: str
     seq_len: int
     techniques: dict[str, Any]
-    dropout: float | None = 0.0
+    dropout: float | None = 0.0  # None: as configured
     attention_mask: bool = False
 
 
@@ -51,12 +51,12 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {kind: (kind, sizes) for kind, s
     ),
     "roberta-base": ("roberta", {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1}),
 }
-"""Models that are not built in: their type, and sizes."""
-EVERY_OTHER: dict[str, Any] = {"checkpointing": "blocks", "checkpoint_every": 2}
+"""Models whose names the planner does not know: their type, and sizes."""
+EVERY_OTHER_BLOCK: dict[str, Any] = {"checkpointing": "blocks", "checkpoint_every": 2}
 CASES = (
     Case("distilgpt2", 256, {}),
     Case("distilgpt2", 256, {"checkpointing": "blocks", "micro_batch": 2}),
-    Case("gpt2", 128, {**EVERY_OTHER, "optimizer": "torch-adamw", "micro_batch": 2}),
+    Case("gpt2", 128, {**EVERY_OTHER_BLOCK, "optimizer": "torch-adamw", "micro_batch": 2}),
     Case("distilgpt2", 256, {"precision": "bf16-mixed"}),
     Case("distilgpt2", 128, {"state_bits": 8, "micro_batch": 2, "accumulation": 2, "activation_bits": 3}),
     Case("gpt2", 128, {"step_in_backward": True, "loss_chunk": 4096}),
@@ -64,7 +64,7 @@ CASES = (
     Case("bert-base", 128, {"linear_share": 0.2, "micro_batch": 2, "state_bits": 8}, None),
     Case("roberta-base", 128, {"precision": "bf16", "master_weights": "bf16+16", "micro_batch": 2}),
     Case("vit-base", 0, {"micro_batch": 2}),
-    Case("bert-large", 64, {"optimizer": "lion", "state_bits": 8, "micro_batch": 2, **EVERY_OTHER}),
+    Case("bert-large", 64, {"optimizer": "lion", "state_bits": 8, "micro_batch": 2, **EVERY_OTHER_BLOCK}),
     Case("mixtral", 256, {"micro_batch": 2}),
     Case("qwen3_moe", 256, {"micro_batch": 2, "state_bits": 8, "checkpointing": "blocks"}),
     Case("gpt_oss", 256, {"micro_batch": 2}),
@@ -110,7 +110,7 @@ def trainer(source: Any, techniques: Techniques) -> tuple[Any, Any, Callable[[],
     model = source.build(applying.weight_dtype(techniques))
     with torch.no_grad():
         for p in model.parameters():
-            p.fill_(0.01)  # memory that nobody has written is not resident
+            p.fill_(0.01)  # memory is resident only once it is written
     applying.apply(model, techniques)
     gc.collect()
     optimizer = applying.make_optimizer(list(model.parameters()), techniques, lr=1e-5)
@@ -118,7 +118,7 @@ def trainer(source: Any, techniques: Techniques) -> tuple[Any, Any, Callable[[],
     if techniques.precision == "bf16":
         batch = fake_step.floats_to(batch, torch.bfloat16)
 
-    def take() -> None:
+    def take_step() -> None:
         for _ in range(techniques.accumulation):
             with applying.autocast(techniques, "cpu"):
                 if techniques.loss_chunk:
@@ -129,16 +129,17 @@ def trainer(source: Any, techniques: Techniques) -> tuple[Any, Any, Callable[[],
         optimizer.step()
         optimizer.zero_grad()
 
-    return model, optimizer, take
+    return model, optimizer, take_step
 
 
 def _status(name: str) -> int:
+    """Bytes of a line of /proc/self/status: VmRSS now, VmHWM at the peak."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
 def predicted(case: Case) -> int:
-    """Bytes without those of the process."""
+    """The planner's peak in bytes, without what the process takes."""
     from memkern.planner.hardware import DEFAULTS
     from memkern.planner.prediction import Predictor
 
@@ -158,30 +159,31 @@ def measure(case: Case) -> dict[str, int]:
     memory.return_freed_memory()
     figures = {"predicted": predicted(case)}
     techniques = Techniques(**case.techniques)
-    trainer(source_of(case, small=True), techniques)[2]()  # loads what is loaded on first use
+    *_, small_step = trainer(source_of(case, small=True), techniques)
+    small_step()  # loads what any step needs
     gc.collect()
     before = _status("VmRSS")
-    model, optimizer, take = trainer(source_of(case), techniques)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew: not that of building the model
-    take()
-    take()
+    model, optimizer, take_step = trainer(source_of(case), techniques)
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak, which building the model has raised
+    take_step()
+    take_step()
     figures["resident"] = _status("VmHWM") - before
-    peak = largest_temporary(take, "cpu")
+    peak = largest_temporary(take_step, "cpu")
     held = memory.tensor_bytes([*model.parameters(), *model.buffers()]) + memory.optimizer_bytes(optimizer)
     return figures | {"allocated": peak + held}
 
 
 def row(number: int) -> dict[str, str]:
-    """A case, measured in a process of its own."""
+    """Measures a case in a process of its own; returns its row."""
     case = CASES[number]
     with multiprocessing.get_context("fork").Pool(1) as pool:
         figures = pool.apply(measure, (case,))
     others: dict[str, Any] = {} if case.dropout == 0 else {"dropout": "as configured"}
     others |= {"attention_mask": True} if case.attention_mask else {}
-    words = json.dumps(case.techniques | others)
+    settings = json.dumps(case.techniques | others)
     sizes = [f"{figures[name] / MIB:.1f}" for name in ("predicted", "allocated", "resident")]
     ratios = [f"{figures['predicted'] / figures[name]:.4f}" for name in ("allocated", "resident")]
-    return dict(zip(COLUMNS, (case.model, str(case.seq_len), words, *sizes, *ratios), strict=True))
+    return dict(zip(COLUMNS, (case.model, str(case.seq_len), settings, *sizes, *ratios), strict=True))
 
 
 COLUMNS = (

@@ -1,9 +1,9 @@
 """Plans a step of one small model of every type that transformers has for text, images or sound.
 
-Each type's default configuration, with two layers where it can have two, is planned for on the CPU with the
-techniques of the plan's table. A row says what came of it: the techniques that the model does not run with, or why
-there is no plan. ``LACKS`` has what default configurations lack for training; those that lack what a model needs to be
-built, and models that need a package that is not installed, are not built.
+Each type's default configuration, with two layers where it can have two, is planned for on the CPU. A row has the
+outcome: "planned" and the techniques that the model does not run with, or why there is no plan. ``LACKS`` completes
+default configurations for training. A type is "not built" where its configuration still lacks something, or where a
+package that it needs is not installed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LACKS: dict[str, dict[str, Any]] = {
     "step3p7": {"text_config": {"sliding_window": 32}},
     "xmod": {"default_language": "en_XX"},
 }
-"""What default configurations lack for training, or have so much of that a plan takes minutes."""
+"""What default configurations lack for training, and smaller sizes where a plan would take minutes."""
 COLUMNS = (*report.PROVENANCE, "transformers", "type", "model", "outcome", "ruled_out", "seconds")
 
 
@@ -51,11 +51,11 @@ class TakesLong(BaseException):
 
 
 def shallow(config: Any) -> Any:
-    """The configuration with two layers, and those inside of it."""
+    """Sets a configuration, and those inside of it, to two layers."""
     for name in DEPTHS:
         depth = getattr(config, name, None)
         if isinstance(depth, int) and depth > LAYERS:
-            with contextlib.suppress(NotImplementedError):  # raised by transformers where it follows from other numbers
+            with contextlib.suppress(NotImplementedError):  # the number follows from others
                 setattr(config, name, LAYERS)
     for value in vars(config).values():
         if hasattr(value, "to_dict"):
@@ -73,48 +73,48 @@ def types() -> Iterator[tuple[str, str]]:
 
 
 def _built(kind: str) -> Iterator[Any]:
-    """The type's configuration with few layers and with all, where transformers makes models of them."""
+    """The type's configuration with two layers and with all, each if transformers can build a model of it."""
     from transformers import CONFIG_MAPPING
 
-    for changed in (shallow, lambda config: config):
-        with contextlib.suppress(Exception), torch.device("meta"):  # transformers' own, of any kind
-            config = changed(CONFIG_MAPPING[kind](**LACKS.get(kind, {})))
+    for change in (shallow, lambda config: config):
+        with contextlib.suppress(Exception), torch.device("meta"):  # transformers may raise anything
+            config = change(CONFIG_MAPPING[kind](**LACKS.get(kind, {})))
             resolve(config, TOKENS, None, None, None).build(torch.float32)
             yield config
 
 
 def outcome(kind: str) -> tuple[str, str]:
-    """The outcome of a plan: "planned" or the error, and what was ruled out."""
+    """The outcome of a plan ("planned" or the error), and the techniques that it ruled out."""
 
     def timeout(*_: object) -> None:
         raise TakesLong
 
-    before = signal.signal(signal.SIGPROF, timeout)
-    signal.setitimer(signal.ITIMER_PROF, SECONDS)  # processor time, as others use the processor too
+    previous = signal.signal(signal.SIGPROF, timeout)
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)  # processor time, as the machine may be busy
     try:
         return _outcome(kind)
     except TakesLong:
         return f"takes more than {SECONDS} s", ""
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.signal(signal.SIGPROF, before)
+        signal.signal(signal.SIGPROF, previous)
 
 
 def _outcome(kind: str) -> tuple[str, str]:
-    """The outcome with few layers, or with all, where a model's other sizes depend on their number; batch normalization
-    needs two sequences."""
-    found = "not built: transformers makes no model of the default configuration here"
+    """The outcome with two layers, or with all, as other sizes may depend on their number; with one sequence, or with
+    two, which batch normalization needs."""
+    error = "not built: transformers makes no model of the default configuration here"
     for config, size in itertools.product(_built(kind), (1, 2)):
         techniques = memkern.Techniques(state_bits=8, micro_batch=size)
         try:
-            made = memkern.plan(
+            plan = memkern.plan(
                 config, memory="64GiB", seq_len=TOKENS, device="cpu", techniques=techniques, batch_size=size
             )
-        except OptionError as error:
-            found = " ".join(str(error).split())[:300]
+        except OptionError as raised:
+            error = " ".join(str(raised).split())[:300]
         else:
-            return "planned", "; ".join(made.ruled_out)
-    return found, ""
+            return "planned", "; ".join(plan.ruled_out)
+    return error, ""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -127,10 +127,10 @@ def main(argv: list[str] | None = None) -> None:
         for kind, model in types():
             if args.types and kind not in args.types:
                 continue
-            began = time.process_time()
-            found, ruled_out = outcome(kind)
-            seconds = f"{time.process_time() - began:.1f}"
-            yield study.row(provenance, COLUMNS, (kind, model, found, ruled_out, seconds))
+            start = time.process_time()
+            result, ruled_out = outcome(kind)
+            seconds = f"{time.process_time() - start:.1f}"
+            yield study.row(provenance, COLUMNS, (kind, model, result, ruled_out, seconds))
 
     study.write(args.out / "planned-models.csv", rows(), COLUMNS, 5)
 

@@ -1,10 +1,10 @@
-"""What a compiled model saves for its backward pass: by torch's partitioner and by memkern's, exact and in 8 bits.
+"""Counts what compiled models save for backward, by torch's partitioner and by memkern's, exact and in 8 bits.
 
 Models of zoo.py, one sequence or some images, the whole model and its loss under torch.compile, with Inductor's
-decompositions and without its code generation. Saved: the storages that the compiled graph's node holds and the loss;
-not parameters, buffers, inputs, nor the logits that the graph returns and nothing needs; its share is of what torch
-saves without torch.compile. The error is that of gradients beside torch's without torch.compile, the median over
-parameter tensors.
+decompositions and without its code generation. Saved: the storages that the compiled graph's node holds, and the loss;
+not parameters, buffers, inputs, nor the logits that the graph returns and nothing needs. share: over what torch saves
+without torch.compile. gradient_error: the relative error of gradients beside those of torch without torch.compile, the
+median over parameter tensors.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def built(name: str, precision: str, tokens: int) -> tuple[nn.Module, Any, Any]:
 
 
 def plain_step(name: str, precision: str, tokens: int) -> tuple[int, Gradients]:
-    """Bytes that are alive with the graph, and gradients, without torch.compile."""
+    """The bytes that the graph keeps alive, and the gradients, without torch.compile."""
     model, batch, autocast = built(name, precision, tokens)
     live = LiveBytes([*model.parameters(), *model.buffers(), *zoo.tensors(batch)])
     before = live.live
@@ -61,13 +61,13 @@ def plain_step(name: str, precision: str, tokens: int) -> tuple[int, Gradients]:
 
 
 def compared(actual: Gradients, expected: Gradients) -> tuple[float, float]:
-    """The median relative error, and the cosine."""
+    """The median relative error over tensors, and the cosine of all gradients."""
     total = sum(float(g.double().square().sum()) for g in expected.values()) ** 0.5
     errors, dot, norm = [], 0.0, 0.0
     for name, g in expected.items():
         a, b = actual[name].double(), g.double()
         dot, norm = dot + float((a * b).sum()), norm + float(a.square().sum())
-        if float(b.norm()) > 1e-5 * total:
+        if float(b.norm()) > 1e-5 * total:  # others are rounding errors
             errors.append(float((a - b).norm() / b.norm()))
     return sorted(errors)[len(errors) // 2], dot / (total * norm**0.5) if norm else 0.0
 
@@ -76,15 +76,15 @@ def _held(node: Any) -> Iterator[Tensor]:
     """The tensors that a node of autograd's graph holds: those that a compiled function or an operation has saved."""
     names = ["saved_tensors"] if hasattr(node, "saved_tensors") else [a for a in dir(node) if a.startswith("_saved_")]
     for name in names:
-        found = getattr(node, name)
-        for x in found if isinstance(found, (tuple, list)) else (found,):
+        held = getattr(node, name)
+        for x in held if isinstance(held, (tuple, list)) else (held,):
             if isinstance(x, Tensor):
                 yield x
 
 
 def saved(outputs: list[Tensor]) -> dict[int, int]:
-    """Bytes by storage of all that is saved above some outputs, and of these."""
-    found = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in outputs}
+    """The bytes of the storages of some outputs, and of all that their graph has saved, by storage."""
+    sizes = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in outputs}
     nodes, seen = [x.grad_fn for x in outputs], set()
     while nodes:
         node = nodes.pop()
@@ -93,12 +93,12 @@ def saved(outputs: list[Tensor]) -> dict[int, int]:
         seen.add(node)
         nodes += [source for source, _ in node.next_functions]
         for x in _held(node):
-            found[x.untyped_storage()._cdata] = x.untyped_storage().nbytes()
-    return found
+            sizes[x.untyped_storage()._cdata] = x.untyped_storage().nbytes()
+    return sizes
 
 
 def compiled_step(name: str, precision: str, tokens: int, bits: int | str | None) -> tuple[int, Gradients]:
-    """Saved bytes and gradients."""
+    """The saved bytes, and the gradients."""
     torch._dynamo.reset()
     model, batch, autocast = built(name, precision, tokens)
     own = {x.untyped_storage()._cdata for x in (*model.parameters(), *model.buffers(), *zoo.tensors(batch))}
@@ -113,7 +113,7 @@ def rows(names: list[str], precisions: list[str], tokens: int) -> Iterator[dict[
     provenance = study.provenance_with_transformers()
     for name in names:
         for precision in precisions:
-            of, expected = plain_step(name, precision, tokens)
+            plain_count, expected = plain_step(name, precision, tokens)
             for mode, bits in MODES.items():
                 count, gradients = compiled_step(name, precision, tokens, bits)
                 error, _ = compared(gradients, expected)
@@ -123,7 +123,7 @@ def rows(names: list[str], precisions: list[str], tokens: int) -> Iterator[dict[
                     str(tokens),
                     mode,
                     str(count // tokens),
-                    f"{count / of:.4f}",
+                    f"{count / plain_count:.4f}",
                     f"{error:.2e}",
                 )
                 yield study.row(provenance, COLUMNS, values)

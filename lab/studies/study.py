@@ -1,4 +1,4 @@
-"""Shared by all studies: a command with ``--out``, provenance, and rows that are written as they come."""
+"""Helpers of all studies: a command line with ``--out``, provenance, and rows that are written as they come."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Value = TypeVar("Value")
 
 
 def parser(name: str, doc: str | None, out: Path = RESULTS) -> argparse.ArgumentParser:
-    """The command of the study ``name``, whose first line of documentation says what it does."""
+    """The command line of the study ``name``, described by the first line of its docstring."""
     summary = (doc or "").strip().splitlines()[0]
-    made = argparse.ArgumentParser(prog=f"python -m lab.studies.{name}", description=summary)
-    made.add_argument("--out", type=Path, default=out, help=f"folder (default: {out.parent.name}/results)")
-    return made
+    command = argparse.ArgumentParser(prog=f"python -m lab.studies.{name}", description=summary)
+    command.add_argument("--out", type=Path, default=out, help=f"folder (default: {out.parent.name}/results)")
+    return command
 
 
 def row(provenance: dict[str, Value], columns: Sequence[str], values: Sequence[Value]) -> dict[str, Value]:
@@ -35,8 +35,8 @@ def provenance_with_transformers() -> dict[str, str]:
 
 
 def write(path: Path, rows: Iterable[dict[str, str]], columns: Sequence[str], shown: int) -> None:
-    """Appends each row when it is there, and prints the last ``shown`` columns of it."""
-    for each in rows:
-        report.append(path, [each], columns)
-        print(*(each[name] for name in columns[-shown:]), flush=True)
+    """Appends each row as it comes, and prints its last ``shown`` columns."""
+    for new in rows:
+        report.append(path, [new], columns)
+        print(*(new[name] for name in columns[-shown:]), flush=True)
     print(path)

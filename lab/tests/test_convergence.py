@@ -1,4 +1,4 @@
-"""docs/evidence.md's study: its statistics, the order of its runs, and every contender for two steps in every task."""
+"""docs/evidence.md has its study's results, whose statistics and order of runs are right; every contender can train."""
 
 from __future__ import annotations
 
@@ -37,49 +37,49 @@ def row(task: str, contender: str, lr: float, seed: int, loss: float | str) -> d
 
 
 def grid(contender: str, best: float, losses: list[float], task: str = "gpt") -> list[dict[str, str]]:
-    """A grid whose second rate is the best, and the seeds 1, 2, ... at it."""
+    """Rows of a grid whose second rate is the best, and of the seeds 1, 2, ... at that rate."""
     rates = [best * factor for factor in (0.5, 1, 2, 4)]
-    tuned = [row(task, contender, lr, 0, abs(math.log(lr / best)) + 1) for lr in rates]
-    return [*tuned, *(row(task, contender, best, seed, loss) for seed, loss in enumerate(losses, 1))]
+    tuning = [row(task, contender, lr, 0, abs(math.log(lr / best)) + 1) for lr in rates]
+    return [*tuning, *(row(task, contender, best, seed, loss) for seed, loss in enumerate(losses, 1))]
 
 
 def test_differences_are_paired_by_seed() -> None:
     rows = [
         *grid("torch AdamW", 1e-3, [1.0, 2.0, 3.0]),
         *(row("gpt", "torch AdamW", 2e-3, seed, seed + 1.0) for seed in (1, 2, 3)),
-        *(row("gpt", "torch AdamW", 4e-3, seed, 0.0) for seed in (1, 2)),  # not all seeds: it is not compared
-        *grid("memkern AdamW8bit", 2e-3, [1.1, 2.1, 3.1]),  # .1 worse each time: no noise in the difference
+        *(row("gpt", "torch AdamW", 4e-3, seed, 0.0) for seed in (1, 2)),  # a rate without all seeds is not compared
+        *grid("memkern AdamW8bit", 2e-3, [1.1, 2.1, 3.1]),  # 0.1 worse with each seed: the difference has no noise
         *grid("memkern AdamW", 1e-3, [1.1, 1.9, 3.0]),
         *grid("bitsandbytes AdamW8bit", 1e-3, [math.inf, 2.0, 3.0]),
         *grid("torchao AdamW8bit", 1e-3, [1.0, 2.0]),  # a seed is missing
         row("gpt", "flashoptim FlashAdamW", 1e-3, 0, "") | {"note": "no device"},
     ]
-    found = {name: one for (task, name), one in results.compare(rows).items() if task == "gpt"}
-    ours = found["memkern AdamW8bit"]
+    compared = {name: one for (task, name), one in results.compare(rows).items() if task == "gpt"}
+    ours = compared["memkern AdamW8bit"]
     assert ours.tuned == pytest.approx((0.1, 0), abs=1e-9)  # at their best rates
     assert ours.difference == pytest.approx((-0.9, 0), abs=1e-9)  # at its rate, 2e-3
     assert (ours.lr, ours.verdict, ours.at_edge) == ("0.002", "better", False)
-    close = found["memkern AdamW"]
+    close = compared["memkern AdamW"]
     assert close.difference == close.tuned == pytest.approx((0, 0.1 / math.sqrt(3)))
     assert close.verdict == "as good"
-    assert found["torch AdamW"].verdict == "original"
-    assert found["bitsandbytes AdamW8bit"].verdict == "diverged"
-    assert found["torchao AdamW8bit"].why == "not run yet"
-    assert found["flashoptim FlashAdamW"].why == "no device"
+    assert compared["torch AdamW"].verdict == "original"
+    assert compared["bitsandbytes AdamW8bit"].verdict == "diverged"
+    assert compared["torchao AdamW8bit"].why == "not run yet"
+    assert compared["flashoptim FlashAdamW"].why == "no device"
 
 
 @pytest.mark.parametrize("power", [-9, -1, 2, 4, 9])
 def test_the_grid_follows_the_best_rate(power: int) -> None:
     task, contender = TASKS["gpt"], CONTENDERS["memkern AdamW8bit"]
-    first, study, seen = task.first["adamw"], Study({}), []
+    first, study, planned = task.first["adamw"], Study({}), []
     for _, lr, seed in study.plan(task, contender):
-        seen.append((lr, seed))
-        study.losses[key(task, contender, lr, seed)] = abs(math.log2(lr / first) - power)
-    tried = sorted(round(math.log2(lr / first)) for lr, seed in seen if seed == 0)
+        planned.append((lr, seed))
+        study.losses[key(task, contender, lr, seed)] = abs(math.log2(lr / first) - power)  # best: first * 2^power
+    tried = sorted(round(math.log2(lr / first)) for lr, seed in planned if seed == 0)
     assert tried == [*range(max(-MOVES, min(0, power - 1)), min(3 + MOVES, max(3, power + 1)) + 1)]
     best = min(max(power, -MOVES), 3 + MOVES)
-    assert seen[-3:] == [(first * 2.0**best, seed) for seed in (1, 2, 3)]
-    assert not [*study.plan(task, contender)]  # all are there
+    assert planned[-3:] == [(first * 2.0**best, seed) for seed in (1, 2, 3)]
+    assert not [*study.plan(task, contender)]  # nothing is missing
 
 
 def test_contender_and_original_run_at_each_others_rates() -> None:
@@ -87,11 +87,11 @@ def test_contender_and_original_run_at_each_others_rates() -> None:
     study = Study(results.losses(grid(original.name, 4e-3, [2.0, 2.0, 2.0])))
     for contender, lr, seed in study.plan(task, ours):
         study.losses[key(task, contender, lr, seed)] = abs(lr - 2e-3)
-    seen = []
+    planned = []
     for contender, lr, seed in study.at_each_others(task, ours, original):
-        seen.append((contender.name, lr, seed))
+        planned.append((contender.name, lr, seed))
         study.losses[key(task, contender, lr, seed)] = 3.0  # the original stays best at its own rate
-    assert seen == [
+    assert planned == [
         *((original.name, 2e-3, seed) for seed in (1, 2, 3)),
         *((ours.name, 4e-3, seed) for seed in (1, 2, 3)),
     ]
@@ -113,9 +113,9 @@ def test_large_batches_scale_the_rate_of_the_small_one() -> None:
 
 
 def test_every_contender_has_a_row_or_a_reason() -> None:
-    found = page.compared()
-    assert {*found} == {(task, c.name) for task in TASKS for c in ALL}
-    assert all(one.losses or one.why not in ("", results.NOT_YET) for one in found.values())
+    compared = page.compared()
+    assert {*compared} == {(task, c.name) for task in TASKS for c in ALL}
+    assert all(one.losses or one.why not in ("", results.NOT_YET) for one in compared.values())
     assert all(c.original in CONTENDERS for c in ALL)
 
 
@@ -129,17 +129,17 @@ def test_an_original_runs_wherever_its_contenders_do(name: str) -> None:
     assert {c.original for c in run_here} <= {c.name for c in run_here}
 
 
-def test_what_the_page_says_of_bf16_weights() -> None:
-    found = {name: one.difference for (task, name), one in page.compared().items() if task == "fine-tune"}
-    nearest = found["torch AdamW, bf16 weights"]
+def test_bf16_weights_lose_what_the_page_says() -> None:
+    differences = {name: one.difference for (task, name), one in page.compared().items() if task == "fine-tune"}
+    nearest = differences["torch AdamW, bf16 weights"]  # rounded to the nearest: the full loss
     assert nearest is not None
-    for name, low, high in (
+    for name, low, high in (  # share of that loss
         ("memkern AdamW8bit", 0.95, 1.05),
         ("bitsandbytes AdamW8bit", 0.95, 1.05),
         ("memkern AdamW8bit stochastic", -0.05, 0.05),
         ("memkern AdamW8bit bf16+8", -0.05, 0.05),
     ):
-        difference = found[name]
+        difference = differences[name]
         assert difference is not None
         assert low <= difference.mean / nearest.mean <= high, name
 
@@ -147,8 +147,8 @@ def test_what_the_page_says_of_bf16_weights() -> None:
 def test_rows_have_their_provenance_and_one_run_each() -> None:
     rows = results.read(page.PATH)
     assert rows
-    ran = [(r["task"], r["contender"], r["lr"], r["seed"]) for r in rows if r["loss"]]
-    assert len(ran) == len({*ran})
+    runs = [(r["task"], r["contender"], r["lr"], r["seed"]) for r in rows if r["loss"]]
+    assert len(runs) == len({*runs})
     for r in rows:
         assert tuple(r) == results.COLUMNS
         assert (r["dirty"], len(r["commit"])) == ("no", 12), r
@@ -159,33 +159,24 @@ def test_rows_have_their_provenance_and_one_run_each() -> None:
 def test_the_page_says_how_a_row_is_repeated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = (machine.ROOT / "docs" / "evidence.md").read_text()
     assert 'python -m lab.studies.convergence --task outliers --contender "memkern AdamW8bit"' in text
-    options = [
-        "--task",
-        "outliers",
-        "--contender",
-        "memkern AdamW8bit",
-        "--lr",
-        "1e-3",
-        "--out",
-        str(tmp_path),
-    ]
-    for wrong, said in (([*options], "one run needs"), (["--steps", "2"], "needs --out")):
+    options = [*("--task", "outliers", "--contender", "memkern AdamW8bit", "--lr", "1e-3"), "--out", str(tmp_path)]
+    for arguments, message in ((options, "one run needs"), (["--steps", "2"], "needs --out")):
         with pytest.raises(SystemExit):
-            main(wrong)
-        assert said in capsys.readouterr().err
+            main(arguments)
+        assert message in capsys.readouterr().err
     assert not [*tmp_path.iterdir()]
 
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two steps, little to validate, and random images in place of scikit-learn's."""
+    """Gives tasks two steps, a batch to validate with, and random images in place of scikit-learn's."""
     random = torch.Generator().manual_seed(0)
     images = torch.randn(40, 1, 8, 8, generator=random), torch.randint(10, (40,), generator=random)
     monkeypatch.setattr(tasks, "digits", lambda: (images, images))
     for task in TASKS.values():
         monkeypatch.setattr(task, "steps", 2)
-        inputs, targets = task.batch(5, 0)
-        monkeypatch.setattr(task, "validation", lambda found=(inputs, targets): found)
+        validation = task.batch(5, 0)
+        monkeypatch.setattr(task, "validation", lambda batch=validation: batch)
     trained = TASKS["gpt"].model(0).state_dict()
     monkeypatch.setattr(TASKS["fine-tune"], "_trained", lambda: trained)
 
@@ -201,7 +192,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
         if name not in ("batch-x1", "batch-x64")
     ],
 )
-def test_two_steps_of_each_contender(name: str) -> None:
+def test_each_contender_trains_and_repeats(name: str) -> None:
     task = TASKS[name]
     for contender in OURS:
         if contender.reason_against(task, task.model(0)):
@@ -209,19 +200,19 @@ def test_two_steps_of_each_contender(name: str) -> None:
         lr = task.first[contender.family]
         outcome = run(task, contender, lr, 1)
         assert 0 < outcome.loss < 20, contender.name
-        coded = "8bit" in contender.name or contender.name == "memkern all together"
-        assert (outcome.coded_share > 0.9) == coded, contender.name
-        assert outcome[:4] == run(task, contender, lr, 1)[:4], contender.name  # the same bits
+        is_coded = "8bit" in contender.name or contender.name == "memkern all together"
+        assert (outcome.coded_share > 0.9) == is_coded, contender.name
+        assert outcome[:4] == run(task, contender, lr, 1)[:4], contender.name  # all but times: the same bits
 
 
 @pytest.mark.full
 @pytest.mark.usefixtures("short")
 def test_stored_weights_are_those_that_train() -> None:
     """bf16 weights are copied into the model before each step, and its gradients to them."""
-    one = Run(TASKS["gpt"], CONTENDERS["memkern AdamW8bit bf16+8"], 1e-2, 1)
-    one.train()
-    assert {p.dtype for p in one.stored.parameters()} == {torch.bfloat16}
-    for p, stored in zip(one.model.parameters(), one.stored.parameters(), strict=True):
+    training = Run(TASKS["gpt"], CONTENDERS["memkern AdamW8bit bf16+8"], 1e-2, 1)
+    training.train()
+    assert {p.dtype for p in training.stored.parameters()} == {torch.bfloat16}
+    for p, stored in zip(training.model.parameters(), training.stored.parameters(), strict=True):
         assert torch.equal(p, stored.float())
 
 
@@ -233,7 +224,7 @@ def test_runs_that_are_there_are_not_repeated(tmp_path: Path) -> None:
     main(options)
     with (tmp_path / "convergence.csv").open(newline="") as file:
         rows = [*csv.DictReader(file)]
-    ours, originals = ([r for r in rows if r["contender"] == name] for name in (options[3], "torch AdamW"))
+    ours, originals = ([r for r in rows if r["contender"] == name] for name in ("memkern AdamW8bit", "torch AdamW"))
     assert [r["seed"] for r in ours[-5:]] == [r["seed"] for r in originals] == ["1", "2", "3", "4", "5"]
     assert {r["lr"] for r in originals} == {r["lr"] for r in ours[-5:]}
     assert 4 <= len(ours) - 5 <= 4 + MOVES
@@ -245,8 +236,8 @@ def test_runs_that_are_there_are_not_repeated(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_rows_come_out_the_same(tmp_path: Path) -> None:
-    """Two rows picked at random, by the page's command: the same bits on the same processor, Python and torch."""
+def test_two_rows_repeat_in_every_bit(tmp_path: Path) -> None:
+    """Random rows, by the page's command, have the same loss on the same processor, Python and torch."""
     here = machine.provenance("cpu")
     same = ("hardware", "python", "torch")
     rows = [r for r in results.read(page.PATH) if r["loss"] and r["package"] in ("torch", "memkern")]

@@ -1,4 +1,4 @@
-"""docs/benchmarks.md prints the instructions per element that lab/results/cpu-instructions.csv has."""
+"""docs/benchmarks.md has the instructions of lab/results/cpu-instructions.csv, and qemu's log is counted rightly."""
 
 import csv
 from pathlib import Path
@@ -10,7 +10,7 @@ from lab.studies.cpu_instructions import KERNELS, TOOLS, _executed
 
 
 @pytest.mark.parametrize("isa", TOOLS)
-def test_the_table_is_of_the_results(isa: str) -> None:
+def test_the_page_has_the_results(isa: str) -> None:
     with (RESULTS / "cpu-instructions.csv").open(newline="") as file:
         rows = {(row["instruction_set"], row["kernel"]): row["instructions"] for row in csv.DictReader(file)}
     line = " | ".join(rows[isa, kernel] for kernel in KERNELS)
@@ -24,6 +24,7 @@ def test_neon_takes_at_most_twice_the_instructions_of_avx2() -> None:
         assert rows["neon", kernel] <= 2 * rows["avx2", kernel], kernel
 
 
+# A log of qemu: a block of two instructions runs twice, a block of one once.
 LOG = """\
 IN: adam
 0x00542ee8:  48 c7 84 04 18 03 00 00  movq     $0, 0x318(%rsp, %rax)

@@ -1,4 +1,4 @@
-"""lab.studies.planned_models: for which share of transformers' model types a step can be planned."""
+"""A step can be planned for 95 % of transformers' model types, and docs/what-does-not-fit.md has their number."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lab.studies import planned_models as study
 from tests.support.helpers import first_full
 
 PATH = RESULTS / "planned-models.csv"
-LEAST = 0.95  # of the types whose default configuration transformers makes a model of
+LEAST_SHARE = 0.95  # of the types of which transformers builds a model
 
 
 def outcomes() -> dict[str, str]:
@@ -25,12 +25,12 @@ def share_planned(outcomes: dict[str, str]) -> float:
 
 
 def test_the_page_says_how_many_types_are_planned_for() -> None:
-    found = outcomes()
-    built = sum(not outcome.startswith("not built") for outcome in found.values())
-    planned = sum(outcome == "planned" for outcome in found.values())
+    recorded = outcomes()
+    built = sum(not outcome.startswith("not built") for outcome in recorded.values())
+    planned = sum(outcome == "planned" for outcome in recorded.values())
     page = (RESULTS.parents[1] / "docs/what-does-not-fit.md").read_text()
     assert f"{planned} of {built} model types" in page
-    assert share_planned(found) >= LEAST
+    assert share_planned(recorded) >= LEAST_SHARE
 
 
 @pytest.mark.full
@@ -40,5 +40,5 @@ def test_small_configurations_are_planned_for(kind: str) -> None:
 
 
 @pytest.mark.long
-def test_each_model_type_is_planned_for() -> None:
-    assert share_planned({kind: study.outcome(kind)[0] for kind, _ in study.types()}) >= LEAST
+def test_most_model_types_are_planned_for() -> None:
+    assert share_planned({kind: study.outcome(kind)[0] for kind, _ in study.types()}) >= LEAST_SHARE

@@ -1,9 +1,9 @@
-"""python -m lab.studies.convergence: losses, bytes and times of optimizers at equal steps and tuned rates.
+"""python -m lab.studies.convergence: measures losses, bytes and times of optimizers at equal steps and tuned rates.
 
-Without arguments all runs that lab/results/convergence.csv lacks, which takes hours on one core; a run that is
-there is not repeated. --task and --contender take a part of them, --lr and --seed one run, into out/convergence.
-`table` writes docs/evidence.md and the picture; with --task it prints all figures of that task. One thread: the same
-seed gives the same bits.
+Without arguments it makes all runs that lab/results/convergence.csv lacks, which takes hours on one core. --task and
+--contender choose some of them; --lr and --seed make a single run, recorded in out/convergence. `table` writes
+docs/evidence.md and the picture; with --task it prints all figures of that task. One thread: the same seed gives the
+same bits.
 """
 
 from __future__ import annotations
@@ -24,70 +24,67 @@ from .contenders import CONTENDERS, ONE_MODULE, Contender, version
 from .runs import Key, Outcome, Study, key, run
 from .tasks import TASKS, LargeBatch, Task
 
-AGAIN = Path("out/convergence")  # for single runs, which are not to be mixed with the results
+SINGLE_RUNS = Path("out/convergence")  # not mixed with the results
 
 
 def row(
-    provenance: dict[str, str], of: Key, contender: Contender, outcome: Outcome | None, note: str
+    provenance: dict[str, str], run_key: Key, contender: Contender, outcome: Outcome | None, note: str
 ) -> dict[str, str]:
     figures = (
         [""] * len(Outcome._fields) if outcome is None else [repr(outcome.loss), *(f"{x:.5g}" for x in outcome[1:])]
     )
-    values = [*of, *figures, contender.package, version(contender.package), note]
+    values = [*run_key, *figures, contender.package, version(contender.package), note]
     return study.row(provenance, results.COLUMNS, values)
 
 
 def attempt(task: Task, contender: Contender, lr: float, seed: int) -> tuple[Outcome | None, str]:
-    """The outcome, or why there is none."""
+    """The outcome of a run and a note, which without an outcome says why."""
     try:
         return run(task, contender, lr, seed), contender.note
-    except Exception as error:  # a peer's: it becomes a row
+    except Exception as error:  # a peer's error becomes a row
         if contender.package in ("torch", "memkern"):
             raise
         return None, f"{type(error).__name__}: {error}".splitlines()[0][:160]
 
 
 def complete(task: Task, contender: Contender, path: Path) -> None:
-    """Runs all of a contender in a task that the file lacks."""
+    """Makes the runs of a contender in a task that the file lacks."""
     if contender.package in ONE_MODULE and version(contender.package) == "absent":
         return  # the other package of this module is installed
-    found = results.read(path)
-    mine = [r for r in found if (r["task"], r["contender"]) == (task.name, contender.name)]
+    rows = results.read(path)
+    mine = [r for r in rows if (r["task"], r["contender"]) == (task.name, contender.name)]
     if any(not r["loss"] for r in mine):
         return  # it cannot run, and a row has the reason
     provenance = machine.provenance("cpu")
-    # What could not run at the small batch has no rate for a large one.
-    small = [r for r in found if (r["task"], r["contender"]) == ("batch-x1", contender.name) and not r["loss"]]
+    # A contender that could not run with the small batch has no rate for a large one.
+    failed = [r for r in rows if (r["task"], r["contender"]) == ("batch-x1", contender.name) and not r["loss"]]
     reason = contender.reason_against(task, task.model(0))
-    if isinstance(task, LargeBatch) and small:
-        reason = small[0]["note"]
+    if isinstance(task, LargeBatch) and failed:
+        reason = failed[0]["note"]
     if reason:
-        report.append(
-            path,
-            [row(provenance, (task.name, contender.name, "", ""), contender, None, reason)],
-            results.COLUMNS,
-        )
+        refusal = row(provenance, (task.name, contender.name, "", ""), contender, None, reason)
+        report.append(path, [refusal], results.COLUMNS)
         return
-    study = Study(results.losses(found))
+    study = Study(results.losses(rows))
     original = CONTENDERS[contender.original]
     try:
         if _run_all(task, study, study.plan(task, contender), path) and original is not contender:
             _run_all(task, study, study.at_each_others(task, contender, original), path)
-    except LookupError as error:  # of a large batch before the small one
+    except LookupError as error:  # a large batch before the small one
         print(error)
 
 
 def _run_all(task: Task, study: Study, todo: Iterator[tuple[Contender, float, int]], path: Path) -> bool:
-    """Whether it could run."""
+    """Makes runs and adds their rows; False as soon as one has failed."""
     provenance = machine.provenance("cpu")
     for contender, lr, seed in todo:
-        of = key(task, contender, lr, seed)
+        run_key = key(task, contender, lr, seed)
         outcome, note = attempt(task, contender, lr, seed)
-        report.append(path, [row(provenance, of, contender, outcome, note)], results.COLUMNS)
-        print(*of, outcome.loss if outcome else note, sep=" | ", flush=True)
+        report.append(path, [row(provenance, run_key, contender, outcome, note)], results.COLUMNS)
+        print(*run_key, outcome.loss if outcome else note, sep=" | ", flush=True)
         if outcome is None:
             return False
-        study.losses[of] = outcome.loss
+        study.losses[run_key] = outcome.loss
     return True
 
 
@@ -101,7 +98,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--lr", type=float, help="with --seed: one run of the task and contender")
     parser.add_argument("--seed", type=int)
     parser.add_argument("--steps", type=int, help="fewer steps, for a trial; needs --out")
-    parser.add_argument("--out", type=Path, help="folder (default: lab/results; of one run out/convergence)")
+    parser.add_argument("--out", type=Path, help="folder (default: lab/results; for a single run out/convergence)")
     return parser
 
 
@@ -115,7 +112,7 @@ def main(argv: list[str] | None = None) -> None:
         options.error("--steps must be 1 or more, and needs --out: results of fewer steps are not compared with others")
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", module="torch|torchao|bitsandbytes")
-    path = (args.out or (AGAIN if single else RESULTS)) / "convergence.csv"
+    path = (args.out or (SINGLE_RUNS if single else RESULTS)) / "convergence.csv"
     if args.action == "table":
         from . import page
 
@@ -134,9 +131,9 @@ def main(argv: list[str] | None = None) -> None:
                 complete(task, contender, path)
                 continue
             outcome, note = attempt(task, contender, args.lr, args.seed)
-            of = key(task, contender, args.lr, args.seed)
-            report.append(path, [row(machine.provenance("cpu"), of, contender, outcome, note)], results.COLUMNS)
-            print(*of, *(outcome if outcome else [note]), sep=" | ")
+            run_key = key(task, contender, args.lr, args.seed)
+            report.append(path, [row(machine.provenance("cpu"), run_key, contender, outcome, note)], results.COLUMNS)
+            print(*run_key, *(outcome if outcome else [note]), sep=" | ")
     print(path)
 
 

@@ -1,4 +1,4 @@
-"""The optimizers and ways to save memory that are compared, each with the 32-bit original that it stands in for."""
+"""Lists the optimizers and other techniques that are compared, each with the 32-bit original that it replaces."""
 
 from __future__ import annotations
 
@@ -18,24 +18,23 @@ from tests.support import timm_optim
 from .tasks import Task
 
 Make = Callable[[nn.Module, float, Task], Any]
-
-
+"""Makes an optimizer from a model, a learning rate and a task."""
 BF16 = torch.bfloat16
 
 
 class Contender(NamedTuple):
     name: str
     package: str
-    family: str
+    family: str  # of tasks.FAMILIES, which have learning rates of their own
     make: Make
-    original: str
-    weights: torch.dtype | None = None  # None: the task's
+    original: str  # name of the 32-bit contender that it is compared with
+    weights: torch.dtype | None = None  # of stored weights; None: the task's
     compress: dict[str, Any] | None = None  # options of memkern.compress
-    only: tuple[str, ...] = ()  # tasks; default: all
+    only: tuple[str, ...] = ()  # names of tasks; empty: all
     note: str = ""
 
     def reason_against(self, task: Task, model: nn.Module) -> str:
-        """Why the contender has no run in this task; empty where it has."""
+        """Why the contender has no run in this task; "" where it has."""
         families = getattr(task, "families", None)
         if families and (self.family not in families or self.compress is not None or self.weights == BF16):
             return "large batches compare AdamW, SGD, LAMB and LARS"
@@ -47,26 +46,27 @@ class Contender(NamedTuple):
 
 
 def matrices(model: nn.Module) -> list[Any]:
+    """The parameters that Muon steps."""
     from memkern.optim import muon_groups
 
     return [p for group in muon_groups(model) if group["algorithm"] == "muon" for p in group["params"]]
 
 
-def of(module: str, cls: str, decay: float | None = None, **options: Any) -> Make:
-    """A class of a package that may be absent; biases and norms get no weight decay.
+def maker(module: str, cls: str, decay: float | None = None, **options: Any) -> Make:
+    """A function that makes an optimizer of a class, whose package may be absent. Biases and norms are not decayed.
 
-    decay: in place of the task's.
+    decay: the weight decay, in place of the task's.
     """
 
     def make(model: nn.Module, lr: float, task: Task) -> Any:
         from memkern.optim import param_groups
 
-        found = timm_optim.load(cls) if module == "timm" else getattr(importlib.import_module(module), cls)
+        optimizer_class = timm_optim.load(cls) if module == "timm" else getattr(importlib.import_module(module), cls)
         groups = param_groups(model, weight_decay=task.weight_decay if decay is None else decay)
-        if not module.startswith("memkern"):  # some refuse or misread options that they do not know
+        if not module.startswith("memkern"):  # some peers refuse or misread keys that they do not know
             groups = [{"params": g["params"], "weight_decay": g["weight_decay"]} for g in groups]
         with contextlib.redirect_stdout(io.StringIO()):
-            return found(groups, lr=lr, **options)
+            return optimizer_class(groups, lr=lr, **options)
 
     return make
 
@@ -79,10 +79,10 @@ class TorchMuon:
 
     def __init__(self, model: nn.Module, lr: float) -> None:
         groups = _groups(model, lr)
-        of = {name: [g for g in groups if g["algorithm"] == name] for name in ("muon", "adamw")}
+        by_algorithm = {name: [g for g in groups if g["algorithm"] == name] for name in ("muon", "adamw")}
         self.inner = [
-            torch.optim.Muon([p for g in of["muon"] for p in g["params"]], lr=lr, weight_decay=0.1),
-            torch.optim.AdamW([{k: v for k, v in g.items() if k != "algorithm"} for g in of["adamw"]]),
+            torch.optim.Muon([p for g in by_algorithm["muon"] for p in g["params"]], lr=lr, weight_decay=0.1),
+            torch.optim.AdamW([{k: v for k, v in g.items() if k != "algorithm"} for g in by_algorithm["adamw"]]),
         ]
         self.param_groups = [group for optimizer in self.inner for group in optimizer.param_groups]
 
@@ -124,15 +124,15 @@ def normuon(model: nn.Module, lr: float, task: Task) -> Any:
     return NorMuon(groups, lr=lr)
 
 
-ONE_MODULE = ("gefen", "gefen-x")  # packages that have a module of one name: either is installed
+ONE_MODULE = ("gefen", "gefen-x")  # packages with one module name, of which one alone can be installed
 
 
 def gefen(package: str, **options: Any) -> Make:
-    """Two packages have a module ``gefen``: the class of that which is installed under this name."""
+    """The class Gefen of the module gefen, if ``package`` is the one that is installed."""
 
     def make(model: nn.Module, lr: float, task: Task) -> Any:
-        importlib.metadata.version(package)  # raises where it is not
-        return of("gefen", "Gefen", **options)(model, lr, task)
+        importlib.metadata.version(package)  # raises if it is not installed
+        return maker("gefen", "Gefen", **options)(model, lr, task)
 
     return make
 
@@ -141,13 +141,13 @@ def ademamix(module: str, cls: str) -> Make:
     """AdEMAMix with the warm-ups of alpha and beta3 over the whole run, as its paper has them."""
 
     def make(model: nn.Module, lr: float, task: Task) -> Any:
-        return of(module, cls, t_alpha=task.steps, t_beta3=task.steps)(model, lr, task)
+        return maker(module, cls, t_alpha=task.steps, t_beta3=task.steps)(model, lr, task)
 
     return make
 
 
 def without_compiling(make: Make) -> Make:
-    """torchao compiles its step for each shape, 10 to 90 s each on a CPU: the same function runs uncompiled here."""
+    """Runs torchao's step uncompiled: it would compile for each shape, in 10 to 90 s on a CPU."""
 
     def uncompiled(model: nn.Module, lr: float, task: Task) -> Any:
         optimizer = make(model, lr, task)
@@ -157,18 +157,18 @@ def without_compiling(make: Make) -> Make:
     return uncompiled
 
 
-ADAMW = functools.partial(of, "memkern.optim", "AdamW8bit")
-TORCH_ADAMW = of("torch.optim", "AdamW", fused=True)
+ADAMW = functools.partial(maker, "memkern.optim", "AdamW8bit")
+TORCH_ADAMW = maker("torch.optim", "AdamW", fused=True)
 LARS = {"momentum": 0.9, "trust_coeff": 1e-3, "decay": 1e-4}
 SGD = {"momentum": 0.9, "decay": 1e-4}
 LAMB = {"decay": 0.01}
-A = "torch AdamW"  # the original of AdamW contenders
+A = "torch AdamW"  # original of the contenders of AdamW
 EAGER = "without torch.compile"
 
 ALL = (
     Contender(A, "torch", "adamw", TORCH_ADAMW, A, torch.float32),
     Contender(f"{A}, bf16 weights", "torch", "adamw", TORCH_ADAMW, A, BF16, only=("fine-tune",)),
-    Contender("memkern AdamW", "memkern", "adamw", of("memkern.optim", "AdamW"), A),
+    Contender("memkern AdamW", "memkern", "adamw", maker("memkern.optim", "AdamW"), A),
     Contender("memkern AdamW8bit", "memkern", "adamw", ADAMW(), A),
     Contender("memkern AdamW8bit bf16+8", "memkern", "adamw", ADAMW(master_weights="bf16+8"), A, BF16),
     Contender(
@@ -184,28 +184,28 @@ ALL = (
         "memkern linear=0.1", "memkern", "adamw", TORCH_ADAMW, A, torch.float32,
         {"activations": None, "linear": 0.1}, only=("gpt", "fine-tune"),
     ),
-    Contender("bitsandbytes AdamW8bit", "bitsandbytes", "adamw", of("bitsandbytes.optim", "AdamW8bit"), A),
+    Contender("bitsandbytes AdamW8bit", "bitsandbytes", "adamw", maker("bitsandbytes.optim", "AdamW8bit"), A),
     Contender(
-        "torchao AdamW8bit", "torchao", "adamw", without_compiling(of("torchao.optim", "AdamW8bit")), A,
+        "torchao AdamW8bit", "torchao", "adamw", without_compiling(maker("torchao.optim", "AdamW8bit")), A,
         note=EAGER,
     ),
     Contender(
         "torchao AdamW8bit stochastic", "torchao", "adamw",
-        without_compiling(of("torchao.optim", "AdamW8bit", bf16_stochastic_round=True)), A, BF16,
+        without_compiling(maker("torchao.optim", "AdamW8bit", bf16_stochastic_round=True)), A, BF16,
         only=("fine-tune",), note=f"bf16 weights, stochastic rounding; {EAGER}",
     ),
     Contender(
-        "torchao AdamW4bit", "torchao", "adamw", without_compiling(of("torchao.optim", "AdamW4bit")), A,
+        "torchao AdamW4bit", "torchao", "adamw", without_compiling(maker("torchao.optim", "AdamW4bit")), A,
         note=EAGER,
     ),
     Contender(
-        "torchao AdamWFp8", "torchao", "adamw", without_compiling(of("torchao.optim", "AdamWFp8")), A,
+        "torchao AdamWFp8", "torchao", "adamw", without_compiling(maker("torchao.optim", "AdamWFp8")), A,
         note=EAGER,
     ),
-    Contender("flashoptim FlashAdamW", "flashoptim", "adamw", of("flashoptim", "FlashAdamW"), A),
+    Contender("flashoptim FlashAdamW", "flashoptim", "adamw", maker("flashoptim", "FlashAdamW"), A),
     Contender(
         "pytorch_optimizer FlashAdamW", "pytorch_optimizer", "adamw",
-        of("pytorch_optimizer", "FlashAdamW", decouple_lr=False), A, note="flashoptim's codes in plain PyTorch",
+        maker("pytorch_optimizer", "FlashAdamW", decouple_lr=False), A, note="flashoptim's codes in plain PyTorch",
     ),
     Contender(
         "pytorch_optimizer AdEMAMix", "pytorch_optimizer", "adamw", ademamix("pytorch_optimizer", "AdEMAMix"),
@@ -219,28 +219,32 @@ ALL = (
         "bitsandbytes AdEMAMix8bit", "bitsandbytes", "adamw", ademamix("bitsandbytes.optim", "AdEMAMix8bit"),
         "pytorch_optimizer AdEMAMix",
     ),
-    Contender("memkern Lion", "memkern", "lion", of("memkern.optim", "Lion"), "memkern Lion", torch.float32),
-    Contender("memkern Lion8bit", "memkern", "lion", of("memkern.optim", "Lion8bit"), "memkern Lion"),
+    Contender("memkern Lion", "memkern", "lion", maker("memkern.optim", "Lion"), "memkern Lion", torch.float32),
+    Contender("memkern Lion8bit", "memkern", "lion", maker("memkern.optim", "Lion8bit"), "memkern Lion"),
     Contender(
-        "bitsandbytes Lion8bit", "bitsandbytes", "lion", of("bitsandbytes.optim", "Lion8bit"), "memkern Lion"
+        "bitsandbytes Lion8bit", "bitsandbytes", "lion", maker("bitsandbytes.optim", "Lion8bit"), "memkern Lion"
     ),
     Contender(
-        "torch SGD", "torch", "sgd", of("torch.optim", "SGD", fused=True, **SGD), "torch SGD", torch.float32
+        "torch SGD", "torch", "sgd", maker("torch.optim", "SGD", fused=True, **SGD), "torch SGD", torch.float32
     ),
-    Contender("memkern SGD8bit", "memkern", "sgd", of("memkern.optim", "SGD8bit", **SGD), "torch SGD"),
-    Contender("bitsandbytes SGD8bit", "bitsandbytes", "sgd", of("bitsandbytes.optim", "SGD8bit", **SGD), "torch SGD"),
+    Contender("memkern SGD8bit", "memkern", "sgd", maker("memkern.optim", "SGD8bit", **SGD), "torch SGD"),
+    Contender(
+        "bitsandbytes SGD8bit", "bitsandbytes", "sgd", maker("bitsandbytes.optim", "SGD8bit", **SGD), "torch SGD"
+    ),
     Contender("torch Muon", "torch", "muon", torch_muon, "torch Muon", torch.float32),
     Contender("memkern Muon8bit", "memkern", "muon", muon8bit, "torch Muon"),
     Contender("pytorch_optimizer NorMuon", "pytorch_optimizer", "muon", normuon, "torch Muon", torch.float32),
-    Contender("timm Lamb", "timm", "lamb", of("timm", "Lamb", max_grad_norm=None, **LAMB), "timm Lamb", torch.float32),
-    Contender("memkern LAMB", "memkern", "lamb", of("memkern.optim", "LAMB", **LAMB), "timm Lamb"),
-    Contender("memkern LAMB8bit", "memkern", "lamb", of("memkern.optim", "LAMB8bit", **LAMB), "timm Lamb"),
     Contender(
-        "bitsandbytes LAMB8bit", "bitsandbytes", "lamb", of("bitsandbytes.optim", "LAMB8bit", **LAMB), "timm Lamb"
+        "timm Lamb", "timm", "lamb", maker("timm", "Lamb", max_grad_norm=None, **LAMB), "timm Lamb", torch.float32
     ),
-    Contender("timm Lars", "timm", "lars", of("timm", "Lars", **LARS), "timm Lars", torch.float32),
-    Contender("memkern LARS", "memkern", "lars", of("memkern.optim", "LARS", **LARS), "timm Lars"),
-    Contender("memkern LARS8bit", "memkern", "lars", of("memkern.optim", "LARS8bit", **LARS), "timm Lars"),
+    Contender("memkern LAMB", "memkern", "lamb", maker("memkern.optim", "LAMB", **LAMB), "timm Lamb"),
+    Contender("memkern LAMB8bit", "memkern", "lamb", maker("memkern.optim", "LAMB8bit", **LAMB), "timm Lamb"),
+    Contender(
+        "bitsandbytes LAMB8bit", "bitsandbytes", "lamb", maker("bitsandbytes.optim", "LAMB8bit", **LAMB), "timm Lamb"
+    ),
+    Contender("timm Lars", "timm", "lars", maker("timm", "Lars", **LARS), "timm Lars", torch.float32),
+    Contender("memkern LARS", "memkern", "lars", maker("memkern.optim", "LARS", **LARS), "timm Lars"),
+    Contender("memkern LARS8bit", "memkern", "lars", maker("memkern.optim", "LARS8bit", **LARS), "timm Lars"),
     Contender("Gefen", "gefen", "adamw", gefen("gefen"), A),  # last: its first step takes long
     Contender(
         "Gefen-X", "gefen-x", "adamw", gefen("gefen-x", fused=False), A,

@@ -1,4 +1,4 @@
-"""The tables and the picture of docs/evidence.md, from the results."""
+"""Makes the tables and the picture of docs/evidence.md from the results."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def compared() -> dict[tuple[str, str], Compared]:
 
 
 def cell(one: Compared) -> str:
-    """A cell of the table of all tasks: the difference where there is one, bold where it is beyond two errors."""
+    """A cell of the summary: a difference, bold beyond two standard errors, or why there is none."""
     if one.why:
         return "" if one.why == NOT_YET else "−"
     if one.verdict in ("original", "diverged", "no original"):
@@ -73,7 +73,7 @@ def summary_table() -> str:
 
 
 def _best_first(task: str) -> list[Compared]:
-    """The contenders that ran in a task."""
+    """The contenders that ran in a task, the lowest loss first."""
     return sorted((one for (name, _), one in compared().items() if name == task and one.losses), key=lambda o: o.loss)
 
 
@@ -88,7 +88,7 @@ def tasks_table() -> str:
 
 def task_table(task: str) -> str:
     """One task: every contender that has runs, the best loss first, and below why others have none."""
-    found = [one for (name, _), one in compared().items() if name == task]
+    contenders = [one for (name, _), one in compared().items() if name == task]
     heads = (
         "",
         "rate",
@@ -106,7 +106,7 @@ def task_table(task: str) -> str:
     lines = ["| " + " | ".join(heads) + " |", "|---|---:|---:|---:|---|" + "---:|" * (len(heads) - 5)]
     lines += [_task_row(one) for one in _best_first(task)]
     reasons: dict[str, list[str]] = {}
-    for one in found:
+    for one in contenders:
         if not one.losses:
             reasons.setdefault(one.why.rstrip("."), []).append(one.contender.name)
     lines += ["", *(f"- {', '.join(names)}: {why}." for why, names in reasons.items())]
@@ -114,9 +114,9 @@ def task_table(task: str) -> str:
 
 
 def _task_row(one: Compared) -> str:
-    difference = tuned = seen = ""
+    difference = tuned = detectable = ""
     if one.difference is not None:
-        difference, seen = with_error(one.difference), small(2 * one.difference.error)
+        difference, detectable = with_error(one.difference), small(2 * one.difference.error)
     if one.tuned is not None:
         tuned = f"**{with_error(one.tuned)}**" if one.tuned.beyond else with_error(one.tuned)
     row = one.row
@@ -126,7 +126,7 @@ def _task_row(one: Compared) -> str:
         f"{one.loss:.4f} ± {one.loss_error:.4f}" if math.isfinite(one.loss) else one.verdict,
         difference,
         one.verdict,
-        seen,
+        detectable,
         tuned,
         f"{float(row['bytes_per_param']):.2f}",
         f"{float(row['coded_share']):.0%}",
@@ -138,15 +138,15 @@ def _task_row(one: Compared) -> str:
 
 
 def chance() -> str:
-    """How many differences there are, how many are beyond two standard errors, and how many would be by chance."""
-    everything = [one for one in compared().values() if one.difference is not None]
-    beyond = [one for one in everything if one.verdict in ("better", "worse")]
-    ours = [one for one in everything if one.contender.package == "memkern"]
-    expected = sum(CHANCE[len(one.losses)] for one in everything)
+    """A sentence: how many differences are beyond two standard errors, and how many would be by chance."""
+    differing = [one for one in compared().values() if one.difference is not None]
+    beyond = [one for one in differing if one.verdict in ("better", "worse")]
+    ours = [one for one in differing if one.contender.package == "memkern"]
+    expected = sum(CHANCE[len(one.losses)] for one in differing)
     worse = [one for one in beyond if one.verdict == "worse"]
     ours_expected = sum(CHANCE[len(one.losses)] for one in ours)
     return (
-        f"{len(everything)} differences, {len(beyond)} of them beyond two standard errors ({len(worse)} worse, "
+        f"{len(differing)} differences, {len(beyond)} of them beyond two standard errors ({len(worse)} worse, "
         f"{len(beyond) - len(worse)} better); {expected:.0f} would be if no contender differed from its original. "
         f"Of memkern's {len(ours)}: {sum(one in beyond for one in ours)} beyond "
         f"({sum(one in worse for one in ours)} worse), {ours_expected:.0f} by chance."
@@ -154,7 +154,7 @@ def chance() -> str:
 
 
 def cost() -> str:
-    """Runs, and their processor time."""
+    """A sentence: the number of runs, their processor time, and the versions of packages."""
     rows = [row for row in results.read(PATH) if row["loss"]]
     seconds = sum(float(row["run_ms"]) * TASKS[row["task"]].steps for row in rows) / 1000
     versions = {row["package"]: row["version"] for row in rows}
@@ -181,7 +181,7 @@ def worse_table() -> str:
 
 
 def papers_table() -> str:
-    """What papers published beside the same comparison here: the difference and its standard error."""
+    """Comparisons that papers published, beside the same ones here: the difference and its standard error."""
 
     def here(task: str, name: str, other: str | None = None) -> str:
         one = compared()[task, name]
@@ -190,8 +190,8 @@ def papers_table() -> str:
             pair = results.paired(one.losses, compared()[task, other].losses)
         return f"{task} {with_error(pair)}" if pair else f"{task}: {one.why or one.verdict}"
 
-    def line(what: str, published: str, *found: str) -> str:
-        return f"| {what} | {published} | {'; '.join(found)} |"
+    def line(comparison: str, published: str, *measured: str) -> str:
+        return f"| {comparison} | {published} | {'; '.join(measured)} |"
 
     tasks = ("gpt", "rows", "digits")
     batches = ("batch-x1", "batch-x8", "batch-x64")
@@ -255,8 +255,8 @@ def draw(path: Path = PICTURE) -> Path:
     return path
 
 
-def _draw_task(axis: Any, found: list[Compared], task: str) -> None:
-    ran = sorted((o for o in found if o.losses and math.isfinite(o.loss)), key=lambda o: o.loss)
+def _draw_task(axis: Any, contenders: list[Compared], task: str) -> None:
+    ran = sorted((o for o in contenders if o.losses and math.isfinite(o.loss)), key=lambda o: o.loss)
     axis.set_title(task, fontsize=10, loc="left")
     axis.set_visible(bool(ran))
     axis.set_xlabel("weights and states, bytes per parameter", fontsize=8, color=FAINT)
@@ -268,9 +268,9 @@ def _draw_task(axis: Any, found: list[Compared], task: str) -> None:
     top = best + 2.5 * (ran[len(ran) // 2].loss - best) or best * 1.01
     for one in ran:
         color, marker = STYLES[one.contender.package]
-        x, over = float(one.row["bytes_per_param"]), one.loss > top
+        x = float(one.row["bytes_per_param"])
         options = {"color": color, "label": one.contender.package, "alpha": 0.75, "markersize": 5}
-        if over:  # beyond the panel: its loss stands in the table
+        if one.loss > top:  # above the panel: the table has its loss
             axis.plot(x, top, marker="$\\uparrow$", linestyle="", **options)
         else:
             axis.errorbar(

@@ -51,18 +51,18 @@ class Difference(NamedTuple):
 
     @property
     def beyond(self) -> bool:
-        """Beyond two standard errors."""
+        """Whether the mean is more than two standard errors from 0."""
         return abs(self.mean) > 2 * self.error
 
 
 class Compared(NamedTuple):
-    """A contender in a task. Without losses ``why`` says why."""
+    """A contender in a task. Without losses, ``why`` has the reason."""
 
     task: Task
     contender: Contender
     losses: dict[int, float]  # at the best rate, by seed; the tuning seed is not among them
     lr: str
-    at_edge: bool  # of the rates that were tried
+    at_edge: bool  # whether lr is the lowest or highest rate that was tried
     row: report.Row  # of the last run at the best rate
     difference: Difference | None = None  # from the original at the contender's rate
     tuned: Difference | None = None  # from the original at its own best rate
@@ -78,7 +78,7 @@ class Compared(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """The difference at the same rate in words."""
+        """The difference at the contender's rate in words; "" without losses."""
         if self.why:
             return ""
         if not math.isfinite(self.loss):
@@ -91,20 +91,22 @@ class Compared(NamedTuple):
 
 
 def standard_error(values: Sequence[float]) -> float:
-    if len(values) < 2 or not all(map(math.isfinite, values)):  # one diverged
+    if len(values) < 2 or not all(map(math.isfinite, values)):  # a run diverged
         return math.nan
     return statistics.stdev(values) / math.sqrt(len(values))
 
 
 def paired(values: dict[int, float], originals: dict[int, float]) -> Difference | None:
-    """Over the seeds that both have; None with fewer than two, or where one of them diverged."""
-    found = [values[seed] - originals[seed] for seed in values if seed in originals]
-    finite = len(found) > 1 and all(map(math.isfinite, found))
-    return Difference(statistics.fmean(found), standard_error(found)) if finite else None
+    """The difference over the seeds that both have; None with fewer than two, or where a run diverged."""
+    differences = [values[seed] - originals[seed] for seed in values if seed in originals]
+    if len(differences) < 2 or not all(map(math.isfinite, differences)):
+        return None
+    return Difference(statistics.fmean(differences), standard_error(differences))
 
 
 def _rates(task: Task, contender: Contender, rows: Sequence[report.Row]) -> dict[str, float]:
-    """The tuning seed's losses by rate. A large batch has one rate, the scaled one of the small batch."""
+    """The tuning seed's losses by rate, {} while the grid is incomplete. A large batch has one rate, scaled from the
+    best of the small batch."""
     tuned = {
         r["lr"]: float(r["loss"])
         for r in rows
@@ -114,11 +116,12 @@ def _rates(task: Task, contender: Contender, rows: Sequence[report.Row]) -> dict
         small = _rates(TASKS["batch-x1"], contender, rows)
         if len(small) < len(GRID):
             return {}
-        return {f"{task.scaled(contender.family, float(min(small, key=lambda lr: small[lr]))):.5g}": 0.0}
+        best = float(min(small, key=lambda lr: small[lr]))
+        return {f"{task.scaled(contender.family, best):.5g}": 0.0}
     return tuned if len(tuned) >= len(GRID) else {}
 
 
-def _at(task: Task, contender: Contender, lr: str, rows: Sequence[report.Row]) -> dict[int, report.Row]:
+def _runs_at(task: Task, contender: Contender, lr: str, rows: Sequence[report.Row]) -> dict[int, report.Row]:
     """The rows of a rate by seed, without the tuning seed."""
     return {
         int(r["seed"]): r
@@ -130,6 +133,7 @@ def _at(task: Task, contender: Contender, lr: str, rows: Sequence[report.Row]) -
 
 
 def _best(task: Task, contender: Contender, rows: Sequence[report.Row]) -> Compared:
+    """A contender in a task at its best rate, without differences yet."""
     empty = Compared(task, contender, {}, "", False, {}, why=NOT_YET)
     mine = [r for r in rows if (r["task"], r["contender"]) == (task.name, contender.name)]
     if failed := [r["note"] for r in mine if not r["loss"]]:
@@ -138,30 +142,30 @@ def _best(task: Task, contender: Contender, rows: Sequence[report.Row]) -> Compa
     if not tuned:
         return empty
     seeds = {*task.compared}
-    complete = {
-        lr: at for lr in dict.fromkeys(r["lr"] for r in mine) if seeds <= {*(at := _at(task, contender, lr, rows))}
-    }
+    runs = {lr: _runs_at(task, contender, lr, rows) for lr in dict.fromkeys(r["lr"] for r in mine)}
+    complete = {lr: by_seed for lr, by_seed in runs.items() if seeds <= {*by_seed}}
     lr = min(tuned, key=lambda rate: tuned[rate])
     if lr not in complete:
         return empty
-    # A contender and its original have run with all seeds at each other's rates, too.
-    means = {rate: statistics.fmean(float(r["loss"]) for r in at.values()) for rate, at in complete.items()}
+    # Of the rates with all seeds, which may be those of the original or of its contenders, the best mean decides.
+    means = {rate: statistics.fmean(float(r["loss"]) for r in runs_at.values()) for rate, runs_at in complete.items()}
     lr = min(means, key=lambda rate: means[rate])
     at_best = complete[lr]
-    numbers = sorted(map(float, tuned))
-    edge = len(numbers) > 1 and float(lr) in (numbers[0], numbers[-1])
-    found = {seed: float(r["loss"]) for seed, r in at_best.items()}
-    return Compared(task, contender, found, lr, edge, at_best[max(at_best)], why="")
+    tried = sorted(map(float, tuned))
+    at_edge = len(tried) > 1 and float(lr) in (tried[0], tried[-1])
+    by_seed = {seed: float(r["loss"]) for seed, r in at_best.items()}
+    return Compared(task, contender, by_seed, lr, at_edge, at_best[max(at_best)], why="")
 
 
 def compare(rows: Sequence[report.Row]) -> dict[tuple[str, str], Compared]:
     """The comparisons by task and contender, in the order of TASKS and CONTENDERS."""
-    found = {(t.name, c.name): _best(t, c, rows) for t in TASKS.values() for c in CONTENDERS.values()}
-    for (task, name), one in found.items():
-        original = found[task, one.contender.original]
+    compared = {(t.name, c.name): _best(t, c, rows) for t in TASKS.values() for c in CONTENDERS.values()}
+    for (task, name), one in compared.items():
+        original = compared[task, one.contender.original]
         if name != one.contender.original and one.losses:
-            same = {seed: float(r["loss"]) for seed, r in _at(one.task, original.contender, one.lr, rows).items()}
-            found[task, name] = one._replace(
-                difference=paired(one.losses, same), tuned=paired(one.losses, original.losses)
+            runs = _runs_at(one.task, original.contender, one.lr, rows)
+            at_same_rate = {seed: float(r["loss"]) for seed, r in runs.items()}
+            compared[task, name] = one._replace(
+                difference=paired(one.losses, at_same_rate), tuned=paired(one.losses, original.losses)
             )
-    return found
+    return compared

@@ -1,4 +1,4 @@
-"""A training run, and the order of runs: a grid of four learning rates with seed 0, then the best with other seeds."""
+"""Makes training runs, in this order: a grid of four learning rates with seed 0, then the best with other seeds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .contenders import Contender
 from .tasks import TASKS, LargeBatch, Task
 
 GRID = (1, 2, 4, 8)  # times the lowest rate of the task and the family
-MOVES = 3  # how far a grid moves on where the best is at its edge
+MOVES = 3  # how many rates a grid may grow by at an edge that has the best
 TUNING_SEED = 0  # the rate is chosen with this seed, and the comparison uses seeds 1, 2, ...
 
 
@@ -25,18 +25,19 @@ class Outcome(NamedTuple):
 
     loss: float
     bytes_per_param: float  # stored weights and optimizer states
-    coded_share: float  # of the parameters: those without a state of 16 bits or more per element
+    coded_share: float  # of the parameters that have no state of 16 bits or more per element
     saved_kb: float  # saved by the forward pass of a batch for its backward pass
     step_ns: float  # processor time of optimizer.step(), per parameter
     run_ms: float  # processor time of a whole training step
 
 
 def parts(optimizer: Any) -> list[Any]:
-    """The optimizers inside of TorchMuon, or the optimizer."""
+    """The optimizers inside of a TorchMuon, or the optimizer itself."""
     return [*getattr(optimizer, "inner", [optimizer])]
 
 
 def _leaves(value: Any) -> Iterator[Tensor]:
+    """The plain tensors of a state."""
     if isinstance(value, Tensor):
         if hasattr(value, "__tensor_flatten__"):  # torchao's states
             for name in value.__tensor_flatten__()[0]:
@@ -47,15 +48,16 @@ def _leaves(value: Any) -> Iterator[Tensor]:
 
 def coded_share(optimizer: Any, stored: nn.Module) -> float:
     coded = 0
-    for one in parts(optimizer):
-        for p, state in one.state.items():
-            wide = [x for v in state.values() for x in _leaves(v) if x.element_size() > 1 and x.numel() >= p.numel()]
-            coded += 0 if wide else p.numel()
+    for part in parts(optimizer):
+        for p, state in part.state.items():
+            tensors = [x for value in state.values() for x in _leaves(value)]
+            is_wide = any(x.element_size() > 1 and x.numel() >= p.numel() for x in tensors)
+            coded += 0 if is_wide else p.numel()
     return coded / sum(p.numel() for p in stored.parameters())
 
 
 class Run:
-    """A model that computes in fp32, and the module that has its weights as they are stored."""
+    """A model that computes in fp32, and a second one with the weights as they are stored and stepped."""
 
     def __init__(self, task: Task, contender: Contender, lr: float, seed: int) -> None:
         import memkern
@@ -63,7 +65,7 @@ class Run:
         self.task, self.contender, self.seed = task, contender, seed
         self.model = task.model(seed)
         dtype = contender.weights or task.weights
-        # One for all: muon_groups and param_groups look at modules, so the stored weights are a model too.
+        # A whole model, as muon_groups and param_groups look at its modules.
         self.stored = self.model if dtype == torch.float32 else copy.deepcopy(self.model).to(dtype)
         if contender.compress is not None:
             memkern.compress(self.model, **contender.compress)
@@ -73,17 +75,18 @@ class Run:
 
     @torch.no_grad()
     def _load(self) -> None:
+        """Copies the stored weights into the model that computes."""
         if self.stored is not self.model:
             for p, stored in zip(self.model.parameters(), self.stored.parameters(), strict=True):
                 p.copy_(stored)
 
     def _step(self, step: int) -> None:
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
-            new = self.task.rate(rate, step)
+            lr = self.task.rate(rate, step)
             if isinstance(group["lr"], Tensor):  # torchao's
-                group["lr"].fill_(new)
+                group["lr"].fill_(lr)
             else:
-                group["lr"] = new
+                group["lr"] = lr
         self._load()
         for p in self.model.parameters():
             p.grad = None
@@ -93,22 +96,22 @@ class Run:
         if self.stored is not self.model:
             for p, stored in zip(self.model.parameters(), self.stored.parameters(), strict=True):
                 stored.grad = None if p.grad is None else p.grad.to(stored.dtype)
-        begin = time.process_time()
+        start = time.process_time()
         self.optimizer.step()
-        self.step_seconds.append(time.process_time() - begin)
+        self.step_seconds.append(time.process_time() - start)
 
     def train(self) -> Outcome:
         from memkern import memory
 
-        torch.manual_seed(self.seed)  # for what draws random numbers in training; the weights are made already
-        begin = time.process_time()
+        torch.manual_seed(self.seed)  # of random numbers in training; the weights are there already
+        start = time.process_time()
         for step in range(self.task.steps):
             self._step(step)
-        seconds = time.process_time() - begin
+        seconds = time.process_time() - start
         self._load()
         loss = self.task.validation_loss(self.model)
         numel = sum(p.numel() for p in self.stored.parameters())
-        states = sum(memory.optimizer_bytes(one) for one in parts(self.optimizer))
+        states = sum(memory.optimizer_bytes(part) for part in parts(self.optimizer))
         batch = self.task.batch(self.seed, 0)
         return Outcome(
             loss if math.isfinite(loss) else math.inf,
@@ -132,22 +135,23 @@ def key(task: Task, contender: Contender, lr: float, seed: int) -> Key:
 
 
 class Study:
-    """The runs of a contender in a task. ``losses``: what is there already, by key; runs add to it."""
+    """Says which runs are still missing. ``losses``: those of the runs made so far, by key; the caller adds to it."""
 
     def __init__(self, losses: dict[Key, float]) -> None:
         self.losses = losses
 
     def plan(self, task: Task, contender: Contender) -> Iterator[tuple[Contender, float, int]]:
-        """The next run that has no loss yet, until none is left; its loss must be added before the next."""
-        while (found := self._next(task, contender)) is not None:
-            yield contender, *found
+        """Yields the next run that has no loss yet, until none is left; add its loss before asking for another."""
+        while (rate_and_seed := self._next(task, contender)) is not None:
+            yield contender, *rate_and_seed
 
     def at_each_others(
         self, task: Task, contender: Contender, original: Contender
     ) -> Iterator[tuple[Contender, float, int]]:
         """The original's runs at the contender's rate, then the contender's at the rate of the original's best mean.
 
-        At one rate a difference is the state's. One seed chose each rate, which makes equal contenders differ.
+        At one rate, a difference comes from the states. The best rates are chosen by one seed each, so that at
+        these even equal contenders differ.
         """
         best = self.best(task, contender)
         if isinstance(best, tuple):
@@ -173,15 +177,15 @@ class Study:
         return next(((lr, seed) for _, lr, seed in self._missing(task, contender, best)), None)
 
     def best(self, task: Task, contender: Contender) -> float | tuple[float, int]:
-        """The best rate; or the run that is missing to know it."""
+        """The best rate, or the rate and seed of the run that is missing to know it."""
         if isinstance(task, LargeBatch) and task.factor > 1:
-            found = self.best(TASKS["batch-x1"], contender)
-            if isinstance(found, tuple):
+            small = self.best(TASKS["batch-x1"], contender)
+            if isinstance(small, tuple):
                 raise LookupError(
                     f"{task.name} takes its rate from batch-x1, which has no best rate of {contender.name}"
                 )
-            return task.scaled(contender.family, found)
-        low, high = 0, len(GRID) - 1  # the grid's powers of 2
+            return task.scaled(contender.family, small)
+        low, high = 0, len(GRID) - 1  # the grid's powers of 2, times the first rate
         while True:
             losses = {}
             for power in range(low, high + 1):

@@ -1,6 +1,6 @@
-"""The tasks: a model, the batches of a step, and the loss after training.
+"""Defines the tasks: for each a model, the batch of each step, and the validation loss.
 
-All depend on the seed and the step alone. Models have about 40,000 to 250,000 parameters, so that a run takes seconds
+They depend on the seed and the step alone. Models have about 40,000 to 250,000 parameters, so that a run takes seconds
 on one core, and most of their elements are in tensors that 8-bit optimizers code (4,096 elements or more).
 """
 
@@ -19,11 +19,11 @@ from torch.nn import functional as F
 
 Batch = tuple[Tensor, Tensor]
 TEXT = str(Path(pydoc_data.__file__).with_name("topics.py"))  # English; the rest of the library is code
-FAMILIES = ("adamw", "lion", "sgd", "muon", "lamb", "lars")
+FAMILIES = ("adamw", "lion", "sgd", "muon", "lamb", "lars")  # of optimizers with one range of learning rates
 
 
 def schedule(lr: float, step: int, steps: int) -> float:
-    """Linear over the first twentieth, then a cosine to a tenth."""
+    """Learning rate of a step: linear over the first twentieth, then a cosine to a tenth."""
     warmup = max(1, steps // 20)
     if step < warmup:
         return lr * (step + 1) / warmup
@@ -35,12 +35,12 @@ def generator(seed: int, step: int) -> torch.Generator:
 
 
 def rates(*first: float) -> dict[str, float]:
-    """The lowest rate of the grid of each family, in the order of FAMILIES."""
+    """The lowest learning rate of each family's grid, given in the order of FAMILIES."""
     return dict(zip(FAMILIES, first, strict=True))
 
 
 class Task:
-    """Base of the tasks. ``first``: the lowest rates. ``extends``: whether a grid moves on where its edge is best."""
+    """Base of the tasks. ``first``: the lowest rates. ``extends``: whether a grid grows where its edge is best."""
 
     name = what = ""
     steps = 150
@@ -77,8 +77,8 @@ class Task:
     def validation_loss(self, model: nn.Module) -> float:
         model.eval()
         inputs, targets = self.validation()
-        parts = zip(inputs.split(256), targets.split(256), strict=True)
-        total = sum(float(self.loss(model, part)) * len(part[0]) for part in parts)
+        batches = zip(inputs.split(256), targets.split(256), strict=True)
+        total = sum(float(self.loss(model, batch)) * len(batch[0]) for batch in batches)
         model.train()
         return total / len(inputs)
 
@@ -119,7 +119,7 @@ class ByteGPT(Task):
 
 
 class FineTune(ByteGPT):
-    """Weights of bf16, except for the 32-bit originals, and rates so small that bf16 loses most updates."""
+    """Fine-tunes bf16 weights, except in 32-bit originals, at rates so small that bf16 rounds most updates away."""
 
     name, what = "fine-tune", "the trained GPT goes on with English text, in bf16 weights at small rates"
     weights = torch.bfloat16
@@ -134,7 +134,7 @@ class FineTune(ByteGPT):
 
     @functools.cache  # noqa: B019
     def _trained(self) -> dict[str, Tensor]:
-        """400 steps of the GPT with torch's AdamW; the values are those of bf16."""
+        """The GPT's weights after 400 steps of torch's AdamW, rounded to bf16."""
         task = ByteGPT()
         task.steps = 400
         model = task.model(0)
@@ -149,7 +149,7 @@ class FineTune(ByteGPT):
 
 
 class Grams(nn.Module):
-    """The next byte from the 2, 3 and 4 bytes before it, which choose a row each of tables of ``rows`` rows."""
+    """Predicts the next byte: a hash of the 2, 3 and 4 bytes before it each chooses one of ``rows`` rows of a table."""
 
     def __init__(self, rows: int = 8192, dim: int = 8) -> None:
         super().__init__()
@@ -161,12 +161,12 @@ class Grams(nn.Module):
 
     def forward(self, context: Tensor) -> Tensor:
         hashed = torch.zeros_like(context[:, 0])
-        found = []
-        for i in range(4):  # the byte before, then one more each time
+        indices = []
+        for i in range(4):  # hashes of the last 1, 2, 3 and 4 bytes
             hashed = (hashed * 257 + context[:, 3 - i] + 1) * 40503 % 1_000_003
             if i:
-                found.append(hashed % self.rows + (i - 1) * self.rows)
-        rows = self.table(torch.stack(found, 1)).flatten(1)
+                indices.append(hashed % self.rows + (i - 1) * self.rows)
+        rows = self.table(torch.stack(indices, 1)).flatten(1)
         return self.out(self.act(self.inner(rows)))
 
 
@@ -183,8 +183,8 @@ class RareRows(Task):
 
     @staticmethod
     def _windows(text: Tensor, starts: Tensor) -> Batch:
-        found = text[starts[:, None] + torch.arange(5)].long()
-        return found[:, :4], found[:, 4]
+        windows = text[starts[:, None] + torch.arange(5)].long()
+        return windows[:, :4], windows[:, 4]
 
     def batch(self, seed: int, step: int) -> Batch:
         text = corpus().train
@@ -198,7 +198,7 @@ class RareRows(Task):
 
 @functools.cache
 def digits() -> tuple[Batch, Batch]:
-    """scikit-learn's 1,797 digits of 8 x 8: training, and every fifth for validation."""
+    """scikit-learn's 1,797 digits of 8 x 8 pixels: those for training, and every fifth for validation."""
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
@@ -250,7 +250,7 @@ class Digits(Task):
 
 
 class LargeBatch(Digits):
-    """The same examples in steps of 1, 8 and 64 times 16 images; the rate of the first is tuned, the others follow."""
+    """Trains on equally many images in batches of 1, 8 or 64 times 16; the rate is tuned at 1 and scaled for others."""
 
     families = ("adamw", "sgd", "lamb", "lars")
     first = rates(5e-4, 5e-5, 0.02, 1e-2, 5e-3, 2.0)
@@ -265,7 +265,7 @@ class LargeBatch(Digits):
     def scaled(self, family: str, lr: float) -> float:
         """The rule of large batches: the square root for Adam and LAMB, linear for SGD and LARS."""
         scale = self.factor if family in ("sgd", "lars") else math.sqrt(self.factor)
-        return float(f"{lr * scale:.5g}")  # as the results have it, so that a run can be repeated from them
+        return float(f"{lr * scale:.5g}")  # rounded as in the results, so that a run can be repeated from them
 
 
 class Outliers(Task):
@@ -300,7 +300,7 @@ class Outliers(Task):
 
     @functools.cache  # noqa: B019
     def validation(self) -> Batch:
-        """Targets without noise."""
+        """Examples whose targets have no noise."""
         return self.examples(8192, generator(2**20, 2))
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
