@@ -1,4 +1,4 @@
-"""Studies behind single figures of the documents, runs on a GPU, emulators of GPUs, and mutations: see README.md.
+"""Studies behind single figures of docs/, runs on a GPU, emulators of GPUs, and mutations: see README.md.
 
 lab imports memkern, benchmarks and tests.support. Nothing outside of lab imports it.
 """

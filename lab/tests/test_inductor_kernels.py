@@ -1,4 +1,4 @@
-"""8-bit codes in Inductor's Triton kernels: what the kernels read, and the bits of their PTX on the emulator."""
+"""Inductor fuses 8-bit codes into its Triton kernels, whose PTX computes the bits of memkern's op."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _unsigned(x: Tensor) -> tuple[Tensor, ...]:
 
 
 def _decoded(codes: Tensor, unit: Tensor, y: Tensor) -> Tensor:
-    """A sum follows, which must not become a fused multiply-add."""
+    """Decodes and adds y: product and sum must not become a fused multiply-add."""
     return fused.decode(codes, unit, BLOCK, y.dtype) + y
 
 
@@ -64,7 +64,7 @@ def _encoded(dtype: torch.dtype, signed: bool) -> str:
 
 _UNITS = ((SHAPE[0] * SHAPE[1] // BLOCK,), torch.float32)
 _PAIR = [(SHAPE, torch.float32)] * 2
-PROGRAMS: dict[str, tuple[Callable[..., Any], list[Any]]] = {
+PROGRAMS: dict[str, tuple[Callable[..., Any], list[Any]]] = {  # function, its inputs' shapes and dtypes
     **{_encoded(dtype, True): (_signed, [(SHAPE, dtype)]) for dtype in FLOATS},
     **{_encoded(dtype, False): (_unsigned, [(SHAPE, dtype)]) for dtype in FLOATS},
     "decoded": (_decoded, [(SHAPE, torch.int8), _UNITS, (SHAPE, torch.float32)]),
@@ -77,28 +77,29 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], list[Any]]] = {
 
 @pytest.fixture(scope="module")
 def programs() -> dict[str, str]:
-    found: dict[str, str] = fake_cuda.call(inductor_kernels.sources, functions=PROGRAMS)
-    return found
+    sources: dict[str, str] = fake_cuda.call(inductor_kernels.sources, functions=PROGRAMS)
+    return sources
 
 
 @pytest.mark.parametrize("name", ["activation", "transposed"])
-def test_codes_are_made_where_values_are(programs: dict[str, str], name: str) -> None:
-    """One kernel, which reads the operands once and nothing that it has written."""
+def test_values_are_encoded_by_the_kernel_that_computes_them(programs: dict[str, str], name: str) -> None:
+    """The program is one kernel, which reads its operands once and none of its results."""
     [kernel] = inductor_kernels.kernels(programs[name])
     assert kernel.loads == ["in_ptr0", "in_ptr1"]
     assert len(kernel.stores) == (3 if name == "activation" else 2)
 
 
-def test_values_are_decoded_where_they_are_used(programs: dict[str, str]) -> None:
+def test_codes_are_decoded_by_the_kernel_that_uses_the_values(programs: dict[str, str]) -> None:
     [kernel] = inductor_kernels.kernels(programs["derivative"])
     assert sorted(kernel.loads) == ["in_ptr0", "in_ptr1", "in_ptr2"]
     assert len(kernel.stores) == 1
 
 
-def _same(found: Tensor, expected: Tensor) -> bool:
+def _same_bits(actual: Tensor, expected: Tensor) -> bool:
+    """Whether NaNs are at the same places and all other bits are equal."""
     nan = expected.isnan()
-    number = {4: torch.int32, 2: torch.int16}[expected.element_size()]
-    return torch.equal(found.isnan(), nan) and torch.equal(found[~nan].view(number), expected[~nan].view(number))
+    word = {4: torch.int32, 2: torch.int16}[expected.element_size()]
+    return torch.equal(actual.isnan(), nan) and torch.equal(actual[~nan].view(word), expected[~nan].view(word))
 
 
 @pytest.mark.pairwise
@@ -112,10 +113,10 @@ def test_bits_are_those_of_the_op(
     codes, scale = reference.quantize_blockwise(x, POWER, signed, BLOCK, None, True)
     expected = reference.dequantize_blockwise(codes, scale, POWER, BLOCK, torch.float32)
     with mock.patch.object(triton_ptx, "ARCHITECTURE", architecture), triton_ptx.emulated():
-        found, unit = inductor_kernels.run(programs[_encoded(dtype, signed)], x)
+        actual_codes, unit = inductor_kernels.run(programs[_encoded(dtype, signed)], x)
         decode = programs["decoded" if signed else "decoded, unsigned"]
-        [total] = inductor_kernels.run(decode, found, unit, y)
-        [decoded] = inductor_kernels.run(decode, found, unit, torch.full_like(y, -0.0))
-    assert torch.equal(found, codes)
-    assert _same(decoded, expected)
-    assert _same(total, expected + y)
+        [total] = inductor_kernels.run(decode, actual_codes, unit, y)
+        [decoded] = inductor_kernels.run(decode, actual_codes, unit, torch.full_like(y, -0.0))
+    assert torch.equal(actual_codes, codes)
+    assert _same_bits(decoded, expected)
+    assert _same_bits(total, expected + y)

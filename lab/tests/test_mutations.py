@@ -1,4 +1,4 @@
-"""lab/mutations: each change still fits exactly one place of the sources, and the tests that must catch it exist."""
+"""Each mutation still fits exactly one place of the sources, and the tests that must catch it exist."""
 
 from lab.mutations.__main__ import MUTATIONS, listed
 

@@ -24,7 +24,7 @@ def test_a_page_has_the_tables_of_the_results(page: str) -> None:
     assert text == filled(path, RESULTS), "run python -m benchmarks table"
 
 
-def test_times_say_where_memkern_is_slower() -> None:
+def test_the_table_has_times_where_memkern_is_slower_too() -> None:
     lines = [line.strip("| ").split(" | ") for line in overview.speed_table().splitlines() if "torch" in line]
     ratios = [float(cell) for line in lines for cell in line[3:] if cell]
     assert len(ratios) > len(overview.TIMES)
@@ -38,22 +38,23 @@ def test_what_was_not_measured_has_no_figure() -> None:
     assert "Intel Xeon" in table
 
 
-def test_the_readme_says_the_errors_of_the_models() -> None:
-    """The README's sentence on gradients has the figures of the rows of docs/choosing.md and docs/compiled.md."""
+def test_the_readme_states_the_errors_of_the_results() -> None:
+    """The README's sentence on gradients has the figures of the tables in docs/choosing.md and docs/compiled.md."""
     text = " ".join((machine.ROOT / "README.md").read_text().split())
     rows = [line for line in overview.models_table().splitlines() if line.startswith("| `")]
-    said = re.findall(r"([\d.]+) % in the median of the models that were counted and ([\d.]+) % in the worst", text)
+    stated = re.findall(r"([\d.]+) % in the median of the models that were counted and ([\d.]+) % in the worst", text)
     cells = [row.strip("| ").split(" | ")[-2:] for row in rows]
-    few_bits = max(median for median, _ in cells)[:-2], max((w for _, w in cells), key=_number).split()[0]
+    few_bits = max(median for median, _ in cells)[:-2], max((worst for _, worst in cells), key=_number).split()[0]
     errors: dict[str, list[float]] = {}
     for (precision, mode, _), row in overview._last("saved-compiled.csv", "precision", "mode", "model").items():
         if mode == "8":
             errors.setdefault(precision, []).append(100 * float(row["gradient_error"]))
     codes = max(map(statistics.median, errors.values())), max(map(max, errors.values()))
-    assert said == [tuple(f"{x:.1f}" for x in codes), few_bits]
+    assert stated == [tuple(f"{x:.1f}" for x in codes), few_bits]
 
 
 def _number(cell: str) -> float:
+    """The number that a cell begins with."""
     return float(cell.split()[0])
 
 

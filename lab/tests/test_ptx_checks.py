@@ -1,4 +1,4 @@
-"""The PTX emulator finds planted faults in small kernels: races, bytes nobody wrote, barriers, addresses."""
+"""The PTX emulator finds planted faults in small kernels: races, unwritten bytes, partial barriers, bad addresses."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from lab.emulators.ptx_emulator import Memory, Module, PtxError, launch, pack
 
 pytestmark = pytest.mark.full
 THREADS, BLOCKS = 64, 2
-# Thread i of the grid has number %r3, of its block %r1; %rd3 is the address of x[i], %rd4 that of y[i]; %r4 is 4 %r1.
-# %r6 is the address of the thread's word of shared memory, %r8 that of its neighbour's. %p1 holds for 7 threads of a
-# block, %p2 for its first warp, %p3 for its first thread, %p6 for the first of the grid, %p7 for the second block.
+# %r3 is the thread's number i in the grid, %r1 that in its block, %r4 4 %r1; %rd3 and %rd4 point to x[i] and y[i].
+# %r6 is the address of the thread's word of shared memory, %r8 that of its neighbour's. %p1 is true in 7 threads of a
+# block, %p2 in its first warp, %p3 in its first thread, %p6 in the grid's first thread, %p7 in the second block.
 KERNEL = """
 .version 8.0
 .target sm_90
@@ -32,33 +32,33 @@ KERNEL = """
   ret;
 }
 """
-OWN = "st.shared.u32 [%r6], %r1; "  # each thread its word
-OTHERS = "ld.shared.u32 %r9, [%r8]; "  # its neighbour's
+STORE_OWN = "st.shared.u32 [%r6], %r1; "  # the thread's own word
+LOAD_OTHER = "ld.shared.u32 %r9, [%r8]; "  # its neighbour's word
 BARRIER = "bar.sync 0; "
 VECTOR = "and.b32 %r9, %r3, 3; setp.eq.u32 %p5, %r9, 0; @%p5 ld.global.v4.u32 {%r10, %r11, %r12, %r13}, [%rd3+16]; "
-# One word that lanes of a warp read, and that one of them writes then.
+# All lanes of a warp read a word; then one of them writes it.
 ALL_READ = "@%p3 st.shared.u32 [room], %r1; bar.sync 0; @!%p2 bra END; ld.shared.u32 %r9, [room]; "
 ONE_WRITES = "@%p3 st.shared.u32 [room], %r9;\nEND:\n"
 FINE = {  # bodies without a fault
-    "a barrier between": OWN + BARRIER + OTHERS + BARRIER + OWN,
-    "a barrier of the warp between": OWN + "bar.warp.sync -1; " + OTHERS + "bar.warp.sync -1; " + OWN,
-    "each its own": OWN + "ld.shared.u32 %r9, [%r6]; st.global.u32 [%rd4], %r9; ld.global.u32 %r9, [%rd4];",
+    "a barrier between": STORE_OWN + BARRIER + LOAD_OTHER + BARRIER + STORE_OWN,
+    "a barrier of the warp between": STORE_OWN + "bar.warp.sync -1; " + LOAD_OTHER + "bar.warp.sync -1; " + STORE_OWN,
+    "each its own": STORE_OWN + "ld.shared.u32 %r9, [%r6]; st.global.u32 [%rd4], %r9; ld.global.u32 %r9, [%rd4];",
     "all read the same": "ld.global.u32 %r9, [%rd1]; st.global.u32 [%rd4], %r9;",
     "one writes what all have exchanged": ALL_READ + "shfl.sync.bfly.b32 %r9, %r9, 1, 31, -1; " + ONE_WRITES,
     "one writes, all read later": "@%p3 st.shared.u32 [room], %r1; " + BARRIER + "ld.shared.u32 %r9, [room];",
 }
 RACES = {
-    "a neighbour's word without a barrier": OWN + OTHERS,
-    "written again without a barrier": OWN + BARRIER + OTHERS + OWN,
+    "a neighbour's word without a barrier": STORE_OWN + LOAD_OTHER,
+    "written again without a barrier": STORE_OWN + BARRIER + LOAD_OTHER + STORE_OWN,
     "one writes what all read": ALL_READ + ONE_WRITES,
     "all write one word": "st.shared.u32 [room], %r1;",
-    "a shuffle is no barrier for what was written": OWN + "shfl.sync.bfly.b32 %r9, %r1, 1, 31, -1; " + OTHERS,
+    "a shuffle is no barrier for what was written": STORE_OWN + "shfl.sync.bfly.b32 %r9, %r1, 1, 31, -1; " + LOAD_OTHER,
     "two blocks write one word": "@%p3 st.global.u32 [%rd2], %r1; ",
     "another block's word is read": "@%p3 st.global.u32 [%rd4], %r1; bar.sync 0; ld.global.u32 %r9, [%rd2];",
 }
 NOT_WRITTEN = {
-    "shared memory": OTHERS,
-    "one word of shared memory": "@!%p3 st.shared.u32 [%r6], %r1; " + BARRIER + OTHERS,
+    "shared memory": LOAD_OTHER,
+    "one word of shared memory": "@!%p3 st.shared.u32 [%r6], %r1; " + BARRIER + LOAD_OTHER,
     "a result": "ld.global.u32 %r9, [%rd4];",
     "one of four bytes": "st.global.u8 [%rd4], %r1; st.global.u16 [%rd4+2], %r1; ld.global.u32 %r9, [%rd4];",
 }
@@ -76,8 +76,8 @@ OTHER_FAULTS = {  # body, part of the error
     ),
     "a shuffle without seven threads": (SEVEN, "some lanes of a warp are elsewhere"),
     "a vote in a branch": ("@%p1 vote.sync.any.pred %p5, %p2, -1;", "lanes of a warp are elsewhere"),
-    "a word before shared memory": (OWN + BARRIER + "ld.shared.u32 %r9, [%r6+-4];", "outside of shared memory"),
-    "a word past shared memory": (OWN + BARRIER + "ld.shared.u32 %r9, [%r6+4];", "outside of shared memory"),
+    "a word before shared memory": (STORE_OWN + BARRIER + "ld.shared.u32 %r9, [%r6+-4];", "outside of shared memory"),
+    "a word past shared memory": (STORE_OWN + BARRIER + "ld.shared.u32 %r9, [%r6+4];", "outside of shared memory"),
 }
 FAULTS: dict[str, tuple[str, type[PtxError], str]] = {  # body, error, part of its text
     **{f"race: {name}": (body, RaceError, "") for name, body in RACES.items()},
@@ -88,9 +88,10 @@ FAULTS: dict[str, tuple[str, type[PtxError], str]] = {  # body, error, part of i
 
 
 def run(body: str, order: str, spoil: bool = False) -> Any:
+    """Runs the kernel with a body; returns the checks and y."""
     module = Module(KERNEL.replace("BODY", body))
     kernel = module.find("kernel")
-    # Guard zones of 4 KB, so that the next buffer is not the one that a wrong address is in.
+    # Guard zones of 4 KB around x and y, so that a wrong address is in no buffer.
     room = np.zeros(3 * 4096 // 4, np.uint32)
     start = -room.ctypes.data % 16 // 4
     x, y = room[start : start + 128], room[start + 1100 : start + 1228]
@@ -110,13 +111,13 @@ def test_nothing_is_found_where_nothing_is_wrong(name: str, order: str) -> None:
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_found(name: str, order: str) -> None:
     body, kind, words = FAULTS[name]
-    with pytest.raises(kind) as found:
+    with pytest.raises(kind) as error:
         run(body, order)
-    assert words in str(found.value), found.value
+    assert words in str(error.value), error.value
 
 
 def test_a_read_that_races_is_spoiled() -> None:
-    """Lanes without work read what another stores: whether anything depends on it, results tell."""
+    """With ``spoil`` it gets bits of ones, so that results show whether anything depends on it."""
     body = "@%p6 st.global.u32 [%rd2], %r1; @%p7 bra END; ld.global.u32 %r9, [%rd2]; "
     body += "@!%p6 st.global.u32 [%rd4], %r9;\nEND:\n"
     checks, y = run(body, "together", spoil=True)

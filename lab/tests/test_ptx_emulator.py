@@ -1,4 +1,4 @@
-"""The PTX emulator itself: what it computes, and what it refuses."""
+"""The PTX emulator computes small kernels as a GPU would, and refuses what it does not know."""
 
 from typing import Any
 
@@ -32,6 +32,7 @@ DONE:
 
 
 def each(body: str, x: torch.Tensor, n: int | None = None, offset: int = 0) -> torch.Tensor:
+    """Runs the body for the first n elements of x; stores to y are ``offset`` bytes off."""
     module = Module(HEAD + EACH.format(body=body, offset=offset))
     kernel, y = module.find("each"), torch.full_like(x, -1.0)
     params = pack(kernel, x, y, len(x) if n is None else n)
@@ -88,7 +89,7 @@ BODIES: dict[str, tuple[str, Any]] = {  # body, the function that it computes
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_computes(name: str) -> None:
+def test_a_body_computes_its_function(name: str) -> None:
     body, expected = BODIES[name]
     x = X[:992]  # whole warps
     assert torch.equal(each(body, x), expected(x))
@@ -110,13 +111,13 @@ REFUSED = {  # body, options of each(), part of the error
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refuses(name: str) -> None:
+def test_a_faulty_body_raises(name: str) -> None:
     body, options, message = REFUSED[name]
     with pytest.raises(PtxError, match=message):
         each(body, X[:128], **options)
 
 
-def test_finds_what_ptxas_may_fuse() -> None:
+def test_products_that_ptxas_may_fuse_are_found() -> None:
     body = "mul.f32 %f3, %f1, %f1; add.rn.f32 %f2, %f3, %f1;"
     assert contracted(Module(HEAD + EACH.format(body=body, offset=0))) == ["mul.f32 %f3, %f1, %f1"]
 

@@ -1,4 +1,4 @@
-"""lab.emulators.sass: the shortest way through a loop, in machine code written by hand."""
+"""sass.shortest_loop finds the shortest path through a loop, in machine code written by hand."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from lab.emulators.sass import Instruction, shortest_loop
 
 
 def code(text: str) -> list[Instruction]:
-    """An instruction a line, sixteen bytes apart; a name before a colon makes it a branch's target."""
+    """One instruction per line, sixteen bytes apart; a name before a colon labels it as a target."""
     lines = [line.strip().rpartition(": ") for line in text.strip().splitlines()]
-    places = {name: f"{16 * n:#x}" for n, (name, _, _) in enumerate(lines) if name}
-    words = ([places.get(word, word) for word in rest.split()] for _, _, rest in lines)
-    return [Instruction(16 * n, " ".join(of)) for n, of in enumerate(words)]
+    addresses = {label: f"{16 * n:#x}" for n, (label, _, _) in enumerate(lines) if label}
+    words = ([addresses.get(word, word) for word in instruction.split()] for _, _, instruction in lines)
+    return [Instruction(16 * n, " ".join(parts)) for n, parts in enumerate(words)]
 
 
 def opcodes(text: str, **wanted: int) -> str:
@@ -32,7 +32,7 @@ NESTED_LOOPS = """
 """
 
 
-def test_the_shortest_way_with_the_wanted_instructions() -> None:
+def test_the_shortest_path_with_the_wanted_instructions() -> None:
     assert opcodes(NESTED_LOOPS, LDGSTS=1) == "LDGSTS BRA FADD BRA"
     assert opcodes(NESTED_LOOPS, LDG=1, LDGSTS=1) == "LDG LDGSTS BRA FADD BRA STG BRA"
     assert opcodes(NESTED_LOOPS, LDGSTS=2, STG=1) == "LDG LDGSTS BRA FADD BRA LDGSTS BRA FADD BRA STG BRA"
@@ -41,7 +41,7 @@ def test_the_shortest_way_with_the_wanted_instructions() -> None:
 
 
 def test_a_loop_is_left_by_a_call_that_does_not_return() -> None:
-    """ptxas for sm_80 leaves a loop so. A call of a function returns, but no way is followed back from the function."""
+    """ptxas for sm_80 does so. A call of a function does return, but no path is followed out of the function."""
     left_by_a_call = """
         batch: LDG R1
         CALL.REL.NOINC function
