@@ -1,14 +1,14 @@
-"""What compute-sanitizer does on a GPU, for kernels in the PTX emulator: shadow memory for every byte.
+"""Checks kernels in the PTX emulator as compute-sanitizer does on a GPU, with shadow memory for every byte.
 
-- racecheck: two accesses of different threads to one byte, of which one writes, with no barrier of theirs in between.
-  Thread blocks have none in common, so within a launch any such pair of two blocks is an error. A shuffle or vote is no
-  barrier for memory. But what is written after it depends on what was read before it: lanes of a warp that read a
-  block's scale, reduce what they made of it, and store the new scale, are in order.
-- initcheck: reads of bytes that nobody wrote, of shared memory in this thread block and of the device's memory at all.
+- racecheck: two threads access one byte, one of them writes, and no barrier of both is in between. Thread blocks have
+  no barrier in common, so any such accesses of two blocks in a launch are an error. A shuffle or vote is no barrier for
+  memory, but a write after it depends on the reads before it: lanes of a warp may read a block's scale, reduce what
+  they computed from it, and store the new scale.
+- initcheck: reads of shared memory that the thread block did not write, and of device memory that nobody wrote.
 - synccheck: a barrier or warp operation that not all its threads reach. The emulator itself raises for these.
 - memcheck: addresses outside of the tensors that the launch was given, to the byte. The emulator's Memory raises.
 
-What races does not depend on the order in which warps ran, but what is executed may: so there are several orders.
+Which accesses race does not depend on the order of warps, but which are executed may: so there are several orders.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import numpy as np
 
 from lab.emulators.ptx_emulator import WARP, Array, PtxError
 
-NOBODY, SEVERAL = -1, -2
+NOBODY, SEVERAL = -1, -2  # in place of the number of a thread, warp or block
 ORDERS = ("together", "first", "last", "random")
-"""Of a thread block's warps: all side by side, or one at a time as far as it gets."""
+"""How a thread block's warps run: all side by side, or one at a time as far as it gets."""
 
 
 class RaceError(PtxError):
@@ -39,28 +39,25 @@ class Accesses:
     size: int
 
     def __post_init__(self) -> None:
-        def of(value: int) -> Array:
+        def filled(value: int) -> Array:
             return np.full(self.size, value, np.int64)
 
-        self.writer, self.write_clock, self.write_turn = of(NOBODY), of(0), of(0)
-        self.read_block, self.read_clock = (
-            of(NOBODY),
-            of(0),
-        )  # the blocks that read; the clock of the latest read
-        self.read_warp, self.read_turn = of(NOBODY), of(0)  # the warps at that clock; that warp's turn
-        self.reader = of(NOBODY)  # the threads at that turn
+        self.writer, self.write_clock, self.write_turn = filled(NOBODY), filled(0), filled(0)
+        self.read_block, self.read_clock = filled(NOBODY), filled(0)  # the blocks that read; the latest read's clock
+        self.read_warp, self.read_turn = filled(NOBODY), filled(0)  # the warps at that clock; that warp's turn
+        self.reader = filled(NOBODY)  # the threads at that turn
 
 
 @dataclass
 class Now:
-    """Who accesses memory: the thread's number in the grid, its block and warp, and how many barriers it has passed."""
+    """The threads of an access: their numbers in the grid, blocks and warps, and how many barriers each has passed."""
 
     thread: Array
     block: Array
     warp: Array
     clock: Array  # barriers of the block
     turn: Array  # of the warp (bar.warp.sync)
-    exchange: Array  # those, and the warp's shuffles and votes
+    exchange: Array  # of the warp, with its shuffles and votes
 
     def repeated(self, n: int) -> Now:
         fields = self.thread, self.block, self.warp, self.clock, self.turn, self.exchange
@@ -69,23 +66,23 @@ class Now:
 
 @dataclass
 class Checks:
-    """Of launches. ``unwritten``: of the device's memory that the host did not write, by address: the bytes written."""
+    """Checks of launches, one after the other."""
 
     order: str = "together"
     seed: int = 0
     unwritten: dict[int, Array] = field(default_factory=dict)
+    """Of buffers that the host did not write, by address: whether a kernel has written each byte."""
     spoil: bool = False
-    """Reads of the device's memory that race within a thread block get bits of ones, and are noted, not raised: a test
-    that compares results then proves that nothing depends on them. Writes that race are always errors."""
+    """Reads of device memory that race within a thread block get bits of ones and are noted in ``raced``, not raised: a
+    test that compares results then proves that none depends on them. Writes that race are always errors."""
     same_values: bool = False
-    """Threads may store the same bytes to one place of shared memory with no barrier in between, as Triton's kernels
-    do with what all of them know."""
-    raced: set[str] = field(default_factory=set)  # the reads
+    """Threads may store equal bytes to one place of shared memory without a barrier, as they do in Triton's kernels."""
+    raced: set[str] = field(default_factory=set)  # the instructions of spoiled reads
     threads: int = 1  # of a thread block of this launch
     accesses: dict[int, Accesses] = field(default_factory=dict)
 
     def begin(self, threads: int) -> None:
-        """A launch: what earlier ones did is done."""
+        """Begins a launch. Accesses of earlier ones cannot race with it."""
         self.accesses.clear()
         self.threads = threads
         self.random = np.random.default_rng(self.seed)
@@ -96,74 +93,75 @@ class Checks:
     # ---- whose turn it is
 
     def chosen(self, running: Array, thread: Array) -> Array:
-        """Of the threads that can run those of one warp, in all blocks."""
+        """The running threads that go on: those of one warp number in all blocks, or all, by ``order``."""
         if self.order == "together":
             return running
         warps = thread // WARP
-        can = np.unique(warps[running])
-        one = {"first": can[0], "last": can[-1]}.get(self.order)
-        return running & (warps == (self.random.choice(can) if one is None else one))
+        candidates = np.unique(warps[running])
+        warp = {"first": candidates[0], "last": candidates[-1]}.get(self.order)
+        return running & (warps == (self.random.choice(candidates) if warp is None else warp))
 
     # ---- accesses
 
     def read(
         self, a: Accesses, written: Array | None, places: Array, now: Now, what: str, may_spoil: bool = False
     ) -> Array | None:
-        """``places``: of each thread its bytes. Returns which threads get bits of ones, if any does."""
-        n = now.repeated(places.shape[1])
+        """``places``: a row of byte offsets per thread. Returns the threads whose read is spoiled, None for none."""
+        who = now.repeated(places.shape[1])
         at = places.reshape(-1)
         if written is not None and not written[at].all():
             i = int(np.argmin(written[at]))
-            raise InitError(f"{what}: thread {n.thread[i]} reads byte {at[i]} of {a.size}, which nobody wrote")
-        wrong = self._against_writers(a, at, n, what, may_spoil and self.spoil)
-        same_block = (a.read_block[at] == n.block) | (a.read_block[at] == NOBODY)
-        a.read_block[at] = np.where(same_block, n.block, SEVERAL)
-        self._several(a.read_block, at, n.block)
-        later = (a.reader[at] == NOBODY) | (n.clock > a.read_clock[at])
-        same_warp = later | (a.read_warp[at] == n.warp)
-        fresh = later | (same_warp & (n.exchange > a.read_turn[at]))
-        same_thread = fresh | (a.reader[at] == n.thread)
-        a.read_clock[at], a.read_turn[at] = n.clock, n.exchange
-        a.read_warp[at] = np.where(same_warp, n.warp, SEVERAL)
-        a.reader[at] = np.where(same_thread, n.thread, SEVERAL)
-        self._several(a.read_warp, at, n.warp)
-        self._several(a.reader, at, n.thread)
+            raise InitError(f"{what}: thread {who.thread[i]} reads byte {at[i]} of {a.size}, which nobody wrote")
+        wrong = self._against_writers(a, at, who, what, may_spoil and self.spoil)
+        same_block = (a.read_block[at] == who.block) | (a.read_block[at] == NOBODY)
+        a.read_block[at] = np.where(same_block, who.block, SEVERAL)
+        self._several(a.read_block, at, who.block)
+        later = (a.reader[at] == NOBODY) | (who.clock > a.read_clock[at])
+        same_warp = later | (a.read_warp[at] == who.warp)
+        fresh = later | (same_warp & (who.exchange > a.read_turn[at]))
+        same_thread = fresh | (a.reader[at] == who.thread)
+        a.read_clock[at], a.read_turn[at] = who.clock, who.exchange
+        a.read_warp[at] = np.where(same_warp, who.warp, SEVERAL)
+        a.reader[at] = np.where(same_thread, who.thread, SEVERAL)
+        self._several(a.read_warp, at, who.warp)
+        self._several(a.reader, at, who.thread)
         return None if wrong is None else wrong.reshape(places.shape).any(1)
 
     def write(
         self, a: Accesses, written: Array | None, places: Array, now: Now, what: str, may_spoil: bool = False
     ) -> None:
-        n = now.repeated(places.shape[1])
+        who = now.repeated(places.shape[1])
         at = places.reshape(-1)
-        self._against_writers(a, at, n, what)
-        here = a.read_block[at] != NOBODY
-        other_block = here & (a.read_block[at] != n.block)
-        unordered = (a.read_block[at] == n.block) & (a.read_clock[at] == n.clock) & (a.reader[at] != n.thread)
-        before = (a.read_warp[at] == n.warp) & (a.read_turn[at] < n.exchange)
-        wrong = other_block | (unordered & ~before)
-        if may_spoil and self.spoil:  # in another order of warps these reads come later, and are spoiled
+        self._against_writers(a, at, who, what)
+        was_read = a.read_block[at] != NOBODY
+        other_block = was_read & (a.read_block[at] != who.block)
+        unordered = (a.read_block[at] == who.block) & (a.read_clock[at] == who.clock) & (a.reader[at] != who.thread)
+        before_exchange = (a.read_warp[at] == who.warp) & (a.read_turn[at] < who.exchange)
+        wrong = other_block | (unordered & ~before_exchange)
+        if may_spoil and self.spoil:  # if the reads came after this write, they would be spoiled
             wrong = other_block
         if wrong.any():
             i = int(np.argmax(wrong))
-            raise RaceError(f"{what}: thread {n.thread[i]} writes byte {at[i]} of {a.size}, which another reads")
-        a.writer[at], a.write_clock[at], a.write_turn[at] = n.thread, n.clock, n.turn
-        twice = a.writer[at] != n.thread  # the last of this instruction stands
+            raise RaceError(f"{what}: thread {who.thread[i]} writes byte {at[i]} of {a.size}, which another reads")
+        a.writer[at], a.write_clock[at], a.write_turn[at] = who.thread, who.clock, who.turn
+        twice = a.writer[at] != who.thread  # of threads of this instruction that write one byte the last stays
         if twice.any():
             i = int(np.argmax(twice))
-            raise RaceError(f"{what}: threads {n.thread[i]} and {a.writer[at[i]]} write byte {at[i]} of {a.size}")
+            raise RaceError(f"{what}: threads {who.thread[i]} and {a.writer[at[i]]} write byte {at[i]} of {a.size}")
         a.read_block[at] = a.reader[at] = a.read_warp[at] = NOBODY
         if written is not None:
             written[at] = True
 
-    def _against_writers(self, a: Accesses, at: Array, n: Now, what: str, may_spoil: bool = False) -> Array | None:
+    def _against_writers(self, a: Accesses, at: Array, who: Now, what: str, may_spoil: bool = False) -> Array | None:
+        """Raises where another thread's write races; or returns where, if that is to be spoiled."""
         writer = a.writer[at]
-        other = (writer != NOBODY) & (writer != n.thread)
+        other = (writer != NOBODY) & (writer != who.thread)
         if not other.any():
             return None
         threads = self.threads
-        same_block = writer // threads == n.block
-        same_warp = same_block & (writer % threads // WARP == n.thread % threads // WARP)
-        ordered = (same_block & (a.write_clock[at] < n.clock)) | (same_warp & (a.write_turn[at] < n.turn))
+        same_block = writer // threads == who.block
+        same_warp = same_block & (writer % threads // WARP == who.thread % threads // WARP)
+        ordered = (same_block & (a.write_clock[at] < who.clock)) | (same_warp & (a.write_turn[at] < who.turn))
         wrong = other & ~ordered
         if may_spoil and wrong.any() and same_block[wrong].all():
             self.raced.add(what)
@@ -171,12 +169,12 @@ class Checks:
         if wrong.any():
             i = int(np.argmax(wrong))
             raise RaceError(
-                f"{what}: thread {n.thread[i]} uses byte {at[i]} of {a.size}, which thread {writer[i]} writes"
+                f"{what}: thread {who.thread[i]} uses byte {at[i]} of {a.size}, which thread {writer[i]} writes"
             )
         return None
 
     @staticmethod
     def _several(of_byte: Array, at: Array, mine: Array) -> None:
-        """Where several threads of one instruction have the same byte, the last is there: SEVERAL for all."""
-        lost = (of_byte[at] != mine) & (of_byte[at] != SEVERAL)
-        of_byte[at[lost]] = SEVERAL
+        """Notes SEVERAL for bytes that threads of one instruction share: assignment left the last one's number."""
+        overwritten = (of_byte[at] != mine) & (of_byte[at] != SEVERAL)
+        of_byte[at[overwritten]] = SEVERAL

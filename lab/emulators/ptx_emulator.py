@@ -3,10 +3,10 @@
 Addresses are real ones: kernels get pointers of CPU tensors that were declared to a :class:`Memory`, and every
 access is checked against them. Threads that diverge run one side after the other; a barrier or a warp operation that
 not all its threads reach at the same instruction raises, and so does an instruction that is not known here.
-Approximations (``sqrt.approx``) are off by up to one unit in the last place, this way and that: who relies on more
-fails.
+Approximations (``sqrt.approx``) are off by up to one unit in the last place, up or down, so that kernels which rely on
+more fail.
 
-Of the language this is what memkern's kernels use: no atomics, textures, asynchronous copies, matrix units, or calls.
+Only what memkern's kernels use of PTX is here: no atomics, textures, products of matrices, or calls.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from lab.emulators.ptx_checks import Checks
 
 Array = np.ndarray
-SIZES = {
+SIZES = {  # bytes of a type
     **{f"{kind}{8 * n}": n for kind in "bus" for n in (1, 2, 4, 8)},
     **{"f16": 2, "bf16": 2, "f32": 4, "f64": 8, "f16x2": 4, "bf16x2": 4, "pred": 1},
 }
@@ -45,6 +45,7 @@ class PtxError(Exception):
 
 
 def values(bits: Array, kind: str) -> Array:
+    """Values of a type from its bits; bf16 as fp32."""
     n = SIZES[kind]
     bits = bits.astype(UNSIGNED[n], copy=False)
     if kind == "bf16":
@@ -55,6 +56,7 @@ def values(bits: Array, kind: str) -> Array:
 
 
 def bits_of(x: Array, kind: str) -> Array:
+    """The bits of values of a type; fp32 values are rounded to bf16."""
     n = SIZES[kind]
     if kind == "bf16":
         u = np.ascontiguousarray(x, np.float32).view(np.uint32)
@@ -81,10 +83,10 @@ def directed(exact: Array, mode: str) -> Array:
 
 
 def unit_off(x: Array) -> Array:
-    """An approximation: x, or its neighbour above or below, as its bits fall."""
-    direction = (x.view(np.uint32) * np.uint32(2654435769) >> np.uint32(30)).astype(np.int64) - 1
-    moved = np.where(direction == 1, np.nextafter(x, np.float32(np.inf)), np.nextafter(x, np.float32(-np.inf)))
-    return np.where((direction % 2 == 1) & (x > 0) & np.isfinite(x), moved, x)
+    """An approximation: x, or the number above or below it, chosen by a hash of its bits."""
+    direction = (x.view(np.uint32) * np.uint32(2654435769) >> np.uint32(30)).astype(np.int64) - 1  # -1 to 2
+    neighbour = np.where(direction == 1, np.nextafter(x, np.float32(np.inf)), np.nextafter(x, np.float32(-np.inf)))
+    return np.where((direction % 2 == 1) & (x > 0) & np.isfinite(x), neighbour, x)
 
 
 # ---- memory
@@ -102,7 +104,7 @@ class Memory:
 
     @classmethod
     def process(cls) -> Memory:
-        """All that this process may write: for kernels whose memory others allocated; checks little."""
+        """All memory that this process may write, for kernels whose buffers are not known: few faults are found."""
         memory = cls()
         for line in Path("/proc/self/maps").read_text().splitlines():
             span, rights, *_ = line.split()
@@ -127,18 +129,18 @@ class Memory:
         return x.data_ptr() if isinstance(x, torch.Tensor) else start
 
     def find(self, addresses: Array, size: int, what: str) -> list[tuple[Array, Array, Array]]:
-        """(which of the addresses, the buffer they are in, their offsets into it)."""
+        """For each buffer with some of the addresses: which of them (indices), its bytes, their offsets into it."""
         if (addresses % np.uint64(size)).any():
             raise PtxError(f"{what}: an address is not a multiple of {size}")
-        which = np.searchsorted(np.array(self.starts, np.uint64), addresses, "right").astype(np.int64) - 1
-        found = []
-        for i in np.unique(which):
-            mine = np.nonzero(which == i)[0]
+        buffer_of = np.searchsorted(np.array(self.starts, np.uint64), addresses, "right").astype(np.int64) - 1
+        parts = []
+        for i in np.unique(buffer_of):
+            mine = np.nonzero(buffer_of == i)[0]
             offset = (addresses[mine] - np.uint64(self.starts[i])).astype(np.int64)
             if i < 0 or (offset + size > len(self.buffers[i])).any():
                 raise PtxError(f"{what}: address {int(addresses[mine][offset.argmax()]):#x} is outside of all buffers")
-            found.append((mine, self.buffers[i], offset))
-        return found
+            parts.append((mine, self.buffers[i], offset))
+        return parts
 
 
 # ---- programs
@@ -164,12 +166,12 @@ class Kernel:
 
 
 def split(text: str) -> list[str]:
-    """Operands: at commas outside of braces and brackets."""
+    """Splits operands at commas outside of braces and brackets."""
     return [part.strip() for part in re.findall(r"(?:[^,{\[]|\{[^}]*\}|\[[^\]]*\])+", text) if part.strip()]
 
 
 def statements(body: str) -> Iterator[str]:
-    """Labels and instructions, in order. Braces that open a scope go, those of a vector stay."""
+    """Labels and instructions, in order, without the braces of scopes; those of vectors stay."""
     text = ""
     for char in body:
         if char in "{}" and not text.strip():
@@ -208,49 +210,50 @@ class Module:
         for statement in (outside + text[end:]).split(";"):
             self._declare(" ".join(statement.split()), None)
         for kernel in self.kernels.values():
-            for found in self.shared:
-                self._place(kernel, found)
+            for declaration in self.shared:
+                self._place(kernel, declaration)
 
     def find(self, *parts: str) -> Kernel:
         """The kernel whose name holds all of the parts."""
-        found = [k for name, k in self.kernels.items() if all(part in name for part in parts)]
-        if len(found) != 1:
-            raise KeyError(f"{parts} are in {[k.name for k in found]} of {[*self.kernels]}")
-        return found[0]
+        matching = [k for name, k in self.kernels.items() if all(part in name for part in parts)]
+        if len(matching) != 1:
+            raise KeyError(f"{parts} are in {[k.name for k in matching]} of {[*self.kernels]}")
+        return matching[0]
 
     def _declare(self, statement: str, kernel: Kernel | None) -> None:
-        found = DECLARATION.search(statement)
-        if not found:
+        declaration = DECLARATION.search(statement)
+        if not declaration:
             return
-        if found["space"] == "shared":
+        if declaration["space"] == "shared":
             if kernel:
-                self._place(kernel, found)
+                self._place(kernel, declaration)
             else:
-                self.shared.append(found)
+                self.shared.append(declaration)
             return
-        size = SIZES[found["kind"]]
-        array = np.zeros(size * int(found["count"] or 1), np.uint8)
-        for i, item in enumerate(split(found["init"] or "")):
+        size = SIZES[declaration["kind"]]
+        array = np.zeros(size * int(declaration["count"] or 1), np.uint8)
+        for i, item in enumerate(split(declaration["init"] or "")):
             word = literal(item) & (1 << 8 * size) - 1
             array[i * size : (i + 1) * size] = np.frombuffer(word.to_bytes(size, "little"), np.uint8)
-        self.constants[found["name"]] = array
+        self.constants[declaration["name"]] = array
 
     @staticmethod
-    def _place(kernel: Kernel, found: re.Match[str]) -> None:
-        align = int(found["align"] or SIZES[found["kind"]])
-        at = -(-kernel.shared_bytes // align) * align
-        kernel.shared[found["name"]] = at
-        kernel.shared_bytes = at + SIZES[found["kind"]] * (1 if found["count"] is None else int(found["count"] or 0))
+    def _place(kernel: Kernel, declaration: re.Match[str]) -> None:
+        align = int(declaration["align"] or SIZES[declaration["kind"]])
+        offset = -(-kernel.shared_bytes // align) * align
+        kernel.shared[declaration["name"]] = offset
+        count = 1 if declaration["count"] is None else int(declaration["count"] or 0)  # none, [n], or [] for extern
+        kernel.shared_bytes = offset + SIZES[declaration["kind"]] * count
 
     def _kernel(self, name: str, params: str, body: str) -> Kernel:
         kernel, offset = Kernel(name), 0
         for param in split(re.sub(r"\.ptr(\s*\.(global|shared))?(\s*\.align\s+\d+)?", "", params)):
-            found = re.search(r"(?:\.align\s+(\d+)\s+)?\.(\w+)\s+([\w$]+)(?:\[(\d+)\])?$", param)
-            assert found, param
-            size = SIZES[found[2]] * int(found[4] or 1)
-            align = int(found[1] or SIZES[found[2]])
+            match = re.search(r"(?:\.align\s+(\d+)\s+)?\.(\w+)\s+([\w$]+)(?:\[(\d+)\])?$", param)
+            assert match, param
+            size = SIZES[match[2]] * int(match[4] or 1)
+            align = int(match[1] or SIZES[match[2]])
             offset = -(-offset // align) * align
-            kernel.params[found[3]] = (offset, size)
+            kernel.params[match[3]] = (offset, size)
             offset += size
         for statement in statements(body):
             self._statement(kernel, statement)
@@ -262,28 +265,28 @@ class Module:
         elif text.startswith(".reg"):
             kind, names = re.fullmatch(r"\.reg\s*\.(\w+)\s+(.+)", text).groups()  # type: ignore[union-attr]
             for item in split(names):
-                many = re.fullmatch(r"(.+)<(\d+)>", item)
-                for register in [f"{many[1]}{i}" for i in range(int(many[2]))] if many else [item]:
+                numbered = re.fullmatch(r"(.+)<(\d+)>", item)
+                for register in [f"{numbered[1]}{i}" for i in range(int(numbered[2]))] if numbered else [item]:
                     kernel.registers[register] = kind
         elif text.startswith("."):
             self._declare(text, kernel)
         else:
-            found = re.fullmatch(r"(?:@(!?)(\S+)\s+)?([\w.:]+)\s*(.*)", text)
-            if not found:
+            match = re.fullmatch(r"(?:@(!?)(\S+)\s+)?([\w.:]+)\s*(.*)", text)
+            if not match:
                 raise PtxError(f"cannot read {text!r}")
-            guard = (found[2], found[1] == "!") if found[2] else None
-            kernel.code.append(Instruction(guard, found[3].split("."), split(found[4]), text))
+            guard = (match[2], match[1] == "!") if match[2] else None
+            kernel.code.append(Instruction(guard, match[3].split("."), split(match[4]), text))
 
 
 def literal(text: str) -> int:
-    """The bits of a number."""
+    """The bits of a number in PTX's notation."""
     if text[:2] in ("0f", "0F", "0d", "0D"):
         return int(text[2:], 16)
     return int(text.rstrip("U"), 0)
 
 
 def contracted(module: Module) -> list[str]:
-    """Operations that ptxas may fuse into one with one rounding: products and sums without a rounding mode."""
+    """Products and sums without a rounding mode, which ptxas may fuse into one operation with a single rounding."""
     modes = {"rn", "rz", "rm", "rp"}
     return sorted(
         {
@@ -306,13 +309,14 @@ def launch(
     checks: Checks | None = None,
 ) -> None:
     """Runs a one-dimensional grid. ``params``: all parameters, each at its offset. ``checks``: see ptx_checks."""
-    from lab.emulators.ptx_threads import Threads  # which imports this file
+    from lab.emulators.ptx_threads import Threads  # here, as ptx_threads imports this file
 
     if checks:
         checks.begin(threads)
-    for first in range(0, blocks, step := max(1, (1 << 17) // threads)):
-        here = np.arange(first, min(first + step, blocks))
-        Threads(module, kernel, here, blocks, threads, params, memory, shared_bytes, checks).run()
+    step = max(1, (1 << 17) // threads)  # blocks at a time, for arrays of at most 131,072 threads
+    for first in range(0, blocks, step):
+        chunk = np.arange(first, min(first + step, blocks))
+        Threads(module, kernel, chunk, blocks, threads, params, memory, shared_bytes, checks).run()
 
 
 def pack(kernel: Kernel, *arguments: int | float | torch.Tensor) -> bytes:

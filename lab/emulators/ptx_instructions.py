@@ -1,4 +1,4 @@
-"""What PTX instructions do with registers, for the threads of ptx_threads: arithmetic, bits, conversions."""
+"""Computes PTX instructions on registers, for the threads of ptx_threads: arithmetic, bits, conversions."""
 
 from __future__ import annotations
 
@@ -32,17 +32,19 @@ COMPARE: dict[str, Callable[[Array, Array], Array]] = {
 LOGIC = {"and": operator.and_, "or": operator.or_, "xor": operator.xor}
 ROUND = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
 MODES = {"rn", "rz", "rm", "rp"}
-FLUSH = np.float32(2.0**-126)
+FLUSH = np.float32(2.0**-126)  # the smallest normal number: ftz flushes smaller ones to 0
 
 
 def product(a: Array, b: Array, kind: str) -> Array:
-    """Of twice the width."""
+    """The product in twice the width."""
     wide = (SIGNED if kind[0] == "s" else UNSIGNED)[2 * SIZES[kind]]
     return a.astype(wide) * b.astype(wide)
 
 
 class Instructions:
-    """A register is an array with an entry per thread; ``at`` numbers the threads that an instruction runs for."""
+    """A register is an array with an entry per thread.
+
+    In all methods i is the instruction, kind its last type, and at has the numbers of the threads that run it."""
 
     kernel: Kernel
     count: int
@@ -59,7 +61,7 @@ class Instructions:
         return self.registers[name]
 
     def get(self, operand: str, kind: str, at: Array) -> Array:
-        """An operand's values: a register, a special one, a number or a symbol's address."""
+        """The values of an operand: a register, a special register, a number or a symbol's address."""
         if kind == "pred":
             if operand[0] == "!":
                 return ~self.get(operand[1:], kind, at)
@@ -86,9 +88,9 @@ class Instructions:
         if kind == "pred":
             register[at] = x
             return
-        wide = register.dtype.itemsize
-        if kind[0] == "s" and SIZES[kind] < wide:  # a wider register gets the sign
-            x, kind = x.astype(SIGNED[SIZES[kind]]).astype(SIGNED[wide]), f"s{8 * wide}"
+        size = register.dtype.itemsize
+        if kind[0] == "s" and SIZES[kind] < size:  # the sign is extended into a wider register
+            x, kind = x.astype(SIGNED[SIZES[kind]]).astype(SIGNED[size]), f"s{8 * size}"
         register[at] = bits_of(x, kind).astype(register.dtype, copy=False)
 
     # ---- arithmetic
@@ -101,7 +103,7 @@ class Instructions:
         a, b = (self.flushed(i, self.get(o, kind, at)) for o in i.operands[1:3])
         x = f(a, b)
         if is_float(kind):
-            x = np.where(np.isnan(x), x.dtype.type(np.nan), x)  # one NaN, as GPUs have, whatever this processor's is
+            x = np.where(np.isnan(x), x.dtype.type(np.nan), x)  # GPUs' canonical NaN in place of this processor's
         self.put(i.operands[0], self.flushed(i, x), kind, at)
 
     @staticmethod
@@ -155,7 +157,7 @@ class Instructions:
             raise PtxError(f"unknown instruction: {i.text}")
 
     def do_fma(self, i: Instruction, kind: str, at: Array) -> None:
-        if kind == "bf16x2":  # rounded twice, which cannot show where zero is added to a product
+        if kind == "bf16x2":  # rounded twice, which is exact where the kernels use it: for products plus zero
             return self.of_halves(i, at, lambda a, b, c: (a.astype(np.float64) * b + c).astype(np.float32))
         if kind == "f64":
             a, b, c = (self.get(o, kind, at) for o in i.operands[1:4])
@@ -217,12 +219,13 @@ class Instructions:
     # ---- pairs of bf16 in a register
 
     def halves(self, operand: str, at: Array) -> tuple[Array, Array]:
-        """Of each pair the first, in the low half, and the second, as fp32."""
-        x = self.get(operand, "u32", at)
-        return tuple((h << np.uint32(16)).view(np.float32) for h in (x & np.uint32(0xFFFF), x >> np.uint32(16)))  # type: ignore[return-value]
+        """The low and the high half of each pair, as fp32."""
+        pair = self.get(operand, "u32", at)
+        low, high = pair << np.uint32(16), pair & np.uint32(0xFFFF0000)
+        return low.view(np.float32), high.view(np.float32)
 
     def of_halves(self, i: Instruction, at: Array, f: Callable[..., Array]) -> None:
-        """``f`` of the operands' halves, fp32 that is rounded to bf16, or 16 bits."""
+        """Applies f to the low halves and to the high halves. It returns fp32, which is rounded to bf16, or 16 bits."""
         pairs = zip(*(self.halves(operand, at) for operand in i.operands[1:]), strict=True)
         low, high = (y if y.dtype == np.uint16 else bits_of(y, "bf16") for y in (f(*operands) for operands in pairs))
         self.put(i.operands[0], high.astype(np.uint32) << np.uint32(16) | low, "b32", at)
@@ -234,8 +237,8 @@ class Instructions:
 
         def mask(a: Array, b: Array) -> Array:
             nan = np.isnan(a) | np.isnan(b)
-            yes = COMPARE[name[:-1]](a, b) | nan if name.endswith("u") else COMPARE[name](a, b) & ~nan
-            return np.where(yes, np.uint16(0xFFFF), np.uint16(0))
+            holds = COMPARE[name[:-1]](a, b) | nan if name.endswith("u") else COMPARE[name](a, b) & ~nan
+            return np.where(holds, np.uint16(0xFFFF), np.uint16(0))
 
         self.of_halves(i, at, mask)
 
@@ -267,16 +270,16 @@ class Instructions:
 
     def shifted(self, i: Instruction, kind: str, at: Array, f: Callable[[Array, Array], Array]) -> None:
         x, by = self.get(i.operands[1], kind, at), self.get(i.operands[2], "u32", at)
-        most = 8 * SIZES[kind] - 1
-        far = f(x, np.full(len(at), most, x.dtype)) if kind[0] == "s" and f is operator.rshift else np.zeros_like(x)
-        self.put(i.operands[0], np.where(by > most, far, f(x, np.minimum(by, most).astype(x.dtype))), kind, at)
+        top = 8 * SIZES[kind] - 1
+        beyond = f(x, np.full(len(at), top, x.dtype)) if kind[0] == "s" and f is operator.rshift else np.zeros_like(x)
+        self.put(i.operands[0], np.where(by > top, beyond, f(x, np.minimum(by, top).astype(x.dtype))), kind, at)
 
     def do_shf(self, i: Instruction, kind: str, at: Array) -> None:
         low, high, by = (self.get(o, "u32", at).astype(np.uint64) for o in i.operands[1:4])
         by = by & np.uint64(31) if "wrap" in i.op else np.minimum(by, np.uint64(32))
         both = high << np.uint64(32) | low
-        moved = both >> by if "r" in i.op else (both << by) >> np.uint64(32)
-        self.put(i.operands[0], moved.astype(np.uint32), "b32", at)
+        shifted = both >> by if "r" in i.op else (both << by) >> np.uint64(32)
+        self.put(i.operands[0], shifted.astype(np.uint32), "b32", at)
 
     def do_clz(self, i: Instruction, kind: str, at: Array) -> None:
         x = self.get(i.operands[1], kind, at).astype(np.uint64)
@@ -352,17 +355,17 @@ class Instructions:
         name = i.op[1]
         nan = np.isnan(a) | np.isnan(b) if is_float(kind) else np.zeros(len(at), bool)
         if name in ("num", "nan"):
-            yes = nan if name == "nan" else ~nan
+            holds = nan if name == "nan" else ~nan
         elif is_float(kind) and name.endswith("u"):
-            yes = COMPARE[name[:-1]](a, b) | nan
+            holds = COMPARE[name[:-1]](a, b) | nan
         else:
-            yes = COMPARE[name](a, b) & ~nan
+            holds = COMPARE[name](a, b) & ~nan
         target, *inverse = i.operands[0].split("|")
         combine = next((LOGIC[x] for x in i.op[2:-1] if x in LOGIC), None)
-        third = self.get(i.operands[3], "pred", at) if combine else yes
-        self.put(target, combine(yes, third) if combine else yes, "pred", at)
+        third = self.get(i.operands[3], "pred", at) if combine else holds
+        self.put(target, combine(holds, third) if combine else holds, "pred", at)
         if inverse:
-            self.put(inverse[0], combine(~yes, third) if combine else ~yes, "pred", at)
+            self.put(inverse[0], combine(~holds, third) if combine else ~holds, "pred", at)
 
     def do_cvt(self, i: Instruction, source: str, at: Array) -> None:
         target = i.op[-2]
@@ -371,15 +374,15 @@ class Instructions:
             self.put(i.operands[0], high << np.uint32(16) | low, "b32", at)
             return
         x = self.flushed(i, self.get(i.operands[1], source, at))
-        whole = next((ROUND[r] for r in i.op if r in ROUND), None)
-        if is_float(source) and whole:
-            x = whole(x)
+        to_whole = next((ROUND[r] for r in i.op if r in ROUND), None)
+        if is_float(source) and to_whole:
+            x = to_whole(x)
         if is_float(source) and not is_float(target):
             types = SIGNED if target[0] == "s" else UNSIGNED
-            least, most = np.iinfo(types[SIZES[target]]).min, np.iinfo(types[SIZES[target]]).max
+            lowest, highest = np.iinfo(types[SIZES[target]]).min, np.iinfo(types[SIZES[target]]).max
             exact = np.where(np.isnan(x), 0, x).astype(np.float64)
-            inside = np.clip(exact, float(least), float(most))
-            x = np.where(inside >= float(most), most, np.where(inside < most, inside, 0).astype(types[8]))
+            clipped = np.clip(exact, float(lowest), float(highest))
+            x = np.where(clipped >= float(highest), highest, np.where(clipped < highest, clipped, 0).astype(types[8]))
         elif not is_float(source) and is_float(target) and "rn" not in i.op:
             raise PtxError(f"unknown rounding: {i.text}")
         elif "sat" in i.op:

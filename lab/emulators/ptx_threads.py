@@ -1,4 +1,4 @@
-"""The threads of a grid that run a PTX kernel (see ptx_emulator): memory, control, warps."""
+"""Runs the threads of a grid through a PTX kernel (see ptx_emulator): memory, branches and barriers, warps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RUNNING, AT_BARRIER, EXITED = 0, 1, 2
 
 
 class Threads(Instructions):
-    """All threads of some of a grid's blocks, a numpy array per register."""
+    """All threads of some of a grid's blocks, with a numpy array per register."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Threads(Instructions):
         lane = np.tile(np.arange(threads, dtype=np.uint32), len(blocks))
         self.block = np.repeat(np.arange(len(blocks)), threads)
         self.thread = lane
-        self.warp_start = np.arange(n) - lane.astype(np.int64) % WARP  # the warp's first thread, by its number here
+        self.warp_start = np.arange(n) - lane.astype(np.int64) % WARP  # index of the warp's first thread
         self.warp_end = np.minimum(self.warp_start + WARP, (self.block + 1) * threads)
         self.lane = lane % np.uint32(WARP)
         self.special = {
@@ -59,14 +59,14 @@ class Threads(Instructions):
             **{f"%{what}.{axis}": np.ones(n, np.uint32) for what in ("ntid", "nctaid") for axis in "yz"},
         }
         room = np.zeros(len(params) + 16, np.uint8)
-        self.params = room[-room.ctypes.data % 16 :][: len(params)]  # on 16 bytes, as a GPU has them
+        self.params = room[-room.ctypes.data % 16 :][: len(params)]  # aligned to 16 bytes, as on a GPU
         self.params[:] = np.frombuffer(params, np.uint8)
         self.symbols = {
             **{name: memory.add(array) for name, array in module.constants.items()},
             **{name: memory.add(self.params) + offset for name, (offset, _) in kernel.params.items()},
             **kernel.shared,
         }
-        # What nobody wrote is NaN.
+        # Shared memory that nobody wrote is NaN.
         self.shared = np.full((len(blocks), kernel.shared_bytes + shared_bytes), 0xFF, np.uint8)
         # For the checks: numbers in the whole grid, and barriers passed.
         self.block_number = np.repeat(blocks, threads).astype(np.int64)
@@ -75,11 +75,11 @@ class Threads(Instructions):
         self.clock, self.turn, self.exchange = (np.zeros(n, np.int64) for _ in range(3))
         self.shared_accesses = Accesses(self.shared.size) if checks else None
         self.shared_written = np.zeros(self.shared.size if checks else 0, bool)
-        # Copies to shared memory on their way (cp.async): threads, numbers of their groups, bytes; and of every byte
-        # whether one is.
+        # Copies to shared memory that have not arrived (cp.async): threads, numbers of their groups, offsets; and for
+        # every byte of shared memory whether a copy to it has not arrived.
         self.copies: list[tuple[Array, Array, Array]] = []
         self.arriving = np.zeros(self.shared.size, bool)
-        self.groups = np.zeros(n, np.int64)  # that a thread has committed
+        self.groups = np.zeros(n, np.int64)  # how many groups of copies a thread has committed
         self.registers: dict[str, Array] = {}
         self.pc = np.zeros(n, np.int64)
         self.state = np.zeros(n, np.uint8)
@@ -90,7 +90,7 @@ class Threads(Instructions):
         code = self.kernel.code
         with np.errstate(all="ignore"):
             while (self.state == RUNNING).any():
-                # Who is furthest behind goes first: threads that diverged meet again where their paths do.
+                # The threads furthest behind go first, so that threads that diverged meet again.
                 running = self.state == RUNNING
                 if self.checks:
                     running = self.checks.chosen(running, self.thread)
@@ -121,38 +121,35 @@ class Threads(Instructions):
     def access(
         self, i: Instruction, operand: str, at: Array, lanes: int, size: int
     ) -> list[tuple[Array, Array, Array]]:
-        """Where `lanes` values of `size` bytes each are: (which threads, their buffer's bytes, offsets into it)."""
-        found = re.fullmatch(r"\[\s*([^\s+\]]+)\s*(?:\+\s*(-?\w+))?\s*\]", operand)
-        if not found:
+        """Where ``lanes`` values of ``size`` bytes are, by buffer: indices into at, the buffer, offsets into it."""
+        match = re.fullmatch(r"\[\s*([^\s+\]]+)\s*(?:\+\s*(-?\w+))?\s*\]", operand)
+        if not match:
             raise PtxError(f"cannot read the address of {i.text}")
-        base, offset = found[1], int(found[2] or "0", 0)
-        wide = base in self.kernel.registers and SIZES[self.kernel.registers[base]] == 4
-        address = self.get(base, "u32" if wide else "u64", at).astype(np.uint64) + np.uint64(offset & (1 << 64) - 1)
+        base, offset = match[1], int(match[2] or "0", 0)
+        is_word = base in self.kernel.registers and SIZES[self.kernel.registers[base]] == 4
+        address = self.get(base, "u32" if is_word else "u64", at).astype(np.uint64) + np.uint64(offset & (1 << 64) - 1)
         if "shared" in i.op:
-            where = address.astype(np.int64)
-            outside = (where < 0) | (where + lanes * size > self.shared.shape[1])
-            if outside.any() or (where % (lanes * size)).any():
+            start = address.astype(np.int64)
+            outside = (start < 0) | (start + lanes * size > self.shared.shape[1])
+            if outside.any() or (start % (lanes * size)).any():
                 raise PtxError(f"{i.text}: outside of shared memory, or not aligned")
-            return [(np.arange(len(at)), self.shared.reshape(-1), where + self.block[at] * self.shared.shape[1])]
+            return [(np.arange(len(at)), self.shared.reshape(-1), start + self.block[at] * self.shared.shape[1])]
         return self.memory.find(address, lanes * size, i.text)
 
     def check(self, i: Instruction, at: Array, buffer: Array, places: Array, writes: bool) -> Array | None:
-        """Tells the checks of an access; ``places``: of each thread its bytes in the buffer. See Checks.read."""
+        """Has the checks note an access; ``places``: a row of offsets into the buffer per thread. See Checks.read."""
         if "shared" in i.op and self.arriving[places].any():
             raise PtxError(f"{self.kernel.name}: {i.text}: uses bytes that a copy is on its way to")
         if not self.checks or "param" in i.op or "const" in i.op:
             return None
-        who = self.number, self.block_number, self.warp_number, self.clock, self.turn, self.exchange
-        now = Now(*(x[at] for x in who))
+        of_all = self.number, self.block_number, self.warp_number, self.clock, self.turn, self.exchange
+        now = Now(*(x[at] for x in of_all))
         if "shared" in i.op:
             accesses, written = self.shared_accesses, self.shared_written
             assert accesses
         else:
             address = buffer.ctypes.data
-            accesses, written = (
-                self.checks.of_launch(address, len(buffer)),
-                self.checks.unwritten.get(address),
-            )
+            accesses, written = self.checks.of_launch(address, len(buffer)), self.checks.unwritten.get(address)
         record = self.checks.write if writes else self.checks.read
         return record(accesses, written, places, now, f"{self.kernel.name}: {i.text}", "shared" not in i.op)
 
@@ -187,26 +184,26 @@ class Threads(Instructions):
                 buffer[(offset + k * size)[:, None] + np.arange(size)] = bits[:, None].view(np.uint8)
 
     def other_values(self, threads: Array, places: Array, raw: Array) -> Array:
-        """The threads whose bytes of shared memory do not have these values yet, one for each place and value."""
+        """The threads that store a new value to shared memory: of equal stores to one place only the first."""
         assert self.shared_accesses
-        there, clock = self.shared_accesses, self.clock[threads][:, None]
-        same = (self.shared.reshape(-1)[places] == raw) & (there.write_clock[places] == clock)
-        new = np.nonzero(~(same & (there.writer[places] >= 0)).all(1))[0]
-        each = np.concatenate([places[new, :1], raw[new]], 1)
-        return new[np.sort(np.unique(each, axis=0, return_index=True)[1])]
+        accesses, clock = self.shared_accesses, self.clock[threads][:, None]
+        same = (self.shared.reshape(-1)[places] == raw) & (accesses.write_clock[places] == clock)
+        new = np.nonzero(~(same & (accesses.writer[places] >= 0)).all(1))[0]
+        place_and_value = np.concatenate([places[new, :1], raw[new]], 1)
+        return new[np.sort(np.unique(place_and_value, axis=0, return_index=True)[1])]
 
     def do_cp(self, i: Instruction, _: str, at: Array) -> None:
-        """cp.async. Nothing may use the bytes before the thread has waited for the copy's group, so the emulator may
-        copy at once."""
+        """cp.async. The emulator copies at once, but accesses to the bytes raise until the thread has waited for the
+        copy's group."""
         if "commit_group" in i.op:
             self.groups[at] += 1
         elif "wait_group" in i.op:
             self.arrive(at, int(i.operands[0]))
         elif "async" in i.op and len(i.operands) in (3, 4):
             size = int(i.operands[2], 0)
-            given = self.get(i.operands[3], "u32", at) if len(i.operands) == 4 else np.full(len(at), size)
-            for count in np.unique(given):  # bytes that are copied; the rest of the size becomes 0
-                self.copy(i, at[given == count], int(count), size)
+            counts = self.get(i.operands[3], "u32", at) if len(i.operands) == 4 else np.full(len(at), size)
+            for count in np.unique(counts):  # bytes that are copied; the rest of the size becomes 0
+                self.copy(i, at[counts == count], int(count), size)
         else:
             raise PtxError(f"unknown instruction: {i.text}")
 
@@ -225,20 +222,20 @@ class Threads(Instructions):
         self.arriving[all_places] = True
         self.copies.append((at, self.groups[at], all_places))
 
-    def arrive(self, at: Array, but: int) -> None:
-        """All groups of these threads have arrived but the last so many."""
+    def arrive(self, at: Array, pending: int) -> None:
+        """All groups of these threads have arrived, but for the last ``pending``."""
         waits = np.zeros(self.count, bool)
         waits[at] = True
         left = []
         for threads, group, places in self.copies:
-            here = waits[threads] & (group < self.groups[threads] - but)
-            self.arriving[places[here]] = False
-            if not here.all():
-                left.append((threads[~here], group[~here], places[~here]))
+            arrived = waits[threads] & (group < self.groups[threads] - pending)
+            self.arriving[places[arrived]] = False
+            if not arrived.all():
+                left.append((threads[~arrived], group[~arrived], places[~arrived]))
         self.copies = left
 
     def do_cvta(self, i: Instruction, kind: str, at: Array) -> None:
-        # An address of shared memory stays one: an access of a kind that is not of shared memory does not find it.
+        # An address of shared memory keeps its value: an access without .shared finds no buffer there, and raises.
         self.put(i.operands[0], self.get(i.operands[1], kind, at), kind, at)
 
     # ---- control
@@ -295,13 +292,13 @@ class Threads(Instructions):
         first, limit = lane & width_mask, (lane & width_mask) | (last & ~width_mask)
         mode = next(m for m in ("bfly", "down", "up", "idx") if m in i.op)
         other = {"bfly": lane ^ k, "down": lane + k, "up": lane - k, "idx": first | (k & ~width_mask & 31)}[mode]
-        fine = other >= limit if mode == "up" else other <= limit
-        name, *valid = target.split("|")
+        valid = other >= limit if mode == "up" else other <= limit
+        name, *predicate = target.split("|")
         everyone = np.zeros(self.count, UNSIGNED[4])
         everyone[at] = self.get(source, "b32", at)
-        self.put(name, everyone[self.warp_start[at] + np.where(fine, other, lane)], "b32", at)
-        if valid:
-            self.put(valid[0], fine, "pred", at)
+        self.put(name, everyone[self.warp_start[at] + np.where(valid, other, lane)], "b32", at)
+        if predicate:
+            self.put(predicate[0], valid, "pred", at)
 
     def do_redux(self, i: Instruction, kind: str, at: Array) -> None:
         target, source, mask = i.operands
@@ -320,7 +317,7 @@ class Threads(Instructions):
         self.put(target, result, "b32", at)
 
     def do_ldmatrix(self, i: Instruction, _: str, at: Array) -> None:
-        """8 x 8 matrices of 16 bits, one row of each at a lane's address; each lane gets two neighbours of each."""
+        """Loads 8 x 8 matrices of 16-bit numbers: a lane's address is that of a row; each lane gets two of a matrix."""
         for name, rows, place in self.matrices(i, i.operands[0], i.operands[1], at):
             self.check(i, at, self.shared, rows + place, writes=False)
             pair = self.shared.reshape(-1)[rows + place].view(np.uint16).astype(np.uint32)
@@ -337,9 +334,9 @@ class Threads(Instructions):
         if not {"m8n8", "shared", "b16"} <= {*i.op}:
             raise PtxError(f"unknown instruction: {i.text}")
         self.together(i, "-1", at)
-        (_, _, where), *_ = self.access(i, address, at, 1, 16)
+        (_, _, offsets), *_ = self.access(i, address, at, 1, 16)
         rows = np.zeros(self.count, np.int64)
-        rows[at] = where
+        rows[at] = offsets
         lane = self.lane[at].astype(np.int64)
         for k, name in enumerate(names.strip("{} ").replace(" ", "").split(",")):
             if "trans" in i.op:
@@ -352,9 +349,9 @@ class Threads(Instructions):
     def do_vote(self, i: Instruction, _: str, at: Array) -> None:
         target, source, mask = i.operands
         self.together(i, mask, at)
-        yes = np.zeros(self.count + WARP, bool)
-        yes[at] = self.get(source, "pred", at)
-        lanes = yes[self.warp_start[at][:, None] + np.arange(WARP)]
+        votes = np.zeros(self.count + WARP, bool)
+        votes[at] = self.get(source, "pred", at)
+        lanes = votes[self.warp_start[at][:, None] + np.arange(WARP)]
         inside = self.warp_start[at][:, None] + np.arange(WARP) < self.warp_end[at][:, None]
         if "ballot" in i.op:
             self.put(target, (lanes & inside) @ (1 << np.arange(WARP)), "b32", at)

@@ -1,8 +1,8 @@
-"""Static instruction counts from machine code: the shortest way through a kernel's main loop that moves the bytes.
+"""Finds the main path in machine code, to count its instructions: the shortest through a loop that moves the bytes.
 
-A loop's branches choose between whole and partial vectors, dtypes, fast paths and slow ones. The way counted is the
-shortest from the loop's head back to it that contains the wanted numbers of wide loads and stores, which tell one
-dtype from another; slow paths are longer, so it takes none.
+A loop's branches choose between whole and partial vectors, dtypes, fast paths and slow ones. The main path is the
+shortest from the loop's head back to it with the wanted numbers of wide loads and stores, by which dtypes differ. Slow
+paths are longer, so it takes none.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 
 class Instruction(NamedTuple):
-    """sets, waits: the barriers, of six, that a load counts on, and that must have reached zero before. In bits 105 to
-    125 of the machine code: cycles to stall (4), yield (1), the barrier of what is written (3; 7 is none), that of what
-    is read (3), and a mask of those to wait for (6)."""
+    """sets: the barrier, of six, that a load signals; waits: the barriers that it must wait for. Bits 105 to 125 of the
+    machine code have: cycles to stall (4 bits), yield (1), the barrier for its results (3; 7 is none), the barrier for
+    its operands (3), and a mask of the barriers to wait for (6)."""
 
     address: int
     text: str  # with its predicate
@@ -32,14 +32,14 @@ class Instruction(NamedTuple):
 
     @property
     def target(self) -> int | None:
-        found = re.search(r"0x([0-9a-f]+)\s*$", self.text)
-        return int(found[1], 16) if found else None
+        match = re.search(r"0x([0-9a-f]+)\s*$", self.text)
+        return int(match[1], 16) if match else None
 
 
 def tool(name: str) -> str | None:
     """One of the CUDA toolkit's binary tools: beside nvcc, or as Triton's wheel brings it."""
-    if found := shutil.which(name):
-        return found
+    if path := shutil.which(name):
+        return path
     try:
         import triton
     except ImportError:
@@ -55,14 +55,14 @@ def kernels(binary: Path, arch: str) -> dict[str, list[Instruction]]:
 
 
 def parsed(text: str) -> dict[str, list[Instruction]]:
-    """The same from what ``cuobjdump -sass`` has written."""
-    found: dict[str, list[Instruction]] = {}
+    """The instructions of every kernel in the output of ``cuobjdump -sass``, by mangled name."""
+    kernels: dict[str, list[Instruction]] = {}
     for part in re.split(r"Function : ", text)[1:]:
         name, _, body = part.partition("\n")
         code = r"\s+/\* 0x([0-9a-f]{16}) \*/"
         lines = re.findall(rf"^\s+/\*([0-9a-f]{{4,}})\*/\s+(.*?)\s*;(?:{code}\s*\n{code})?", body, re.M)
-        found[name.strip()] = [_instruction(*line) for line in lines]
-    return found
+        kernels[name.strip()] = [_instruction(*line) for line in lines]
+    return kernels
 
 
 def _instruction(address: str, text: str, low: str, high: str) -> Instruction:
@@ -77,12 +77,12 @@ def _instruction(address: str, text: str, low: str, high: str) -> Instruction:
 
 
 def _edges(code: list[Instruction]) -> dict[int, list[int]]:
-    """For each address those that may come next."""
-    follow = {a.address: b.address for a, b in pairwise(code)}
+    """The addresses that may come after each address."""
+    following = {a.address: b.address for a, b in pairwise(code)}
     meets: dict[str, int] = {}  # where the lanes of a convergence barrier go on
     edges: dict[int, list[int]] = {}
     for i in code:
-        after = [follow[i.address]] if i.address in follow else []
+        after = [following[i.address]] if i.address in following else []
         name = i.opcode.split(".")[0]
         if name == "BSSY":
             meets[i.text.split()[-2].rstrip(",")] = i.target or 0
@@ -90,13 +90,11 @@ def _edges(code: list[Instruction]) -> dict[int, list[int]]:
         if name == "BRA" and i.target is not None:
             conditional = conditional or re.search(r"BRA\.DIV|BRA(\.\w+)* !?U?P\d", i.text) is not None
             edges[i.address] = [i.target, *(after if conditional else [])]
-        elif (
-            name == "CALL"
-        ):  # ptxas for sm_80 to sm_89 leaves loops by calls that do not return; RET leads nowhere here
+        elif name == "CALL":  # ptxas for sm_80 to sm_89 leaves loops by calls that do not return
             edges[i.address] = after + ([i.target] if i.target is not None else [])
         elif name == "BSYNC":
             edges[i.address] = [meets.get(i.text.split()[-1], *after[:1])]
-        elif name in ("EXIT", "RET"):
+        elif name in ("EXIT", "RET"):  # no path is followed out of a function
             edges[i.address] = after if conditional else []
         else:
             edges[i.address] = after
@@ -113,16 +111,16 @@ class _Run(NamedTuple):
 
 def _runs(code: list[Instruction], wanted: dict[str, int]) -> dict[int, _Run]:
     edges = _edges(code)
-    follow = {a.address: b.address for a, b in pairwise(code)}
+    following = {a.address: b.address for a, b in pairwise(code)}
     starts = {code[0].address}
     for address, after in edges.items():
-        if after != [follow.get(address)]:
-            starts |= {*after} | {follow.get(address, 0)}
+        if after != [following.get(address)]:
+            starts |= {*after} | {following.get(address, 0)}
     runs: dict[int, _Run] = {}
     run: list[Instruction] = []
     for i in code:
         run.append(i)
-        if follow.get(i.address) in starts or i is code[-1]:
+        if following.get(i.address) in starts or i is code[-1]:
             counts = tuple(sum(_matches(x.opcode, key) for x in run) for key in wanted)
             runs[run[0].address] = _Run(run, edges[i.address], counts)
             run = []
@@ -134,37 +132,37 @@ def _matches(opcode: str, key: str) -> bool:
 
 
 def shortest_loop(code: list[Instruction], wanted: dict[str, int]) -> list[Instruction]:
-    """The shortest closed way with exactly the wanted numbers of some opcodes (such as ``LDG.128``)."""
+    """The shortest closed path with exactly the wanted numbers of some opcodes, such as ``LDG.128``; [] for none."""
     runs = _runs(code, wanted)
     goal = tuple(wanted.values())
     best: list[Instruction] | None = None
     for head in sorted({t for a, run in runs.items() for t in run.after if t <= a}):
-        way = _search(head, runs, goal, len(best) if best else None)
-        best = way or best
+        path = _search(head, runs, goal, len(best) if best else None)
+        best = path or best
     return best or []
 
 
-def loads_before_use(way: list[Instruction]) -> bool:
+def loads_before_use(path: list[Instruction]) -> bool:
     """Whether all loads from global memory are issued before anything needs what one of them has loaded."""
-    return late_loads(way) == 0
+    return late_loads(path) == 0
 
 
-def in_flight(way: list[Instruction]) -> int:
-    """Instructions from the last load from global memory to the first that waits for one of this turn's loads.
+def in_flight(path: list[Instruction]) -> int:
+    """Instructions from the iteration's last load from global memory to the first that waits for one of its loads.
 
-    0 where something waits before the last one: a wait is for all loads that count on its barrier.
+    0 where an instruction before the last load waits: a wait is for all loads that signal its barrier.
     """
-    loads = [n for n, i in enumerate(way) if i.opcode.startswith("LDG")]
-    barriers = {way[n].sets for n in loads}
-    first = next((n for n in range(loads[0], len(way)) if barriers & way[n].waits), len(way))
+    loads = [n for n, i in enumerate(path) if i.opcode.startswith("LDG")]
+    barriers = {path[n].sets for n in loads}
+    first = next((n for n in range(loads[0], len(path)) if barriers & path[n].waits), len(path))
     return max(0, first - loads[-1])
 
 
-def late_loads(way: list[Instruction]) -> int:
-    """Loads from global memory that are issued after something has needed what another one loaded."""
+def late_loads(path: list[Instruction]) -> int:
+    """The number of loads from global memory that come after an instruction that needs another load's result."""
     loaded: set[int] = set()
     used, late = False, 0
-    for i in way:
+    for i in path:
         name = i.opcode.split(".")
         numbers = [int(n) for n in re.findall(r"\bR(\d+)", i.text)]
         if name[0] == "LDG":
@@ -176,48 +174,50 @@ def late_loads(way: list[Instruction]) -> int:
 
 
 def _search(head: int, runs: dict[int, _Run], goal: tuple[int, ...], limit: int | None) -> list[Instruction] | None:
-    """The way from a loop's head, its lowest address, back to it, if it is shorter than the limit.
+    """The shortest path from a loop's head, its lowest address, back to it, if it is shorter than the limit.
 
-    A*; a place is an address and what was counted on the way there. A place from which no way to the head is short
-    enough, or has as little left to count as is wanted, is not gone on from: without that one loop around another took
-    minutes.
+    A* search; a place is an address and the counts of the wanted opcodes on the path to it. Places are dropped from
+    which every path to the head is too long or exceeds the goal's counts: without that nested loops took minutes.
     """
     before: dict[int, list[int]] = {}
     for address, run in runs.items():
         for after in run.after if address >= head else ():
             before.setdefault(after, []).append(address)
-    rest = _least(head, before, {address: len(run.code) for address, run in runs.items()})
+    remaining = _least(head, before, {address: len(run.code) for address, run in runs.items()})
     least = [_least(head, before, {address: run.counts[n] for address, run in runs.items()}) for n in range(len(goal))]
     Place = tuple[int, tuple[int, ...]]
     start: Place = (head, (0,) * len(goal))
     queue: list[tuple[int, int, Place, Place | None]] = [(0, 0, start, None)]
-    came: dict[Place, Place | None] = {}
+    came_from: dict[Place, Place | None] = {}
     while queue:
         _, length, place, last = heapq.heappop(queue)
-        if place in came:
+        if place in came_from:
             continue
-        came[place] = last
-        address, seen = place
-        if address == head and seen == goal:
-            way: list[Instruction] = []
+        came_from[place] = last
+        address, counts = place
+        if address == head and counts == goal:
+            path: list[Instruction] = []
             while last is not None:
-                way = runs[last[0]].code + way
-                last = came[last]
-            return way
+                path = runs[last[0]].code + path
+                last = came_from[last]
+            return path
         run = runs[address]
         length += len(run.code)
-        counted = tuple(a + b for a, b in zip(seen, run.counts, strict=True))
+        new_counts = tuple(a + b for a, b in zip(counts, run.counts, strict=True))
         for after in run.after:
-            ends = after == head and counted == goal
-            if after not in rest or (limit is not None and length + (0 if ends else rest[after]) >= limit):
+            ends = after == head and new_counts == goal
+            if after not in remaining:
                 continue
-            if ends or all(a + of[after] <= b for a, of, b in zip(counted, least, goal, strict=True)):
-                heapq.heappush(queue, (length + (0 if ends else rest[after]), length, (after, counted), place))
+            estimate = length + (0 if ends else remaining[after])
+            if limit is not None and estimate >= limit:
+                continue
+            if ends or all(a + to_head[after] <= b for a, to_head, b in zip(new_counts, least, goal, strict=True)):
+                heapq.heappush(queue, (estimate, length, (after, new_counts), place))
     return None
 
 
 def _least(head: int, before: dict[int, list[int]], weights: dict[int, int]) -> dict[int, int]:
-    """Of each address from which a way leads to the head: the least sum of weights on one (Dijkstra)."""
+    """The least sum of weights on a path to the head, for each address that has one (Dijkstra)."""
     least: dict[int, int] = {}
     queue = [(weights[address], address) for address in before.get(head, ())]
     heapq.heapify(queue)

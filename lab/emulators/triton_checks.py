@@ -1,7 +1,7 @@
-"""Triton's kernels in the PTX emulator with every access watched, as compute-sanitizer does on a GPU.
+"""Checks every access of Triton's kernels in the PTX emulator, as compute-sanitizer does on a GPU.
 
-A launch may touch the bytes of its op's tensors and those of its own arguments, and nothing else. What the op allocated
-has been written by nobody, but for the tables, which the host fills. See lab/emulators/ptx_checks.py.
+A launch may access the bytes of its op's tensors and of its own arguments, and nothing else. Tensors that the op has
+allocated count as not written, but for the tables, which the host fills. See lab/emulators/ptx_checks.py.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lab.emulators.ptx_checks import Checks
 from lab.emulators.ptx_emulator import Array, Memory
 
-FILLED = ("table", "tables")  # arguments of kernels that the host writes
+FILLED = ("table", "tables")  # names of kernels' arguments that the host writes
 
 
 def tensors_in(x: Any) -> list[torch.Tensor]:
-    """Those in nested lists and tuples that have elements."""
+    """The tensors with elements in nested lists and tuples."""
     if isinstance(x, torch.Tensor):
         return [x] if x.numel() else []
     if isinstance(x, (list, tuple)):
@@ -31,35 +31,35 @@ def tensors_in(x: Any) -> list[torch.Tensor]:
 
 
 def span_of(x: torch.Tensor) -> tuple[int, int]:
-    """The first byte and the number of bytes to the end of the last element."""
+    """The address of the first byte, and the number of bytes to the end of the last element."""
     last = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
     return x.data_ptr(), (last + 1) * x.element_size()
 
 
 def joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Without overlaps: tensors of one storage may have bytes in common."""
-    found: list[tuple[int, int]] = []
+    """Joins spans that overlap, as those of tensors of one storage may."""
+    union: list[tuple[int, int]] = []
     for start, size in sorted({*spans}):
-        if found and start < sum(found[-1]):
-            begin = found[-1][0]
-            found[-1] = begin, max(sum(found[-1]), start + size) - begin
+        if union and start < sum(union[-1]):
+            begin = union[-1][0]
+            union[-1] = begin, max(sum(union[-1]), start + size) - begin
         else:
-            found.append((start, size))
-    return found
+            union.append((start, size))
+    return union
 
 
 class Watch:
-    """What launches may touch, and a fault that is planted: ``change`` of a kernel's PTX, or a kernel left out."""
+    """Watches the launches of an op. May plant a fault: ``change`` edits the PTX of ``kernel``; None leaves it out."""
 
     def __init__(
         self, order: str, kernel: str = "", change: Callable[[str], str] | None = None, spoil: bool = True
     ) -> None:
         self.checks = Checks(order, spoil=spoil, same_values=True)
         self.kernel, self.change = kernel, change
-        self.changed = not kernel
+        self.changed = not kernel  # whether the fault is planted
         self.ran: set[str] = set()
-        self.given: list[tuple[int, int]] = []
-        self.written: dict[tuple[int, int], Array] = {}  # of what the op has allocated, by its span
+        self.given: list[tuple[int, int]] = []  # spans of the op's tensors
+        self.written: dict[tuple[int, int], Array] = {}  # which bytes of the op's own allocations, by span
 
     def edited(self, name: str, text: str) -> str:
         if self.change is None or name != self.kernel:
@@ -75,6 +75,7 @@ class Watch:
         return left_out
 
     def memory(self, arguments: dict[str, Any]) -> Memory:
+        """The memory that a launch with these arguments may access."""
         filled = [span_of(x) for name, x in arguments.items() if name in FILLED and tensors_in(x)]
         own = [span_of(t) for x in arguments.values() for t in tensors_in(x)]
         memory, unwritten = Memory(), self.checks.unwritten
@@ -93,7 +94,7 @@ def bytes_at(start: int, size: int) -> Array:
 
 
 class Copies(TorchDispatchMode):
-    """Notes the memory of the copies that an op has torch make, whose addresses no launch's arguments show."""
+    """Adds the copies that an op makes with torch to its tensors: a launch finds them by addresses in a table."""
 
     def __init__(self, watch: Watch) -> None:
         super().__init__()
@@ -109,7 +110,7 @@ class Copies(TorchDispatchMode):
 
 
 class WatchedOps:
-    """The ops of memkern.triton, or a wrapper's, each of which may touch its arguments alone."""
+    """Ops of memkern.triton, each of which may access its arguments alone."""
 
     def __init__(self, ops: Any, watch: Watch) -> None:
         self.ops, self.watch = ops, watch
@@ -129,6 +130,7 @@ class WatchedOps:
 
 # ---- planted faults
 
+# PTX, and patterns of it. FEW has threads 0 to 6 do ACTION.
 FEW = "{ .reg .pred %few; .reg .b32 %me; mov.u32 %me, %tid.x; setp.lt.u32 %few, %me, 7; @%few ACTION; }\n"
 BARRIER = r"bar(?:rier)?\.sync\s+(?:\S+\s+)?0;"
 SHUFFLE = r"shfl\.sync\.bfly"
@@ -136,16 +138,16 @@ WIDE_LOAD = r"(ld\.global\S*\.v4\S*\s+[^;]*\[\s*%\w+) \+ 0(\s*\])"
 STORE = r"(st\.global\S*\s+\[\s*%\w+) \+ 0(\s*\])"
 
 
-def nth(pattern: str, new: str, which: int | None = 0) -> Callable[[str], str]:
-    """Replaces the (which + 1)-th match, or each."""
+def edit(pattern: str, new: str, index: int | None = 0) -> Callable[[str], str]:
+    """A change of PTX: replaces match number ``index``, or with None each."""
 
     def change(text: str) -> str:
-        if which is None:
+        if index is None:
             return re.sub(pattern, new, text)
-        found = [*re.finditer(pattern, text)]
-        if len(found) <= which:
+        matches = [*re.finditer(pattern, text)]
+        if len(matches) <= index:
             return text
-        m = found[which]
+        m = matches[index]
         return text[: m.start()] + m.expand(new) + text[m.end() :]
 
     return change

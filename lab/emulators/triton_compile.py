@@ -1,6 +1,6 @@
-"""Compiles Triton kernels ahead of time, without a GPU, and reads what the machine code needs.
+"""Compiles Triton kernels without a GPU, and reads registers, spills and instructions from their machine code.
 
-``python -m lab.emulators.triton_compile`` writes triton_registers.csv anew.
+``python -m lab.emulators.triton_compile`` rewrites triton_registers.csv, with which tests compare.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class Compiled(NamedTuple):
     registers: int
     scratch: int  # bytes of local or stack memory, spills included
     widest: int  # bits of the widest access to global memory
-    instructions: float  # for one parameter; 0 where that makes no sense, or there is no disassembler
+    instructions: float  # per parameter or element; 0 for kernels without elements and for AMD
 
 
 def compiled(name: str, target: str) -> Any:
-    """The kernel as Triton's compiler leaves it."""
+    """The result of Triton's compiler for a kernel."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -47,7 +47,7 @@ def compiled(name: str, target: str) -> Any:
     if target.startswith("gfx"):
         gpu, slow_fp64 = GPUTarget("hip", target, 64), False
         size = "ROWS" if "ROWS" in constants else "BLOCK"
-        constants = {k: 2 * v if k == size else v for k, v in constants.items()}  # as launch.TILE is there
+        constants = {k: 2 * v if k == size else v for k, v in constants.items()}  # launch.TILE is twice as large there
     else:
         capability = int(target.removeprefix("sm_"))
         gpu, slow_fp64 = GPUTarget("cuda", capability, 32), is_slow(*divmod(capability, 10))
@@ -59,23 +59,23 @@ def compiled(name: str, target: str) -> Any:
 
 @functools.cache
 def facts(name: str, target: str) -> Compiled:
-    made = compiled(name, target)
-    asm = made.asm
+    kernel = compiled(name, target)
+    asm = kernel.asm
     if target.startswith("gfx"):
         return _amd(asm["amdgcn"])
     from lab.emulators.triton_kernels import KERNELS
 
     variant = KERNELS[name]
-    elements = variant.elements // (32 * made.metadata.num_warps)
+    elements = variant.elements // (32 * kernel.metadata.num_warps)
     return _nvidia(asm["cubin"], asm["ptx"], elements, has_fast_path(variant))
 
 
 def has_fast_path(variant: Any) -> bool:
-    """memkern/triton/fast_path.py: a branch that usual tiles do not take."""
+    """Whether the kernel has a branch for rare values beside the fast path (memkern/triton/fast_path.py)."""
     from memkern.triton import codec
 
-    of_adam = variant.kernel.__name__ in ("adam_tiles", "lamb_tiles", "lamb_norm_tiles")
-    return of_adam and variant.constants["KIND"] == codec.POWER.value
+    is_adam = variant.kernel.__name__ in ("adam_tiles", "lamb_tiles", "lamb_norm_tiles")
+    return is_adam and variant.constants["KIND"] == codec.POWER.value
 
 
 def all_facts() -> dict[tuple[str, str], Compiled]:
@@ -93,31 +93,31 @@ def _tool(name: str, *args: str) -> str:
 
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     path = f"{tools}{os.pathsep}{os.environ['PATH']}"
-    run = subprocess.run([tools / name, *args], capture_output=True, text=True, env={**os.environ, "PATH": path})
-    assert run.returncode == 0, run.stderr
-    return run.stdout + run.stderr
+    process = subprocess.run([tools / name, *args], capture_output=True, text=True, env={**os.environ, "PATH": path})
+    assert process.returncode == 0, process.stderr
+    return process.stdout + process.stderr
 
 
 def _nvidia(cubin: bytes, ptx: str, elements: int, fast_path: bool) -> Compiled:
     usage = _dumped(cubin, "-res-usage")
-    number = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+    counts = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
     accesses = re.findall(r"(?:ld|st)\.global(?:\.\w+)*?(?:\.v(\d))?\.b(\d+)", ptx)
-    widest = max(int(n or 1) * int(bits) for n, bits in accesses)
+    widest = max(int(lanes or 1) * int(bits) for lanes, bits in accesses)
     code = _code(cubin)
-    way = _main_path(code)
+    path = _main_path(code)
     if fast_path:
-        # Both branches have the same accesses.
-        wide = {key: sum({*key.split(".")} <= {*i.opcode.split(".")} for i in way) for key in WIDE}
-        way = sass.shortest_loop(code, wide) or way
-    per_element = round(len(way) / elements, 1) if elements else 0.0
-    return Compiled(number["REG"], number["STACK"] + number["LOCAL"], widest, per_element)
+        # Both branches have the same accesses: the shorter is the fast one.
+        wide = {key: sum({*key.split(".")} <= {*i.opcode.split(".")} for i in path) for key in WIDE}
+        path = sass.shortest_loop(code, wide) or path
+    per_element = round(len(path) / elements, 1) if elements else 0.0
+    return Compiled(counts["REG"], counts["STACK"] + counts["LOCAL"], widest, per_element)
 
 
-def _dumped(cubin: bytes, what: str) -> str:
+def _dumped(cubin: bytes, option: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "kernel.cubin")
         file.write_bytes(cubin)
-        return _tool("cuobjdump", what, str(file))
+        return _tool("cuobjdump", option, str(file))
 
 
 def _code(cubin: bytes) -> list[sass.Instruction]:
@@ -126,23 +126,23 @@ def _code(cubin: bytes) -> list[sass.Instruction]:
 
 
 def main_loop(name: str, target: str, wanted: dict[str, int]) -> list[sass.Instruction]:
-    """A turn of a kernel's loop, by the shortest way that has the wanted wide loads and stores."""
+    """An iteration of a kernel's loop: the shortest path with the wanted wide loads and stores."""
     return sass.shortest_loop(_code(compiled(name, target).asm["cubin"]), wanted)
 
 
 def _main_path(code: list[sass.Instruction]) -> list[sass.Instruction]:
-    """One turn of the longest loop, past the calls that roots and divisions make for rare values.
+    """An iteration of the longest loop, without the calls of roots and divisions for rare values.
 
-    Of a kernel without a loop all up to its end, what it does once for its few elements included.
+    In a kernel without a loop, all instructions up to its end.
     """
-    place = {i.address: n for n, i in enumerate(code)}
+    index = {i.address: n for n, i in enumerate(code)}
     jumps = {
-        n: place[i.target]
+        n: index[i.target]
         for n, i in enumerate(code)
-        if i.opcode.split(".")[0] == "BRA" and i.target in place and place[i.target] != n
+        if i.opcode.split(".")[0] == "BRA" and i.target in index and index[i.target] != n
     }
     last, n = max(
-        ((n, to) for n, to in jumps.items() if to < n),
+        ((n, to) for n, to in jumps.items() if to < n),  # backward jumps: of loops
         key=lambda jump: jump[0] - jump[1],
         default=(len(code) - 1, 0),
     )
@@ -177,20 +177,20 @@ def recorded() -> tuple[str, dict[tuple[str, str], tuple[int, float]]]:
     """Triton's version, and registers and instructions of each case."""
     with RECORD.open() as file:
         rows = [*csv.DictReader(file)]
-    found = {
+    figures = {
         (row["kernel"], row["target"]): (int(row["registers"]), float(row["instructions per parameter"]))
         for row in rows
     }
-    return rows[0]["triton"], found
+    return rows[0]["triton"], figures
 
 
 def write_record() -> None:
-    facts_now = all_facts()
+    current = all_facts()
     with RECORD.open("w", newline="") as file:
         out = csv.writer(file, lineterminator="\n")
         out.writerow(["kernel", "target", "registers", "instructions per parameter", "triton"])
-        for case, found in facts_now.items():
-            out.writerow([*case, found.registers, found.instructions, version()])
+        for case, kernel in current.items():
+            out.writerow([*case, kernel.registers, kernel.instructions, version()])
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Every Triton kernel and the constants that it is compiled with, for test_triton_compiled.py.
+"""Lists every Triton kernel with the constants that it is compiled with, for test_triton_compiled.py.
 
-Variants marked ``everywhere`` are compiled for every target, the rest for sm_90 alone: a minute on two cores.
+Variants marked ``everywhere`` are compiled for every target, the others for sm_90 alone: a minute on two cores.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from tests.support.optimizers import SPECS, OptimizerSpec
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942")
 FP32, BF16, FP16 = range(3)  # in memkern.quant.layout.FLOATS
-POWER, DYNAMIC, PLAIN = 1, 2, 0
+POWER, DYNAMIC, PLAIN = 1, 2, 0  # kinds of states: power codes, dynamic codes, fp32
 
-# Argument types by name, for all kernels; what is not here is an i32 or a constant.
+# Argument types by name, for all kernels; other arguments are i32 or constants.
 TYPES = {
     "table": "*i64",
     "scalars": "*fp32",
@@ -39,12 +39,13 @@ class Variant(NamedTuple):
     kernel: Any
     constants: dict[str, Any]
     types: dict[str, str]
-    elements: int  # of a tile: what one program works on
-    everywhere: bool
+    elements: int  # of a tile, on which one program works
+    everywhere: bool  # compiled for every target
 
 
 def tile(kind: int, p: Any, g: Any, block: int = 128, vector: int = 0, flat: bool = True) -> dict[str, Any]:
-    widest = FP32 in (p, g) or kind == PLAIN
+    """Constants of a kernel on tiles: p and g are dtypes; vector 0 is the widest, 1 is for unaligned tensors."""
+    has_fp32 = FP32 in (p, g) or kind == PLAIN
     return {
         "KIND": kind,
         "PARAM_DTYPE": p,
@@ -52,7 +53,7 @@ def tile(kind: int, p: Any, g: Any, block: int = 128, vector: int = 0, flat: boo
         "TILES": 8,
         "ROWS": rows_of(block),
         "BLOCK_SIZE": block,
-        "VECTOR": vector or (4 if widest else 8),
+        "VECTOR": vector or (4 if has_fp32 else 8),
         "FLAT": flat,
     }
 
@@ -75,10 +76,10 @@ STEP_TILES = {
     "fp32 states, bf16+8": tile(PLAIN, ERROR8.value, BF16),
 }
 EVERYWHERE = {"muon: power, bf16 and fp32"}.union(*(spec.everywhere for spec in SPECS.values()))
+# The tiles of all optimizers.
 COMMON = ("power, fp32", "power, bf16", "power, fp32, ragged", "dynamic, fp32", "fp32 states, bf16")
 
-
-GROUPS = {"all": STEP_TILES}  # of OptimizerSpec.triton
+GROUPS = {"all": STEP_TILES}  # tiles that OptimizerSpec.triton adds, by the names there
 
 
 def _steps(name: str, kernel: Any, variants: Any) -> dict[str, Variant]:
@@ -95,18 +96,18 @@ def _steps(name: str, kernel: Any, variants: Any) -> dict[str, Variant]:
     }
 
 
-def _of(spec: OptimizerSpec) -> dict[str, Variant]:
-    """The kernels of an optimizer's step: of its tiles, with trust ratios those of their norms, and its prologue."""
+def _optimizer(spec: OptimizerSpec) -> dict[str, Variant]:
+    """The kernels of an optimizer's step: on tiles, for trust ratios also of norms, and its prologue."""
     family, module = spec.family, getattr(memkern.triton, spec.family)
     variants = (*COMMON, *(name for group in spec.triton for name in GROUPS[group]))
-    one = ["prologue", *(["ratios"] if spec.op.has_trust_ratios else [])]
-    found = _steps(family, getattr(module, f"{family}_tiles"), variants)
+    small = ["prologue", *(["ratios"] if spec.op.has_trust_ratios else [])]
+    kernels = _steps(family, getattr(module, f"{family}_tiles"), variants)
     if spec.op.has_trust_ratios:
-        found |= _steps(f"{family} norms", getattr(module, f"{family}_norm_tiles"), variants)
-    for name in (f"{family}: {what}" for what in one):
+        kernels |= _steps(f"{family} norms", getattr(module, f"{family}_norm_tiles"), variants)
+    for name in (f"{family}: {part}" for part in small):
         kernel = getattr(module, name.replace(": ", "_"))
-        found[name] = Variant(kernel, {}, {}, 0, name in EVERYWHERE)
-    return found
+        kernels[name] = Variant(kernel, {}, {}, 0, name in EVERYWHERE)
+    return kernels
 
 
 def _blockwise(name: str, kernel: Any, codec: int, signed: bool, dtype: str, vector: int) -> Variant:
@@ -129,15 +130,15 @@ def _norm(g: Any, vector: int) -> Variant:
     return Variant(grad_norm.norm_tiles, constants, {}, 1024, vector > 1)
 
 
-MUON_APPLY = {  # updates are in the gradients' place
+MUON_APPLY = {  # GRAD_DTYPE is that of the update
     "fp32": tile(PLAIN, FP32, BF16),
     "bf16": tile(PLAIN, BF16, BF16, vector=8),
     "bf16+8": tile(PLAIN, ERROR8.value, BF16, vector=8),
 }
 
 KERNELS: dict[str, Variant] = {
-    **{name: kernel for spec in SPECS.values() for name, kernel in _of(spec).items()},
-    # Of the parameter's place, which the update has: bf16.
+    **{name: kernel for spec in SPECS.values() for name, kernel in _optimizer(spec).items()},
+    # PARAM_DTYPE is that of the update, bf16.
     **_steps(
         "muon",
         muon.muon_tiles,
@@ -168,6 +169,7 @@ KERNELS: dict[str, Variant] = {
         )
     },
 }
+
 GELU, TWO_BRANCH = LEVELS["gelu", 3], TWO_BRANCHES["gelu"]
 TABLE = {
     "THRESHOLDS": GELU.thresholds,
@@ -220,5 +222,5 @@ KERNELS |= {
 CASES = [
     (name, target) for target in TARGETS for name, variant in KERNELS.items() if target == "sm_90" or variant.everywhere
 ]
-# The other kind of compute capability 8, with slow fp64, for kernels to which that makes a difference.
+# sm_89 has slow fp64, unlike sm_80: for kernels that depend on it.
 CASES += [(name, "sm_89") for name, v in KERNELS.items() if "SLOW_FP64" in v.kernel.arg_names]

@@ -1,4 +1,4 @@
-"""Runs what Triton compiles for NVIDIA GPUs in the PTX emulator, on CPU tensors, launched by memkern.triton."""
+"""Runs Triton's kernels as compiled for NVIDIA GPUs in the PTX emulator, on CPU tensors, launched by memkern.triton."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from lab.emulators.triton_checks import Watch
 
 ARCHITECTURE = 90
-POINTERS = {
+POINTERS = {  # Triton's types
     **{torch.float64: "*fp64", torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"},
     **{torch.int64: "*i64", torch.int32: "*i32", torch.int8: "*i8", torch.uint8: "*u8"},
 }
 
 
 def missing() -> str | None:
-    """Why Triton does not compile here."""
+    """Why Triton does not compile here, or None."""
     try:
         import triton  # noqa: F401
     except ImportError:
@@ -56,7 +56,7 @@ def compiled(kernel: Any, arguments: dict[str, Any], options: dict[str, Any]) ->
 
 @contextlib.contextmanager
 def emulated(watch: Watch | None = None) -> Iterator[list[Module]]:
-    """Inside the ``with`` block Triton kernels run in the emulator; gives the list of the modules launched.
+    """Inside the ``with`` block Triton kernels run in the emulator; yields the list of the modules launched.
 
     ``watch``: limits their memory, checks their accesses, and may change their PTX.
     """
@@ -69,15 +69,14 @@ def emulated(watch: Watch | None = None) -> Iterator[list[Module]]:
         names = {p.name for p in self.params}
         options = {k: v for k, v in kwargs.items() if k not in names}
         arguments = dict(zip(self.arg_names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in names}
-        made = compiled(self, arguments, options)
-        if made.hash not in cache:
-            text = made.asm["ptx"]
-            cache[made.hash] = Module(watch.edited(made.name, text) if watch else text), made.metadata
-        module, metadata = cache[made.hash]
+        binary = compiled(self, arguments, options)
+        if binary.hash not in cache:
+            text = binary.asm["ptx"]
+            cache[binary.hash] = Module(watch.edited(binary.name, text) if watch else text), binary.metadata
+        module, metadata = cache[binary.hash]
         kernel = module.find(metadata.name)
-        given = [arguments[p.name] for p in self.params if not p.is_constexpr]
         launched.append(module)
-        params = pack(kernel, *given)
+        params = pack(kernel, *(arguments[p.name] for p in self.params if not p.is_constexpr))
         threads = 32 * metadata.num_warps
         if watch is None:
             launch(module, kernel, grid[0], threads, params, Memory.process(), metadata.shared)
@@ -85,9 +84,9 @@ def emulated(watch: Watch | None = None) -> Iterator[list[Module]]:
             memory = watch.memory(arguments)
             launch(module, kernel, grid[0], threads, params, memory, metadata.shared, watch.checks)
 
-    before = JITFunction.run
+    original_run = JITFunction.run
     JITFunction.run = run
     try:
         yield launched
     finally:
-        JITFunction.run = before
+        JITFunction.run = original_run

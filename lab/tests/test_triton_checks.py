@@ -1,6 +1,7 @@
-"""Triton's kernels as its compiler leaves them, with every access watched: races, bytes nobody wrote, barriers, bounds.
+"""Triton's compiled kernels have no races, reads of unwritten bytes, partial barriers or accesses out of bounds.
 
-As lab/tests/test_cuda_checks.py for CUDA's. Results are compared too: a read that races gets other bits.
+Every access is checked in the PTX emulator, as lab/tests/test_cuda_checks.py does for CUDA's. Results are compared too,
+with other bits in reads that race. Faults planted in the kernels are found.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from lab.emulators import triton_ptx
 from lab.emulators.ptx_checks import ORDERS, InitError, RaceError
 from lab.emulators.ptx_emulator import PtxError
-from lab.emulators.triton_checks import BARRIER, FEW, SHUFFLE, STORE, WIDE_LOAD, Watch, WatchedOps, nth
+from lab.emulators.triton_checks import BARRIER, FEW, SHUFFLE, STORE, WIDE_LOAD, Watch, WatchedOps, edit
 from memkern import _ops
 from memkern.schemas import SCHEMAS
 from tests.support.kernels.backends import Kernels, compare
@@ -27,13 +28,14 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here, which runs the kernels itself"),
     pytest.mark.skipif(triton_ptx.missing() is not None, reason=str(triton_ptx.missing())),
 ]
+# Names of cases.
 EMULATED = [name for name, case in CASES.items() if case.emulated]
 ADAM, LAMB, BITS = "adam_step_: few, bfloat16", "lamb_step_: few, float32", "few_bit_encode: odd"
 NORM = "grad_norm_: few, scale 1024.0"
 
 
 class Fault(NamedTuple):
-    """``change`` of a kernel's PTX, or None where it is left out; the case in which it must be found; as what."""
+    """A change of a kernel's PTX, None to leave the kernel out; the case that must raise; the error and words of it."""
 
     kernel: str
     change: Callable[[str], str] | None
@@ -48,30 +50,30 @@ def few(action: str) -> str:
 
 FAULTS = {
     "race: no barrier before the sums of warps are read": Fault(
-        "norm_tiles", nth(BARRIER, "", 0), NORM, RaceError, None
+        "norm_tiles", edit(BARRIER, "", 0), NORM, RaceError, None
     ),
-    "race: no barrier before the total is added up": Fault("norm_total", nth(BARRIER, "", 0), NORM, RaceError, None),
-    "race: no barriers around what warps exchange": Fault("adam_tiles", nth(BARRIER, "", None), ADAM, RaceError, None),
+    "race: no barrier before the total is added up": Fault("norm_total", edit(BARRIER, "", 0), NORM, RaceError, None),
+    "race: no barriers around what warps exchange": Fault("adam_tiles", edit(BARRIER, "", None), ADAM, RaceError, None),
     "init: no prologue": Fault("adam_prologue", None, ADAM, InitError, "nobody wrote"),
     "init: no partial sums": Fault("norm_tiles", None, NORM, InitError, "nobody wrote"),
     "init: no sums of layers": Fault("lamb_norm_tiles", None, LAMB, InitError, "nobody wrote"),
     "sync: a barrier for seven threads": Fault(
-        "norm_tiles", nth(BARRIER, few("bar.sync 0")), NORM, PtxError, "barrier"
+        "norm_tiles", edit(BARRIER, few("bar.sync 0")), NORM, PtxError, "barrier"
     ),
     "sync: seven threads return before a barrier": Fault(
-        "norm_total", nth(BARRIER, few("ret")), NORM, PtxError, "barrier"
+        "norm_total", edit(BARRIER, few("ret")), NORM, PtxError, "barrier"
     ),
     "sync: seven threads return before a shuffle": Fault(
-        "adam_tiles", nth(SHUFFLE, few("ret")), ADAM, PtxError, "lanes of a warp"
+        "adam_tiles", edit(SHUFFLE, few("ret")), ADAM, PtxError, "lanes of a warp"
     ),
     "memory: a gradient's load one vector on": Fault(
-        "norm_tiles", nth(WIDE_LOAD, r"\1 + 32\2", None), NORM, PtxError, "outside of all buffers"
+        "norm_tiles", edit(WIDE_LOAD, r"\1 + 32\2", None), NORM, PtxError, "outside of all buffers"
     ),
     "memory: stores of codes one vector on": Fault(
-        "encode_vectors", nth(STORE, r"\1 + 64\2", None), BITS, PtxError, "outside of all buffers"
+        "encode_vectors", edit(STORE, r"\1 + 64\2", None), BITS, PtxError, "outside of all buffers"
     ),
     "memory: the norm in the next word": Fault(
-        "norm_total", nth(STORE, r"\1 + 8\2"), NORM, PtxError, "outside of all buffers"
+        "norm_total", edit(STORE, r"\1 + 8\2"), NORM, PtxError, "outside of all buffers"
     ),
 }
 
@@ -79,10 +81,10 @@ FAULTS = {
 def run(name: str, watch: Watch) -> None:
     from memkern.triton import tensor_table
 
-    # Below the dispatcher, in which the mode that watches copies would not see them.
+    # Called without torch's dispatcher, under which the mode that watches copies would not see them.
     ops = SimpleNamespace(**{op: _ops._kernel("memkern_triton", op) for op in SCHEMAS})
 
-    tensor_table._plans.clear()  # a plan's table would be one that an earlier launch has written
+    tensor_table._plans.clear()  # else a table that an earlier case wrote would be reused
     with triton_ptx.emulated(watch):
         compare(Kernels("triton", WatchedOps(ops, watch)), CASES[name])
     assert watch.ran
@@ -97,7 +99,7 @@ def check_fault(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [ADAM, NORM])
-def test_a_sample(name: str) -> None:
+def test_a_sample_is_without_faults(name: str) -> None:
     run(name, Watch("last"))
 
 
@@ -109,7 +111,7 @@ def test_some_planted_faults_are_found(name: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("name", EMULATED)
-def test_all_cases(name: str, order: str) -> None:
+def test_all_cases_are_without_faults(name: str, order: str) -> None:
     run(name, Watch(order))
 
 

@@ -1,5 +1,7 @@
-"""memkern.triton.fast_path: quotients and roots as Triton compiles them, in the PTX emulator, whose estimates are off
-by up to a unit in the last place; and which tiles of a step take that path."""
+"""Quotients and roots of memkern.triton.fast_path are correctly rounded, and usual tiles of a step take that path.
+
+The kernels run as Triton compiles them, in the PTX emulator, whose estimates are off by up to a unit in the last place.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here, which runs the kernels itself"),
     pytest.mark.skipif(triton_ptx.missing() is not None, reason=str(triton_ptx.missing())),
 ]
-SIZE = 2**14
+SIZE = 2**14  # elements
 
 
 def near_midpoints(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -33,11 +35,11 @@ def near_midpoints(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
         inverse = inverse * (2 - b * inverse) % 2**25
     m = np.where(random.integers(0, 2, b.size) == 1, inverse, 2**25 - inverse)
     a = (b * m + 2**24) // 2**25
-    fine = (m > 2**24) & (a >= 2**23) & (np.abs(b * m - 2**25 * a) == 1)
-    return a[fine][:count].astype(np.float32), b[fine][:count].astype(np.float32)
+    usable = (m > 2**24) & (a >= 2**23) & (np.abs(b * m - 2**25 * a) == 1)
+    return a[usable][:count].astype(np.float32), b[usable][:count].astype(np.float32)
 
 
-def test_quotients() -> None:
+def test_quotients_and_roots_are_correctly_rounded() -> None:
     import triton
     import triton.language as tl
 
@@ -54,7 +56,7 @@ def test_quotients() -> None:
     a, b = near_midpoints(SIZE, 0)
     assert len(a) == SIZE
     random = np.random.default_rng(1)
-    # Over the whole range of fast_path.py, both signs; b is a radicand too.
+    # Exponents over the whole range of fast_path.py, numerators of both signs; roots are of the denominators.
     a *= np.exp2(random.integers(-64 - 23, 60 - 24, SIZE)).astype(np.float32) * random.choice([-1, 1], SIZE)
     b *= np.exp2(random.integers(-51 - 23, 21 - 24, SIZE)).astype(np.float32)
     a[::64], b[1::64] = 0.0, np.float32(2.0**20)
@@ -68,13 +70,13 @@ def test_quotients() -> None:
     assert_same(roots, y.double().sqrt().float())
 
 
-SLOW = ("sqrt.rn.f32", "div.rn.f32")
+SLOW = ("sqrt.rn.f32", "div.rn.f32")  # instructions of the other path
 
 
 @pytest.mark.parametrize(("dtype", "layout"), [(torch.bfloat16, (9, 1600)), (torch.float32, (6, 1024))])
 @pytest.mark.parametrize("name", ["adam_step_", "lamb_step_"])
 def test_usual_tiles_take_the_fast_path(name: str, dtype: torch.dtype, layout: tuple[int, int]) -> None:
-    """Rows that end inside a block of 128 too, but for a last tile of which a part is outside of the tensor."""
+    """So do tiles whose rows end inside a block of 128, but not a last tile that is partly outside of the tensor."""
     import memkern.triton
 
     args = step_args(name, (layout,), [dtype], [dtype])
@@ -93,7 +95,7 @@ def test_usual_tiles_take_the_fast_path(name: str, dtype: torch.dtype, layout: t
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-30, 1e25, torch.nan, torch.inf])
-def test_one_element_sends_its_tile_the_other_way(value: float) -> None:
+def test_one_rare_element_sends_its_tile_the_slow_way(value: float) -> None:
     import memkern.triton
 
     args = step_args("adam_step_", ((8, 128), (8, 128)), codec=(0, 0))

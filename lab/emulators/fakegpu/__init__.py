@@ -1,8 +1,8 @@
-"""Runs the CUDA ops without a GPU from torch.ops down: host code as nvcc compiles it, kernels as PTX in the emulator.
+"""Runs the CUDA ops without a GPU, called through torch.ops: nvcc's host code, and kernels as PTX in the emulator.
 
 Two made-up devices stand in for CUDA's (cudart.cpp, device.cpp): torch's dispatcher, device guard and current stream,
-the ops' tables and launches are real, and each launch runs in lab.emulators.ptx_emulator, over the devices' memory
-alone. For a process of its own, which loads this before torch: from then on torch believes in CUDA.
+the ops' tables and launches are real, and each launch runs in lab.emulators.ptx_emulator, which may access the devices'
+memory alone. Needs a process of its own, and a Machine before torch: from then on torch believes that CUDA is there.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
     from lab.emulators.ptx_checks import Checks
 
 LAUNCHER = ctypes.CFUNCTYPE(
-    ctypes.c_int,
-    ctypes.c_char_p,
-    ctypes.c_uint,
-    ctypes.c_uint,
-    ctypes.POINTER(ctypes.c_void_p),
-    ctypes.c_size_t,
-    ctypes.c_void_p,
-    ctypes.c_int,
+    ctypes.c_int,  # result: 0, or 1 for an error
+    ctypes.c_char_p,  # the kernel's mangled name
+    ctypes.c_uint,  # blocks
+    ctypes.c_uint,  # threads of a block
+    ctypes.POINTER(ctypes.c_void_p),  # addresses of the arguments
+    ctypes.c_size_t,  # bytes of shared memory
+    ctypes.c_void_p,  # stream
+    ctypes.c_int,  # whether the stream is captured
 )
-MOST_PIECES = 100_000  # of memory
+MAX_PIECES = 100_000  # of memory
 
 
 class Launch(NamedTuple):
-    """What the host code called, with a copy of the arguments as they were then."""
+    """A launch by the host code, with a copy of its arguments."""
 
     kernel: str  # mangled
     blocks: int
@@ -41,12 +41,12 @@ class Launch(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Memory of a device that one allocation gave."""
+    """A piece of a device's memory: the result of one allocation."""
 
     address: int
     size: int
-    serial: int  # another one for each allocation
-    written: int  # whether the host has
+    serial: int  # number of the allocation
+    written: int  # 1: the host has written it
     owner: int  # 0: cudaMalloc, 1: torch, 2: torch, in the memory pool of a CUDA graph
 
 
@@ -78,14 +78,14 @@ class Machine:
         self.module = Module((folder / "ops.ptx").read_text())
         self.launches: list[Launch] = []
         self.graph: list[Launch] = []
-        self.runs = True  # or launches are only noted
-        self.pending: list[Launch] | None = None  # launches go there, and run later
-        self.noted: list[str] = []
+        self.runs = True  # False: launches are noted, and do not run
+        self.pending: list[Launch] | None = None  # a list: launches are added to it, for a test to run them later
+        self.noted: list[str] = []  # the kernel of each launch, whether it ran or not
         self.errors: list[Exception] = []
         self.checks: Checks | None = None  # of all launches
-        self.written: dict[int, Any] = {}  # by serial number, of memory that the host did not write
-        self.given: tuple[int, list[tuple[int, int]]] | None = None  # see only()
-        self._launcher = LAUNCHER(self._launch)  # as long as the runtime calls it
+        self.written: dict[int, Any] = {}  # which bytes kernels wrote, by serial, of pieces that the host did not write
+        self.given: tuple[int, list[tuple[int, int]]] | None = None  # see restrict_to()
+        self._launcher = LAUNCHER(self._launch)  # kept alive, as the runtime calls it
         self.runtime.fakegpu_set_launcher(self._launcher)
 
     # ---- launches
@@ -138,13 +138,13 @@ class Machine:
 
     def pieces(self) -> list[Piece]:
         """The devices' memory."""
-        rows = (ctypes.c_uint64 * (5 * MOST_PIECES))()
-        count = self.runtime.fakegpu_memory(rows, MOST_PIECES)
-        assert count <= MOST_PIECES
+        rows = (ctypes.c_uint64 * (5 * MAX_PIECES))()
+        count = self.runtime.fakegpu_memory(rows, MAX_PIECES)
+        assert count <= MAX_PIECES
         return [Piece(*rows[5 * i : 5 * i + 5]) for i in range(count)]
 
     def memory(self) -> Any:
-        """The devices' memory, and nothing of the host's; of torch's, where :meth:`only` was called, what it allows."""
+        """The devices' memory, without the host's, and of torch's pieces what :meth:`restrict_to` allows."""
         import numpy as np
 
         from lab.emulators.ptx_emulator import Memory
@@ -170,23 +170,23 @@ class Machine:
                 self.checks.unwritten[start] = written[start - piece.address :][:size]
         return memory
 
-    def only(self, x: Any) -> None:
-        """From now on kernels get these tensors, to the byte, and what is allocated later; None: all again."""
-        if x is None:
+    def restrict_to(self, tensors: Any) -> None:
+        """Lets kernels access these tensors' bytes alone, of all that torch has allocated so far. None lifts this."""
+        if tensors is None:
             self.given = None
             return
-        found: list[tuple[int, int]] = []
+        ranges: list[tuple[int, int]] = []
 
-        def note(t: Any) -> Any:
+        def add_range(t: Any) -> Any:
             last = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
             if t.is_cuda and t.numel():
-                found.append((t.data_ptr(), (last + 1) * t.element_size()))
+                ranges.append((t.data_ptr(), (last + 1) * t.element_size()))
             return t
 
-        self._each(x, note)
+        self._each(tensors, add_range)
         spans: list[tuple[int, int]] = []
-        for start, size in sorted({*found}):
-            if spans and start < sum(spans[-1]):  # of one storage
+        for start, size in sorted({*ranges}):
+            if spans and start < sum(spans[-1]):  # overlaps the last one: both are of one storage
                 begin = spans[-1][0]
                 spans[-1] = begin, max(sum(spans[-1]), start + size) - begin
             else:
@@ -211,11 +211,11 @@ class Machine:
         return self.runtime.fakegpu_new_stream(device, blocking)
 
     def replace_stream(self, stream: int) -> None:
-        """Destroys it; another stream gets its handle. What was launched in it runs all the same."""
+        """Destroys a stream and gives its handle to a new one. Launches in the destroyed stream still run."""
         self.runtime.fakegpu_replace_stream(ctypes.c_void_p(stream))
 
     def use_stream(self, stream: int | None, device: int = 0) -> None:
-        """Makes it torch's current stream of the device; None is the default stream."""
+        """Makes a stream torch's current one of the device; None is the default stream."""
         self.device.fakegpu_use_stream(device, ctypes.c_void_p(stream))
 
     def capture(self, stream: int, on: bool) -> None:
@@ -232,7 +232,7 @@ class Machine:
     # ---- tensors
 
     def to_device(self, x: Any, device: int = 0) -> Any:
-        """Copies of all tensors in lists, dicts and named tuples, laid out alike."""
+        """Copies all tensors in lists, dicts and named tuples to a device, with their strides and offsets."""
         import torch
 
         return self._each(x, lambda t: torch.ops.fakegpu.to_device(t, device))
@@ -242,15 +242,15 @@ class Machine:
 
         return self._each(x, torch.ops.fakegpu.to_host)
 
-    def _each(self, x: Any, function: Any) -> Any:
+    def _each(self, x: Any, transform: Any) -> Any:
         import torch
 
         if isinstance(x, torch.Tensor):
-            return function(x)
+            return transform(x)
         if isinstance(x, dict):
-            return {key: self._each(value, function) for key, value in x.items()}
+            return {key: self._each(value, transform) for key, value in x.items()}
         if isinstance(x, tuple) and hasattr(x, "_fields"):
-            return type(x)(*(self._each(value, function) for value in x))
+            return type(x)(*(self._each(value, transform) for value in x))
         if isinstance(x, (list, tuple)):
-            return [self._each(value, function) for value in x]
+            return [self._each(value, transform) for value in x]
         return x

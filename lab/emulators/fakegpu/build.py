@@ -1,4 +1,4 @@
-"""Compiles csrc/cuda/ as setup.py does, host code and PTX, and links it with the runtime that stands in for CUDA's."""
+"""Compiles csrc/cuda/ with nvcc, host code and PTX, and links it with the runtime that stands in for CUDA's."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ STABLE_TORCH_LIBRARY_IMPL(memkern_nvcc, CUDA, m) {
 class Built(NamedTuple):
     runtime: Path  # in place of libcudart
     device: Path  # in place of libtorch_cuda
-    ops: Path
-    ptx: Path
+    ops: Path  # the library of the ops: host code
+    ptx: Path  # the kernels
 
 
 def missing() -> str | None:
-    """Why it cannot be built here."""
+    """Why the made-up devices cannot be built here, or None."""
     if torch.version.cuda is not None:
         return "it stands in for libtorch_cuda, and this torch has its own"
     return next((f"{name} is not installed" for name in ("nvcc", "g++") if shutil.which(name) is None), None)
 
 
 def _run(*command: str | Path, cwd: Path) -> None:
-    done = subprocess.run([*map(str, command)], cwd=cwd, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-6000:]
+    process = subprocess.run([*map(str, command)], cwd=cwd, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr[-6000:]
 
 
 def compile_all(folder: Path) -> Built:
@@ -59,15 +59,15 @@ def compile_all(folder: Path) -> Built:
 
     def compile_device() -> None:
         _run("nvcc", *SHARED, "-x", "c++", HERE / "cudart.cpp", "-o", built.runtime, cwd=folder)
-        plain = [flag for flag in headers if flag.startswith("-I")]
+        folders = [flag for flag in headers if flag.startswith("-I")]
         libraries = [*torch_libraries, f"-L{folder}", "-lfakecudart"]
         source = HERE / "device.cpp"
-        flags = [*SHARED, "-std=c++20", *plain, "-x", "c++"]
+        flags = [*SHARED, "-std=c++20", *folders, "-x", "c++"]
         _run("nvcc", *flags, source, "-o", built.device, *libraries, cwd=folder)
 
     with ThreadPoolExecutor(2) as pool:
-        for done in [pool.submit(compile_ops), pool.submit(compile_device)]:
-            done.result()
+        for compilation in [pool.submit(compile_ops), pool.submit(compile_device)]:
+            compilation.result()
     libraries = [*torch_libraries, f"-L{folder}", "-lfakedevice", "-lfakecudart"]
     _run("nvcc", *SHARED, folder / "ops.o", "-o", built.ops, *libraries, cwd=folder)
     return built

@@ -1,8 +1,8 @@
-"""The cases of the made-up devices with every access watched: ``python -m lab.emulators.fakegpu.checked FOLDER ORDER``.
+"""Runs the cases with every access checked: ``python -m lab.emulators.fakegpu.checked FOLDER ORDER [CASE ...]``.
 
-What compute-sanitizer does on a GPU (lab/emulators/ptx_checks.py): ops get the memory of their own tensors alone, to
-the byte. A line of JSON for each case, then one with the kernels that no case ran. ``CASE ...``: these alone. With
-"planted" in place of ORDER: the faults below, each of which must be found.
+The checks are those of compute-sanitizer (lab/emulators/ptx_checks.py), and ops may access the bytes of their own
+tensors alone. Prints a line of JSON for each case, then one with the kernels that no case ran. ORDER is that of warps,
+or "planted": then the faults of PLANTED are put into the kernels, and each must be found.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from typing import Any
 from lab.emulators.fakegpu import Machine
 from lab.emulators.fakegpu.cases import all_cases
 
-# Left out: a table that is torch's and was there before, as no argument tells that it is one; and a case that compares
-# the ops themselves, which are others here.
+# Cases left out: in the first a kernel reads an earlier table in torch's memory, which no argument names; the second
+# compares machine.ops with torch's, and here they are wrapped.
 LEFT_OUT = ("a table where CUDA has no memory left", "a table larger than a launch carries")
+# Names of cases.
 ADAM, NORM, BITS = "adam_step_: few, bfloat16", "grad_norm_: few, scale 1024.0", "few_bit_encode: odd"
 SAMPLE = ("adam_step_: few, float32", "lamb_step_: few, bfloat16", BITS, NORM)
 
 
 def gelu_of_all_bits(machine: Machine) -> None:
-    """The codes; lab/tests/test_gpu_ptx.py compares the results."""
+    """Compares the codes of GELU in 1 to 4 bits; lab/tests/test_gpu_ptx.py compares its results."""
     import torch
 
     from memkern import reference
@@ -45,24 +46,24 @@ def gelu_of_all_bits(machine: Machine) -> None:
 
 
 class ExactOps:
-    """The ops, each of which may touch its arguments' bytes, its results and its table."""
+    """The ops, each of which may access its arguments' bytes, its results and its table alone."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine, self.real = machine, machine.ops
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
-            self.machine.only(args)
+            self.machine.restrict_to(args)
             try:
                 return getattr(self.real, name)(*args)
             finally:
-                self.machine.only(None)
+                self.machine.restrict_to(None)
 
         return call
 
 
 def fault_of(machine: Machine, case: Callable[[Machine], None]) -> Exception | None:
-    """What the checks found, else what the case itself says."""
+    """Runs a case; returns the error of the checks, else the case's own, else None."""
     machine.launches.clear()
     machine.errors.clear()
     machine.runs = True
@@ -80,8 +81,8 @@ def fault_of(machine: Machine, case: Callable[[Machine], None]) -> Exception | N
 # ---- planted faults
 
 
-def edited(kernel: str, pattern: str, new: str, which: int | None = 0) -> Callable[[str], str]:
-    """Replaces what matches for the (which + 1)-th time, or each match, in each kernel whose name holds this."""
+def edit_of(kernel: str, pattern: str, new: str, index: int | None = 0) -> Callable[[str], str]:
+    """A change of PTX: replaces match number ``index``, or with None each, in the kernels of this name."""
 
     def edit(text: str) -> str:
         starts = [m.start() for m in re.finditer(r"\.entry\s", text)]
@@ -89,33 +90,34 @@ def edited(kernel: str, pattern: str, new: str, which: int | None = 0) -> Callab
         return "".join(change(part) if re.match(rf"\.entry\s+\S*\d{kernel}", part) else part for part in parts)
 
     def change(part: str) -> str:
-        if which is None:
+        if index is None:
             return re.sub(pattern, new, part)
-        found = [*re.finditer(pattern, part)]
-        if not found:
+        matches = [*re.finditer(pattern, part)]
+        if not matches:
             return part
-        m = found[which]
+        m = matches[index]
         return part[: m.start()] + m.expand(new) + part[m.end() :]
 
     return edit
 
 
+# PTX, and patterns of it. FEW has threads 0 to 6 do ACTION.
 FEW = "{ .reg .pred %few; .reg .b32 %me; mov.u32 %me, %tid.x; setp.lt.u32 %few, %me, 7; @%few ACTION; }\n"
 BARRIER = r"bar\.sync\s+0;"
 SHUFFLE = r"shfl\.sync\.bfly"
 WHOLE_VECTOR = r"(ld\.global\S*\.v4\S*\s+[^;]*\[%\w+)(\+\d+)?\]"
 STORED = r"(st\.global\S*\s+\[%\w+)(\+\d+)?\]"
-# What is left out, or changed in the PTX; a case in which it must be found; as what.
+# Fault: a change of the PTX, or the kernel that is left out; the case that must find it; the error's class and words.
 PLANTED: dict[str, tuple[Callable[[str], str] | str, str, str, str]] = {
     "race: no barrier before the sums of warps are read": (
-        *(edited("norm_tiles", BARRIER, "", 1), NORM, "RaceError", ""),
+        *(edit_of("norm_tiles", BARRIER, "", 1), NORM, "RaceError", ""),
     ),
     "race: no barrier before the sums are written again": (
-        *(edited("norm_total", BARRIER, "", 1), NORM, "RaceError", ""),
+        *(edit_of("norm_total", BARRIER, "", 1), NORM, "RaceError", ""),
     ),
     "race: all threads store one block's sum": (
         *(
-            edited("norm_tiles", r"@%p\d+ bra\s+\S+;(?=[^@]*st\.global\.f64)", ""),
+            edit_of("norm_tiles", r"@%p\d+ bra\s+\S+;(?=[^@]*st\.global\.f64)", ""),
             NORM,
             "RaceError",
             "",
@@ -125,37 +127,37 @@ PLANTED: dict[str, tuple[Callable[[str], str] | str, str, str, str]] = {
     "init: no prologue": ("adam_prologue", ADAM, "InitError", "nobody wrote"),
     "init: no partial sums": ("norm_tiles", NORM, "InitError", "nobody wrote"),
     "sync: a barrier for seven threads": (
-        *(edited("norm_tiles", BARRIER, FEW.replace("ACTION", "bar.sync 0") + r"\g<0>"), NORM),
+        *(edit_of("norm_tiles", BARRIER, FEW.replace("ACTION", "bar.sync 0") + r"\g<0>"), NORM),
         *("PtxError", "barrier"),
     ),
     "sync: seven threads return before a barrier": (
-        *(edited("norm_tiles", BARRIER, FEW.replace("ACTION", "ret") + r"\g<0>"), NORM),
+        *(edit_of("norm_tiles", BARRIER, FEW.replace("ACTION", "ret") + r"\g<0>"), NORM),
         *("PtxError", "barrier"),
     ),
     "sync: seven threads return before a shuffle": (
-        *(edited("adam_tiles", SHUFFLE, FEW.replace("ACTION", "ret") + r"\g<0>", None), ADAM),
+        *(edit_of("adam_tiles", SHUFFLE, FEW.replace("ACTION", "ret") + r"\g<0>", None), ADAM),
         *("PtxError", "lanes of a warp"),
     ),
     "memory: a gradient's load one vector on": (
         *(
-            edited("norm_tiles", WHOLE_VECTOR, r"\1+32]", None),
+            edit_of("norm_tiles", WHOLE_VECTOR, r"\1+32]", None),
             NORM,
             "PtxError",
             "outside of all buffers",
         ),
     ),
     "memory: a code's store one vector on": (
-        *(edited("encode_vectors", STORED, r"\1+64]"), BITS, "PtxError", "outside of all buffers"),
+        *(edit_of("encode_vectors", STORED, r"\1+64]"), BITS, "PtxError", "outside of all buffers"),
     ),
     "memory: the norm in the next word": (
-        *(edited("norm_total", STORED, r"\1+8]"), NORM, "PtxError", "outside of all buffers"),
+        *(edit_of("norm_total", STORED, r"\1+8]"), NORM, "PtxError", "outside of all buffers"),
     ),
     **{
-        f"copy: {what}": (
-            *(edited("adam_tiles", rf"cp\.async\.{pattern};", new, None), ADAM),
+        f"copy: {fault}": (
+            *(edit_of("adam_tiles", rf"cp\.async\.{pattern};", new, None), ADAM),
             *("PtxError", "a copy is on its way to"),
         )
-        for what, pattern, new in (
+        for fault, pattern, new in (
             ("not waited for", r"wait_group\s+\d+", ""),
             ("not committed", "commit_group", ""),
             ("waited for one turn too late", r"wait_group\s+2", "cp.async.wait_group 3;"),
@@ -165,12 +167,12 @@ PLANTED: dict[str, tuple[Callable[[str], str] | str, str, str, str]] = {
 
 
 def find_planted(machine: Machine, folder: Path, name: str, case: Callable[[Machine], None]) -> str:
-    """Nothing where the fault was found, else what happened."""
+    """Plants a fault and runs a case; "" where the fault was found, else a message."""
     from lab.emulators.ptx_emulator import Module
 
     change, _, kind, words = PLANTED[name]
     assert machine.checks
-    machine.checks.spoil = kind != "RaceError"  # else lanes without work (test_cuda_checks.py) are found first
+    machine.checks.spoil = kind != "RaceError"  # else races of idle lanes (test_cuda_checks.py) raise first
     real_module, real_run = machine.module, machine.run
     if isinstance(change, str):
         machine.run = lambda launch: None if change in launch.kernel else real_run(launch)  # type: ignore[method-assign]
@@ -190,19 +192,19 @@ def main() -> int:
 
     machine.checks = Checks(order if order != "planted" else "together", spoil=True)
     machine.ops = ExactOps(machine)
-    cases, bad = {**all_cases(), "gelu of all bits": gelu_of_all_bits}, 0
+    cases, failed = {**all_cases(), "gelu of all bits": gelu_of_all_bits}, False
     watched = [name for name in cases if name not in LEFT_OUT]
     for name in chosen or (PLANTED if order == "planted" else watched):
         if order == "planted":
             error = find_planted(machine, folder, name, cases[PLANTED[name][1]])
         else:
-            found = fault_of(machine, cases[name])
-            error = f"{type(found).__name__}: {found}" if found else ""
-        bad += bool(error)
+            fault = fault_of(machine, cases[name])
+            error = f"{type(fault).__name__}: {fault}" if fault else ""
+        failed |= bool(error)
         print(json.dumps({"case": name, "error": error}), flush=True)
-    left = sorted({*machine.module.kernels} - {*machine.noted})
-    print(json.dumps({"not run": left, "raced": sorted(machine.checks.raced)}), flush=True)
-    return int(bad > 0)
+    not_run = sorted({*machine.module.kernels} - {*machine.noted})
+    print(json.dumps({"not run": not_run, "raced": sorted(machine.checks.raced)}), flush=True)
+    return int(failed)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,10 @@
 // function that is set from outside (lab/emulators/fakegpu/__init__.py), which runs the kernel's PTX on the
 // CPU.
 //
-// As on a GPU: a launch in a stream of another device than the current one fails; while a stream is captured
-// its launches are recorded; the default stream cannot be captured, and while a stream that waits for it is,
-// asking about it is an error and launching in it is another, which ends the capture. Waiting for any stream
-// and taking memory end captures too, except in the relaxed mode.
+// As on a GPU: a launch in a stream of another device than the current one fails. While a stream is captured
+// its launches are recorded. The default stream cannot be captured. While a blocking stream (one that waits
+// for the default stream) is captured, a query of the default stream is an error, and so is a launch in it,
+// which also ends the capture. Synchronizing and allocating end captures too, except in the relaxed mode.
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
@@ -53,12 +53,12 @@ std::map<const void*, std::string>& kernels() {
 struct Memory {
   size_t bytes;
   uint64_t serial;
-  bool written;   // by the host: no kernel need do so before another reads it
+  bool written;   // by the host: kernels may read it without writing it first
   bool of_torch;  // from torch's allocator, not from cudaMalloc
   bool in_pool;   // in the memory pool of a CUDA graph
 };
 constexpr size_t kGuard = 4096;
-constexpr int kFill = 0xA5;  // of fresh memory: not 0, so that what relies on it is found out
+constexpr int kFill = 0xA5;  // of fresh memory: not 0, so that a kernel that relies on zeros fails
 std::map<char*, Memory> memories;
 uint64_t next_serial = 0;
 unsigned long long next_stream = 0;
@@ -68,14 +68,14 @@ cudaError_t fail(cudaError_t error) { return last_error = error; }
 
 Stream* stream_of(cudaStream_t stream) { return reinterpret_cast<Stream*>(stream); }
 
-// A captured stream of the current device that the default stream would wait for.
-Stream* in_the_way() {
+// A captured blocking stream of the current device: the default stream would wait for it.
+Stream* captured_blocking() {
   for (Stream* each : streams)
     if (each->capturing && each->blocking && each->device == current_device) return each;
   return nullptr;
 }
 
-// Ends all captures, as a call that waits does outside of the relaxed mode. Returns whether there was one.
+// Ends all captures, unless the mode is relaxed. Returns whether there was one.
 bool end_captures_unless_relaxed() {
   bool ended = false;
   for (Stream* each : streams)
@@ -96,8 +96,8 @@ cudaError_t run(const void* kernel, dim3 grid, dim3 block, void** arguments, siz
   Stream* stream = stream_of(handle);
   if (stream && stream->device != current_device) return fail(cudaErrorInvalidResourceHandle);
   if (!stream) {
-    if (Stream* other = in_the_way()) {
-      other->capturing = false;
+    if (Stream* captured = captured_blocking()) {
+      captured->capturing = false;
       return fail(cudaErrorStreamCaptureImplicit);
     }
   }
@@ -137,7 +137,7 @@ void fakegpu_release(void* memory) {
   if (memory && memories.erase(static_cast<char*>(memory))) std::free(static_cast<char*>(memory) - kGuard);
 }
 void fakegpu_written(void* memory) { memories.at(static_cast<char*>(memory)).written = true; }
-// As while torch.compile warms up for a CUDA graph: torch's allocator takes all from the graph's pool.
+// From now on torch's allocator uses a CUDA graph's pool, as when torch.compile warms up for the graph.
 void fakegpu_allocate_to_pool(int on) { allocating_to_pool = on != 0; }
 void fakegpu_out_of_memory(int on) { out_of_memory = on != 0; }
 // Five numbers for each piece of memory: address, bytes, serial number, whether the host wrote it, whether it
@@ -239,7 +239,7 @@ cudaError_t cudaSetDevice(int device) {
 }
 cudaError_t cudaStreamIsCapturing(cudaStream_t handle, cudaStreamCaptureStatus* status) {
   Stream* stream = stream_of(handle);
-  if (!stream && in_the_way()) return fail(cudaErrorStreamCaptureImplicit);
+  if (!stream && captured_blocking()) return fail(cudaErrorStreamCaptureImplicit);
   *status = stream && stream->capturing ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
   return cudaSuccess;
 }
@@ -253,7 +253,7 @@ cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
   Stream* stream = stream_of(handle);
-  if (!stream && in_the_way()) return fail(cudaErrorStreamCaptureImplicit);
+  if (!stream && captured_blocking()) return fail(cudaErrorStreamCaptureImplicit);
   if (stream && stream->capturing) return fail(cudaErrorStreamCaptureUnsupported);
   return end_captures_unless_relaxed() ? fail(cudaErrorStreamCaptureUnsupported) : cudaSuccess;
 }

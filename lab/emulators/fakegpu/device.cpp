@@ -1,6 +1,6 @@
-// torch's side of the made-up CUDA devices, in a torch without CUDA: a device guard, memory, the current
-// stream. Memory of a device is memory of the process that torch's CPU tensors do not share, so that a kernel
-// that gets a pointer of the host is found out. Written for torch 2.13.
+// Registers the made-up CUDA devices with a torch without CUDA: a device guard, memory, the current stream.
+// Device memory is memory of this process that no CPU tensor of torch shares, so that a kernel that gets a
+// host's pointer fails. Written for torch 2.13.
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/detail/CUDAHooksInterface.h>
@@ -36,7 +36,7 @@ struct DeviceMemory final : c10::Allocator {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     if (void* stream = current_streams[device.index()])
       cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status);
-    // Memory of a captured graph stays the graph's when its tensor is gone, as in torch.
+    // Memory that is allocated during a capture belongs to the graph and outlives its tensor, as in torch.
     return {memory, memory, status == cudaStreamCaptureStatusNone ? &release : &keep, device};
   }
   static void keep(void*) {}
@@ -46,7 +46,7 @@ struct DeviceMemory final : c10::Allocator {
 };
 DeviceMemory device_memory;
 
-struct OnDevice {
+struct OnDevice {  // makes a device current in a scope
   int before = device_now();
   explicit OnDevice(int device) { cudaSetDevice(device); }
   ~OnDevice() { cudaSetDevice(before); }
@@ -155,7 +155,7 @@ TORCH_LIBRARY(fakegpu, m) {
   m.def("to_host(Tensor x) -> Tensor", &to_host);
 }
 
-// ---- what libtorch_cuda has, and the ops' library finds here
+// ---- in place of libtorch_cuda's function
 
 extern "C" __attribute__((visibility("default"))) int32_t aoti_torch_get_current_cuda_stream(int32_t device,
                                                                                              void** stream) {

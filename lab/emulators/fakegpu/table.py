@@ -1,4 +1,4 @@
-"""The cases of every op (tests/support/kernels/cases.py) on the made-up devices. Imported after a Machine was made."""
+"""Runs the cases of every op (tests/support/kernels/cases.py) on the made-up devices. Import after making a Machine."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from tests.support.kernels.cases import CASES, Case
 
 
 class MadeUp(Kernels):
+    """The ops of the made-up devices, for ``compare``."""
+
     def __init__(self, machine: Machine) -> None:
         super().__init__("made-up", machine.ops)
         self.machine = machine
