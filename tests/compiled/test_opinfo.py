@@ -31,7 +31,7 @@ def test_a_sample(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "part", [pytest.param(part, marks=pytest.mark.full if part < 4 else pytest.mark.long) for part in range(PARTS)]
+    "part", [pytest.param(part, marks=pytest.mark.full if part < 2 else pytest.mark.long) for part in range(PARTS)]
 )
 @pytest.mark.filterwarnings("ignore")
 def test_samples_of_every_operation(part: int) -> None:

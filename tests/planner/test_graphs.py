@@ -118,7 +118,7 @@ def test_blocks_of_torch_s_own_classes_are_compiled_anew_afterwards() -> None:
 
 @pytest.mark.full
 @pytest.mark.usefixtures("compiled_rows")
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("device", first_full(["cuda", "cpu"]))
 def test_compiled_blocks_are_compared_by_default(device: str) -> None:
     """The model has rotary embeddings, whose backward pass fills slices: torch folds such constants on the device."""
     transformers = pytest.importorskip("transformers")

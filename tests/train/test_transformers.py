@@ -44,7 +44,7 @@ def test_half_precision_is_built_without_an_fp32_copy(small: TrainConfig) -> Non
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_run_resumes_bit_for_bit_with_dropout(
     corpus: Corpus, small: TrainConfig, tmp_path: Path, compiled: bool
 ) -> None:
