@@ -109,12 +109,12 @@ def faults_of(name: str, call: Callable[..., Any], sample: Any) -> str:
         return ""
     faults = []
     bound = BOUNDS_IN_8_BITS.get(name, (0.03, ""))[0]
-    for x, in_eager, in_torch, in_exact, in_codes in zip(tracked, eager, plain, exact, coded, strict=True):
+    for x, in_eager, in_torch, in_exact, faults_in_codes in zip(tracked, eager, plain, exact, coded, strict=True):
         if not (in_exact.isnan() & in_torch.isnan() | (in_exact == in_torch)).all():
             faults.append(f"exact is off from torch's own cut by {_off(in_exact, in_torch):.1e}")
         if is_near_eager and (error := _off(in_exact, torch.zeros_like(x) if in_eager is None else in_eager)) > 1e-4:
             faults.append(f"exact is off from eager by {error:.1e}")
-        if (error := _off(in_codes, in_torch)) > bound:
+        if (error := _off(faults_in_codes, in_torch)) > bound:
             faults.append(f"8 bits are off by {error:.1e}")
     return "; ".join(dict.fromkeys(faults))
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from memkern.compiled.torch_internals import functorch_config
 from tests.support.helpers import first_quick
-from tests.support.partitioned import backend, off, peak, step
+from tests.support.partitioned import backend, peak, relative_error, step
 
 from .blocks import Block
 
@@ -49,7 +49,7 @@ def test_a_budget_is_kept(as_torch: tuple[int, Tensor], bits: Any) -> None:
         if bits == "exact":
             assert torch.equal(gradients, expected)
         else:
-            assert off(gradients, expected) < 0.03
+            assert relative_error(gradients, expected) < 0.03
     assert last > 0.1 * torchs_bytes  # not far below the last budget, a fifth
 
 

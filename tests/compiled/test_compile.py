@@ -17,7 +17,7 @@ from memkern import memory
 from memkern.compiled.operations import name_of
 from memkern.compiled.partitioner import Partitioner
 from tests.support.helpers import first_full
-from tests.support.partitioned import backend, gradients_of, off
+from tests.support.partitioned import backend, gradients_of, relative_error
 from tests.support.programs import gradients
 
 from .blocks import Block
@@ -168,8 +168,8 @@ def test_errors_and_bytes(name: str) -> None:
     exact, exact_bytes = _step(function, "exact")
     coded, coded_bytes = _step(function, 8)
     # compiled torch is as far from eager: 9e-4 at a cross entropy of 1e-5, whose p - 1 is rounded in fp32
-    assert off(exact, expected) <= (1e-3 if name == "cross entropy, 15.0" else 2e-5)
-    assert off(coded, expected) <= error
+    assert relative_error(exact, expected) <= (1e-3 if name == "cross entropy, 15.0" else 2e-5)
+    assert relative_error(coded, expected) <= error
     assert exact_bytes <= plain * 1.02
     assert coded_bytes <= plain * share
 
@@ -219,7 +219,7 @@ def test_what_is_no_gradient_is_not_rounded() -> None:
 
     expected, _ = _step(function, None)
     coded, _ = _step(function, 8)
-    assert off(coded, expected) < 1e-4
+    assert relative_error(coded, expected) < 1e-4
 
 
 def test_logits_in_16_bits_stay() -> None:
@@ -258,7 +258,7 @@ def test_an_unknown_gradient_is_taken_for_a_large_one() -> None:
         function = part if bits is None else torch.compile(part, backend=backend(8))
         torch.atanh(function(x, w) * (1 - 1e-6)).mean().backward()
         grads.append(w.grad)
-    assert off(grads[1], grads[0]) < 1e-3  # type: ignore[arg-type]
+    assert relative_error(grads[1], grads[0]) < 1e-3  # type: ignore[arg-type]
 
 
 # ---- through Inductor
@@ -282,7 +282,7 @@ def test_inductor() -> None:
     assert torch.equal(_gradients(model, memkern.compile(model), x), expected)
     torch._dynamo.reset()
     coded = memkern.compile(model, saved_bits=8)
-    assert off(_gradients(model, coded, x), expected) < 0.02
+    assert relative_error(_gradients(model, coded, x), expected) < 0.02
     first, second = coded(x).square().mean(), coded(2 * x).square().mean()
     (first + second).backward()
 
@@ -298,7 +298,7 @@ def test_every_codec_through_inductor() -> None:
 
     compiled = memkern.compile(function, saved_bits=8)
     expected, coded = (torch.autograd.grad(f(w.requires_grad_()), w)[0] for f in (function, compiled))
-    assert 1e-5 < off(coded, expected) < 0.02
+    assert 1e-5 < relative_error(coded, expected) < 0.02
 
 
 # ---- by the name of a backend, as Trainer and others take one
@@ -320,7 +320,7 @@ def test_a_backend_by_its_name(name: str, options: dict[str, Any] | None, bits: 
     expected = _gradients(model, memkern.compile(model, saved_bits=bits), x)
     torch._dynamo.reset()
     found = _gradients(model, torch.compile(model, backend=name, options=options), x)
-    assert off(found, expected) == 0
+    assert relative_error(found, expected) == 0
     torch._dynamo.reset()  # calls the backend's reset()
 
 

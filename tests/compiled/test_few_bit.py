@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import memkern
-from tests.support.partitioned import backend, off, step
+from tests.support.partitioned import backend, relative_error, step
 
 ROWS, WIDTH, WIDE = 128, 64, 256
 # torch's module, and memkern's that saves the same codes in eager mode
@@ -97,7 +97,7 @@ def test_two_in_a_row_and_one_input_for_two() -> None:
     for activations in (None, 4):
         model = Two(nn.Identity())
         gradients.append(step(model, x, compiled(model, "exact", activations))[1])
-    assert off(gradients[1], gradients[0]) < 0.05
+    assert relative_error(gradients[1], gradients[0]) < 0.05
 
 
 @pytest.mark.full

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.partitioned import backend, off, step
+from tests.support.partitioned import backend, relative_error, step
 
 SIZES: dict[str, Any] = {
     "vocab_size": 300,
@@ -34,4 +34,4 @@ def test_bytes_and_gradients(name: str) -> None:
         for call in (model, torch.compile(model, backend=backend(8)))
     )
     assert coded / eager < SHARES[name]
-    assert off(found, expected) < 0.02
+    assert relative_error(found, expected) < 0.02

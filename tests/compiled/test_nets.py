@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.support.partitioned import backend, off, step
+from tests.support.partitioned import backend, relative_error, step
 
 
 class Gated(nn.Module):
@@ -64,7 +64,7 @@ def _step(net: nn.Module) -> tuple[int, int, float]:
     torch._dynamo.reset()
     eager, expected = step(net, x)
     coded, found = step(net, x, torch.compile(net, backend=backend(8)))
-    return coded, eager, off(found, expected)
+    return coded, eager, relative_error(found, expected)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.partitioned import backend, off, step
+from tests.support.partitioned import backend, relative_error, step
 
 CHANNELS, SIZE = 32, 16
 
@@ -56,7 +56,7 @@ def test_inputs_of_norms_are_in_codes(norm: str) -> None:
     exact, expected = run(net(norm), x, "exact")
     coded, found = run(net(norm), x, 8)
     assert coded < 0.36 * exact
-    assert 1e-4 < off(found, expected) < 0.02
+    assert 1e-4 < relative_error(found, expected) < 0.02
 
 
 @pytest.mark.full
@@ -67,7 +67,7 @@ def test_with_other_activations(norm: str, activation: type[nn.Module]) -> None:
     exact, expected = run(net(norm, activation), x, "exact")
     coded, found = run(net(norm, activation), x, 8)
     assert coded < 0.55 * exact
-    assert off(found, expected) < 0.02
+    assert relative_error(found, expected) < 0.02
 
 
 @pytest.mark.full
@@ -83,7 +83,7 @@ def test_other_precisions_and_layouts(norm: str) -> None:
         exact, expected = run(exact_net, x, "exact", autocast)
         coded, found = run(coded_net, x, 8, autocast)
         assert coded < 0.75 * exact
-        assert off(found, expected) < 0.03
+        assert relative_error(found, expected) < 0.03
 
 
 @pytest.mark.parametrize("norm", ["batch", "instance", "group"])
@@ -98,7 +98,7 @@ def test_a_mean_far_from_zero_does_no_harm(norm: str) -> None:
 
     x = batch()
     (_, expected), (_, found) = run(shifted(), x, "exact"), run(shifted(), x, 8)
-    assert off(found, expected) < 0.02
+    assert relative_error(found, expected) < 0.02
 
 
 @pytest.mark.full
@@ -112,7 +112,7 @@ def test_evaluation_statistics_and_running_ones() -> None:
     exact, expected = run(frozen, x, "exact")
     coded, found = run(coded_net, x, 8)
     assert coded < 0.5 * exact
-    assert off(found, expected) < 0.02
+    assert relative_error(found, expected) < 0.02
     run(frozen.train(), x, 8)
     plain(x)
     plain(x)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from tests.support.partitioned import backend, gradients_of, off
+from tests.support.partitioned import backend, gradients_of, relative_error
 
 ROWS, WIDTH = 64, 64
 aten = torch.ops.aten
@@ -151,7 +151,7 @@ QUICK = {("dropout", "once"), ("a graph for each block", "once"), ("selective ch
 def test_gradients(name: str, steps: str) -> None:
     expected, exact, coded = (gradients(MODELS[name], STEPS[steps], bits) for bits in (None, "exact", 8))
     assert torch.equal(exact, expected)
-    assert off(coded, expected) < 0.03
+    assert relative_error(coded, expected) < 0.03
 
 
 @pytest.mark.parametrize("bits", ["exact", 8])

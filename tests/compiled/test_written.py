@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import memkern
-from tests.support.partitioned import backend, gradients_of, off
+from tests.support.partitioned import backend, gradients_of, relative_error
 
 ROWS, WIDTH = 64, 64
 Wrap = Callable[[nn.Module], Callable[..., Tensor]]  # returns the model to call: compiled, or as it is
@@ -156,7 +156,7 @@ def assert_alike(update: Callable[..., Tensor], wrap: Wrap, tolerance: float) ->
     expected, buffers = run(update, lambda model: model)
     found, updated = run(update, wrap)
     torch.testing.assert_close(updated, buffers)
-    assert off(found, expected) < tolerance
+    assert relative_error(found, expected) < tolerance
 
 
 # options of tests.support.partitioned.backend
@@ -234,7 +234,7 @@ def test_arguments(function: Callable[..., Tensor], bits: Any, in_graph: bool) -
         (f(w, base[8:], base[:16]) @ w).square().mean().backward()
         results.append((w.grad, base))
     torch.testing.assert_close(results[1][1], results[0][1])
-    assert off(results[1][0], results[0][0]) < (0.03 if bits == 8 else 1e-5)  # type: ignore[arg-type]
+    assert relative_error(results[1][0], results[0][0]) < (0.03 if bits == 8 else 1e-5)  # type: ignore[arg-type]
 
 
 def test_a_copy_is_made_only_of_what_is_saved() -> None:

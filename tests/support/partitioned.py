@@ -142,7 +142,7 @@ def step(model: nn.Module, x: Tensor, call: Callable[[Tensor], Tensor] | None = 
     return saved, gradients_of(model)
 
 
-def off(actual: Tensor, expected: Tensor) -> float:
+def relative_error(actual: Tensor, expected: Tensor) -> float:
     """The relative error, by norms."""
     return float((actual - expected).norm() / expected.norm())
 

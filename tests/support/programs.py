@@ -295,24 +295,24 @@ def gradients(
     return torch.cat([(torch.zeros_like(x) if g is None else g).flatten().double() for x, g in pairs])
 
 
-def off(a: Tensor, b: Tensor) -> float:
+def relative_error(a: Tensor, b: Tensor) -> float:
     """The relative error of a, by norms."""
     return float((a - b).norm() / b.norm().clamp_min(1e-30))
 
 
-def in_codes(program: Program, coded: Tensor, expected: Tensor, plain: Tensor) -> list[str]:
+def faults_in_codes(program: Program, coded: Tensor, expected: Tensor, plain: Tensor) -> list[str]:
     """Faults of gradients from 8-bit codes, [] if there is none. plain: gradients of torch without a compiler.
 
     An error above 5 % is a fault where it is more than twice what noise as large makes of torch's own gradients.
     """
     if not coded.isfinite().all():
         return ["not finite"]
-    error = off(coded, expected)
+    error = relative_error(coded, expected)
     if error <= 0.05 or program.hostile:
         return []
     sensitivity = max(
-        *(off(gradients(program, None, noise=share), plain) for share in (0.003, 0.01)),
-        off(gradients(program, None, noise_of_results=NOISE_OF_CODES), plain),
+        *(relative_error(gradients(program, None, noise=share), plain) for share in (0.003, 0.01)),
+        relative_error(gradients(program, None, noise_of_results=NOISE_OF_CODES), plain),
     )
     cosine = float(coded @ expected / (coded.norm() * expected.norm()))
     if error > 2 * sensitivity and (program.saturated or cosine < MIN_COSINE):
