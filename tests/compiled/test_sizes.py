@@ -97,10 +97,13 @@ import hashlib, sys, torch, memkern
 from torch._dynamo.utils import counters
 torch.set_num_threads(1)
 torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Softplus(float(sys.argv[1])), torch.nn.Linear(64, 64))
+class Softplus(torch.nn.Module):
+    def forward(self, x):
+        return torch.nn.functional.softplus(x, BETA)
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), Softplus(), torch.nn.Linear(64, 64))
 call = memkern.compile(model, saved_bits=8, dynamic=True)
 x = torch.randn(2048, 64)
-for rows in map(int, sys.argv[2:]):
+for rows in map(int, sys.argv[1:]):
     model.zero_grad()
     saved = memkern.memory.saved_bytes(lambda: call(x[:rows]).sum(), x)
     call(x[:rows]).square().mean().backward()
@@ -113,10 +116,10 @@ for rows in map(int, sys.argv[2:]):
 def test_another_process_takes_the_graph_of_its_sizes() -> None:
     """torch's cache on disk: the graph of a small first call is taken for small sizes, and not for a large one."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    beta = str(1 + secrets.SystemRandom().random())  # a constant that no graph in the cache has
+    program = STEP.replace("BETA", f"{1 + secrets.SystemRandom().random()}")  # no graph in the cache has it
 
     def printed(*rows: str) -> list[list[str]]:
-        command = [sys.executable, "-c", STEP, beta, *rows]
+        command = [sys.executable, "-c", program, *rows]
         run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
         return [line.split() for line in run.stdout.splitlines()]
 
