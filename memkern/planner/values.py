@@ -83,6 +83,11 @@ class Values:
                 key: entry for key, entry in self._known.items() if entry[1].untyped_storage()._cdata != storage
             }
 
+    def _forget_written(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Takes the values from what an operator has written without knowing them."""
+        for x in _mutated(func, args, kwargs):
+            self.forget(x)
+
     def _learn(self, out: Any, values: Any) -> None:
         for x, value in zip(tree_leaves(out), tree_leaves(values), strict=True):
             if isinstance(x, FakeTensor) and isinstance(value, Tensor):
@@ -127,8 +132,7 @@ class Values:
         """Returns ``run(func, args, kwargs)``, or what that would return if it knew the values."""
         if _takes_no_values(func) and self._lacks_values(args):
             out = run(func, args, kwargs)
-            for x in _mutated(func, args, kwargs):
-                self.forget(x)
+            self._forget_written(func, args, kwargs)
             return out
         with self._mode:
             return self._with_values(func, args, kwargs)
@@ -141,6 +145,7 @@ class Values:
             try:
                 values = self._computed(func, args, kwargs)
             except _Unknown:
+                self._forget_written(func, args, kwargs)
                 if func is aten.index.Tensor:  # of a tensor without values, with masks that may have them
                     places = [j for i in args[1] for j in (self._places(i) if _is_mask(i) else (i,))]
                     return func(args[0], places)
@@ -155,8 +160,7 @@ class Values:
             with contextlib.suppress(_Unknown):
                 values = self._computed(func, args, kwargs)
         if values is None:
-            for x in _mutated(func, args, kwargs):
-                self.forget(x)
+            self._forget_written(func, args, kwargs)
             values = _assumed(func, args, out)
         if values is not None:
             self._learn(out, values)

@@ -1,6 +1,6 @@
 """Fake tensors take values from constants, or assumed ones, for models whose shapes depend on data."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -40,12 +40,23 @@ def test_checks_pass_and_sums_have_no_value(scores: torch.Tensor) -> None:
             number.item()
 
 
-def test_writes_in_place_reach_views(scores: torch.Tensor) -> None:
+# Writes of values that are unknown, into sizes whose values are known.
+UNKNOWN_WRITES: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
+    "all": lambda sizes, unknown: sizes.copy_(unknown),
+    "by a known mask": lambda sizes, unknown: sizes.__setitem__(torch.arange(4) > 2, unknown.sum()),
+    "by an unknown mask": lambda sizes, unknown: sizes.__setitem__(unknown > 0, 7),
+    "fill": lambda sizes, unknown: sizes.masked_fill_(unknown > 0, 7),
+    "scatter": lambda sizes, unknown: sizes.scatter_(0, unknown, 7),
+}
+
+
+@pytest.mark.parametrize("write", UNKNOWN_WRITES)
+def test_writes_in_place_reach_views(scores: torch.Tensor, write: str) -> None:
     sizes = torch.zeros(4, dtype=torch.long)
     last = sizes[2:]
     sizes[3] = 5
     assert last.tolist() == [0, 5]
-    sizes.copy_(scores.sum(0).long())
+    UNKNOWN_WRITES[write](sizes, scores.sum(0).long())
     for x in (sizes, last):
         with pytest.raises(Exception, match="local_scalar_dense"):
             x[0].item()
