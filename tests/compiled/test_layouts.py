@@ -63,7 +63,7 @@ CASES = [("exact", LAYOUTS[1]), (8, LAYOUTS[0]), ("exact", LAYOUTS[0]), (8, LAYO
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("bits", "layout"), first_full(CASES, 2), ids=str)
+@pytest.mark.parametrize(("bits", "layout"), first_full(CASES), ids=str)
 def test_gradients(bits: Any, layout: Any) -> None:
     """In both memory layouts, with two image sizes; a weight that is written before the backward pass raises."""
     torch.manual_seed(0)
