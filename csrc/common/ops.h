@@ -10,6 +10,7 @@
 #define MEMKERN_REGISTER_STEP(NAME, LIBRARY, DEVICE) \
   LIBRARY.impl(#NAME "_", memkern::step_op<memkern::NAME##_##DEVICE>);
 
+// Muon's two ops take torch's stack, as each ends with the arguments of a step (muon_op, step_op).
 #define MEMKERN_DECLARE_OPS(DEVICE)                                                                         \
   namespace memkern {                                                                                       \
   std::tuple<Tensor, Tensor> quantize_blockwise_##DEVICE(Tensor x, int64_t codec, bool is_signed,           \

@@ -25,13 +25,14 @@ static __global__ void adam_prologue(AdamTable table) {
 struct AdamRule {
   using Stepped = AdamStepped;
   using Scalars = AdamScalars;
-  static constexpr bool kOneProduct = true;  // a parameter changes by step_size times the direction
+  static constexpr bool kOneProduct = true;  // so that bf16 parameters may be rounded by adam_round_params
   template <class F> static MEMKERN_DEVICE F param(F p, F m, F w, const Scalars& s) {
-    return adam_param(p, m, w, s);
+    return adam_param(p, m, w, s);  // w = sqrt(v)
   }
 };
 
 // One thread block per tile. Launched with fp32 = true, it also updates tensors with fp32 states.
+// Master weights need more registers (tile.cuh).
 template <StateKind Kind, bool Master>
 __global__ void __launch_bounds__(kThreads, Master ? kWideBlocks : kAheadBlocks)
     adam_tiles(AdamTable table, bool fp32) {

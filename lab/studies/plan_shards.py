@@ -1,7 +1,7 @@
 """Compares memkern.plan's predictions for shards of fully_shard with real steps of gloo processes on the CPU.
 
-Each block is sharded, then the model (FSDP2). The measured bytes are the peak of torch's CPU allocator in a third step
-of rank 0, which has the largest shards, and its shards and states.
+Each block is sharded, then the model (FSDP2). The measured bytes are those of rank 0, which has the
+largest shards: its shards and states, plus the most that torch's CPU allocator adds to them in the third step.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def source_of(case: Case) -> Any:
     from memkern.planner.models import resolve
 
     config = transformers.CONFIG_MAPPING[case.kind](**SIZES[case.kind])
-    return resolve(config, case.seq_len, None, None, 0.0)
+    return resolve(config, case.seq_len, inputs=None, loss=None, dropout=0.0)
 
 
 def predicted(case: Case) -> int:
@@ -141,13 +141,13 @@ def main(argv: list[str] | None = None) -> None:
     def rows() -> Iterator[dict[str, str]]:
         for case in (CASES[n] for n in args.cases):
             assert source_of(case).inputs  # imports the model, so that the processes need not
-            allocated = measured(case)  # first: it forks, which must come before autograd has threads
+            allocated = measured(case)  # forks, which autograd's threads forbid; it has none on a machine without a GPU
             plan = predicted(case)
             figures = (f"{plan / MIB:.1f}", f"{allocated / MIB:.1f}", f"{plan / allocated:.4f}")
             sizes = (case.kind, str(case.devices), str(case.replicas), str(case.seq_len))
             yield study.row(provenance, COLUMNS, (*sizes, json.dumps(case.techniques), *figures))
 
-    study.write(args.out / "plan-shards.csv", rows(), COLUMNS, 8)
+    study.write(args.out / "plan-shards.csv", rows(), COLUMNS, shown=8)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ pytest.importorskip("matplotlib", reason="the benchmarks need the [bench] extra"
 from benchmarks import harness, machine, report
 from benchmarks.__main__ import main, topics
 from benchmarks.bench_optim import gpt2_shapes
-from tests.support import gradient_streams as streams
+from tests.support import gradient_streams as streams  # which the last two tests test
 
 PEERS = ("bitsandbytes", "torchao", "deepspeed", "timm")
 
@@ -127,9 +127,10 @@ def test_times_of_two_machines_stand_beside_each_other(tmp_path):
             for name, ms in contenders.items()
         ]
         report.append(tmp_path / f"optim_{hardware}.csv", rows)
-    table = [line.split(" | ") for line in report.markdown(tmp_path.glob("*.csv")).splitlines()[3:]]
-    assert [table[0][i] for i in (1, 4, 7)] == ["B/param moved", "One: ms", "Two: ms"]
-    lines = {line[0]: [line[i] for i in (1, 4, 7)] for line in table[3:]}
+    table = [line.split(" | ") for line in report.markdown(tmp_path.glob("*.csv")).splitlines()[3:]]  # after conditions
+    shown = (1, 4, 7)  # the columns of bytes moved, and of each machine's time
+    assert [table[0][i] for i in shown] == ["B/param moved", "One: ms", "Two: ms"]
+    lines = {line[0]: [line[i] for i in shown] for line in table[3:]}  # after headings and the case
     assert lines == {
         "| ours": ["16.00", "1.00", "3.00"],
         "| theirs": ["16.00", "2.00", ""],
@@ -167,7 +168,7 @@ def test_contenders_take_turns():
 
 def test_the_frequency_is_read_while_the_device_is_busy(monkeypatch, tmp_path):
     calls = []
-    smi = tmp_path / "nvidia-smi"
+    smi = tmp_path / "nvidia-smi"  # of two GPUs; the first counts
     smi.write_text('#!/bin/sh\n[ "$1" = --query-gpu=clocks.sm ] && echo "1980 MHz" && echo "345 MHz"\n')
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")

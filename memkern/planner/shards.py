@@ -26,12 +26,12 @@ class Groups:
     root: int = 0
     block: int = 0
     held: int = 1
-    """Buffers of a block's size that collectives have not let go of in its backward pass."""
+    """A count: buffers of a block's size that collectives have not let go of in its backward pass."""
     shard: int = 0
     """A device's part of the root."""
 
     def beside(self, trace: Trace) -> list[int]:
-        """Bytes beside the shards, at the beginning and after each operator of a step.
+        """Bytes beside the shards, at the beginning and after each operator of a step (its clock).
 
         A block's forward pass has the block and the buffer that it was gathered in. Its backward pass has the block,
         the buffer of the next one, the gradients of the one before, which are being reduced, and the buffers that are
@@ -45,13 +45,14 @@ class Groups:
         begins, ends = zip(*trace.blocks, strict=True)
         length, length_back = (begins[-1] - begins[-2], ends[-2] - ends[-1]) if len(ends) > 1 else (0, 0)
         last, last_back = begins[-1] + length, ends[-1] - length_back  # the last block's end, its backward pass's begin
+        second_end = ends[1] if len(ends) > 1 else trace.middle
         counted = [self.root] * (trace.end + 1)
-        for begin, end in (  # the clocks between which one more buffer of a block's size is there
-            (begins[0], trace.middle),
-            (begins[0], last),
-            *[(last_back, ends[0])] * (1 + self.held),
-            (trace.middle, (*ends, trace.middle)[1]),  # to the second block's end
-            (ends[-1], trace.end),
+        for begin, end in (  # clocks between which one more buffer of a block's size is there
+            (begins[0], trace.middle),  # forward pass and loss: the buffer that a block was gathered in
+            (begins[0], last),  # forward pass: the block
+            *[(last_back, ends[0])] * (1 + self.held),  # backward pass: the block, and the buffers that are held
+            (trace.middle, second_end),  # backward pass: the next block's buffer, until only the first block is left
+            (ends[-1], trace.end),  # backward pass: the gradients of the block before, which are being reduced
         ):
             for clock in range(begin + 1, end + 1):
                 counted[clock] += self.block
@@ -94,8 +95,8 @@ class Streamed:
         begins, ends = zip(*trace.blocks, strict=True)
         length = begins[-1] - begins[-2] if len(begins) > 1 else trace.middle - begins[-1]
         loss = begins[-1] + length  # the end of the last block's forward pass
-        head = self._end_of_head(trace, ends[-1])
-        begins_back = min(head, trace.middle if trace.head is None else trace.head)
+        head_end = self._end_of_head(trace, ends[-1])
+        begins_back = min(head_end, trace.middle if trace.head is None else trace.head)
         running = [(begin, end, 2 * self.block, self.tensor) for begin, end in itertools.pairwise(begins)]
         backward = [(end, begin, 4 * self.block, 0) for begin, end in itertools.pairwise(ends)]
         counted = [self.root + 2 * self.first] * (trace.end + 1)
@@ -104,15 +105,15 @@ class Streamed:
             *running,
             (begins[-1], loss, self.block + self.last, self.last),
             (loss, begins_back, self.last or self.block, 0),
-            (begins_back, head, self.last + self.block, 0),
-            (head, ends[-1], 2 * self.block + 2 * self.last, 0),
+            (begins_back, head_end, self.last + self.block, 0),
+            (head_end, ends[-1], 2 * self.block + 2 * self.last, 0),
             *backward,
             (ends[0], trace.end, self.block + max(self.first, self.block), 0),
         ):
             counted[begin + 1 : end + 1] = [self.root + size] * (end - begin)
             if begin < end:
                 counted[begin + 1] += arrives
-        # Also the next block's beginning, which the traces' extension takes for any block's.
+        # peaks() extrapolates from this clock to models with more blocks: it must have what a middle block has here.
         counted[ends[-1]] = max(counted[ends[-1]], self.root + 4 * self.block)
         return counted
 
@@ -126,8 +127,8 @@ class Streamed:
 def group_sizes(model: nn.Module, devices: int) -> dict[str, int]:
     """Bytes of the groups of a model, by the names of :class:`Groups` and :class:`Streamed`.
 
-    root is all that is in no block, the embedding (first) and the output layer (last) too. These are 0 if they are
-    tied: such weights are there from the beginning of a step to its end.
+    root is all that is in no block, the embedding (first) and the output layer (last) too: ``Streamed.root`` is this
+    less first and last; the caller subtracts. These are 0 if tied: such weights are there throughout a step.
     """
     blocks = [{*block.parameters()} for like_blocks in block_lists(model) for block in like_blocks]
     inside = set().union(*blocks)

@@ -1,4 +1,4 @@
-"""Gives fake tensors the values that models ask for: computed of integers, masks and constants, else assumed."""
+"""Gives fake tensors the values that models ask for: computed from integers, masks and constants, else assumed."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Values:
         if func not in OF_A_SHAPE and self._lacks_values(args):
             raise _Unknown
         if not all(isinstance(x, FakeTensor) for x in _mutated(func, args, kwargs)):
-            raise _Unknown  # a constant of the model
+            raise _Unknown  # it would change a real tensor: a constant of the model
 
         def on_cpu(x: Any) -> Any:
             if isinstance(x, Tensor):
@@ -119,7 +119,7 @@ class Values:
                 raise _Unknown from error
 
     def _lacks_values(self, args: Any) -> bool:
-        """Whether an argument has no values, which mostly the first tensor shows."""
+        """Whether an argument has no values. (The first tensor usually decides it.)"""
         for x in args:
             if isinstance(x, FakeTensor):
                 if id(x) not in self._known:
@@ -129,8 +129,8 @@ class Values:
         return False
 
     def around(self, func: Any, args: Any, kwargs: Any, run: Callable[..., Any]) -> Any:
-        """Returns ``run(func, args, kwargs)``, or what that would return if it knew the values."""
-        if _takes_no_values(func) and self._lacks_values(args):
+        """Returns ``run(func, args, kwargs)``, or, without calling it, what it would return if it knew the values."""
+        if _is_ordinary(func) and self._lacks_values(args):
             out = run(func, args, kwargs)
             self._forget_written(func, args, kwargs)
             return out
@@ -147,10 +147,9 @@ class Values:
             except _Unknown:
                 self._forget_written(func, args, kwargs)
                 if func is aten.index.Tensor:  # of a tensor without values, with masks that may have them
-                    places = [j for i in args[1] for j in (self._places(i) if _is_mask(i) else (i,))]
-                    return func(args[0], places)
+                    return func(args[0], self._indices(args[1]))
                 return _selecting_all(func, args, kwargs)
-            if func in WITH_MASKS:
+            if func in WITH_MASKS:  # index_put_ has written into the stored values, in place
                 return args[0] if func is aten.index_put_.default else self._fake(values, args[0])
             return tree_map(lambda x: self._fake(x, args[0]), values)
         out = func(*args, **kwargs)
@@ -165,6 +164,10 @@ class Values:
         if values is not None:
             self._learn(out, values)
         return out
+
+    def _indices(self, indices: Any) -> list[Tensor | None]:
+        """The indices, with those of the selected elements in place of each mask."""
+        return [j for i in indices for j in (self._places(i) if _is_mask(i) else (i,))]
 
     def _places(self, mask: Tensor) -> tuple[Tensor, ...]:
         """Indices of the elements that a mask selects."""
@@ -192,8 +195,8 @@ def _depends_on_values(func: Any, args: Any) -> bool:
 
 
 @functools.cache
-def _takes_no_values(func: Any) -> bool:
-    """Whether an operator does the same for all values, and its outcome has none if an argument has none."""
+def _is_ordinary(func: Any) -> bool:
+    """Whether the operator needs no special treatment: neither dynamic, nor in ASSUMED, OF_A_SHAPE and the like."""
     others = {*CTC_LOSS, *WITH_MASKS, *OF_A_SHAPE, *ASSUMED}
     return func not in others and not _is_dynamic(func)
 
@@ -229,7 +232,7 @@ def _is_mask(index: Tensor | None) -> bool:
 
 
 def _all_of(mask: Tensor) -> Tensor:
-    """Indices as if a mask selected all: as many as it has elements."""
+    """Indices as if a mask selected all: as many as it has elements. All are zero: only their number counts."""
     return torch.zeros(mask.numel(), mask.dim(), dtype=torch.long, device=mask.device)
 
 
@@ -251,6 +254,6 @@ def _assumed(func: Any, args: Any, out: Any) -> Any:
 
 
 def _in_turn(shape: torch.Size, below: int, dim: int) -> Tensor:
-    """Indices: all different along a dimension, and each equally often in all."""
+    """Indices: 0, 1, 2, ... in turn along ``dim``, modulo ``below``."""
     indices = torch.empty(shape, dtype=torch.long).movedim(dim, -1)
     return (torch.arange(indices.numel()) % below).reshape(indices.shape).movedim(-1, dim)

@@ -30,7 +30,7 @@ class BlockLayout(NamedTuple):
     """``numel`` elements in segments of ``segment``, each cut into blocks of ``block``; a scale per block."""
 
     numel: int
-    segment: int
+    segment: int  # a row, or the whole tensor where rows are shorter than a block
     block: int
     scale_shape: tuple[int, ...]
 
@@ -85,8 +85,8 @@ def extent(shape: Sequence[int], strides: Sequence[int]) -> int:
 
 
 def overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether two elements may lie at one place in memory: a stride does not pass the smaller ones' reach."""
-    reach = 0
+    """Whether two elements may lie at one place in memory. May be true without overlap."""
+    reach = 0  # what the smaller strides span: each stride must be larger
     for stride, size in sorted((stride, size) for size, stride in zip(shape, strides, strict=True) if size != 1):
         if size == 0:
             return False
@@ -98,7 +98,7 @@ def overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 def row_count(shape: Sequence[int], strides: Sequence[int]) -> int:
     """The size of a dense tensor's outermost dimension in memory."""
-    # A dimension of size 1 has no meaningful stride. As dim 0 it is a shard of one row.
+    # Dimension 0 of size 1 counts as outermost: it may be a shard of one row. Others of size 1 have no real stride.
     if not len(shape) or shape[0] == 1:
         return 1
     outermost = -1
@@ -181,7 +181,7 @@ def same_layout(x: torch.Tensor, p: torch.Tensor) -> bool:
 def laid_out_alike(tensors: Sequence[torch.Tensor], params: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """``tensors``, with a copy of each that does not lie in memory as its parameter does.
 
-    Tensors that do not fit their parameters in another way stay as they are: the step has messages for them.
+    Tensors whose shape, device or dtype does not fit are returned unchanged: the step has messages for them.
     """
     if len(tensors) != len(params) or all(map(torch.Tensor.is_contiguous, chain(tensors, params))):
         return tensors

@@ -9,18 +9,14 @@ from collections.abc import Iterable, Iterator
 
 @dataclasses.dataclass(frozen=True)
 class Swap:
-    """A module that saves less for the backward pass than before.
+    """A module that saves less for the backward pass than before."""
 
-    names: where it is, once for each use. was, now: its class before the swap, its repr after. before, after: bytes
-    saved per element (of a linear layer: of its input). width: elements per token, and the layer that tells, or None.
-    """
-
-    names: tuple[str, ...]
-    was: str
-    now: str
-    before: float
-    after: float
-    width: tuple[int, str] | None
+    names: tuple[str, ...]  # where it is, once for each use
+    was: str  # its class before the swap
+    now: str  # its repr after it
+    before: float  # bytes saved per element (of a linear layer: of its input) before the swap
+    after: float  # the same after it
+    width: tuple[int, str] | None  # elements per token, and the name of the layer it was read from, or None
 
     @property
     def bytes_per_token(self) -> float | None:
@@ -49,7 +45,7 @@ def _grouped(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
         groups.setdefault((pattern(name), text), []).append(name)
     for (shared_name, text), names in groups.items():
         count = f" ({len(names)} of them)" if len(names) > 1 else ""
-        shown = shared_name if count else names[0] or shared_name  # the model itself has no name
+        shown = shared_name if count else (names[0] or shared_name)  # the model itself has no name
         yield f"  {shown}{count}: {text}"
 
 
@@ -59,7 +55,7 @@ class Report:
 
     swapped: tuple[Swap, ...]
     left: tuple[Left, ...]
-    marked: tuple[str, ...]
+    marked: tuple[str, ...]  # embeddings whose weights get 32-bit optimizer states
 
     @property
     def bytes_per_token(self) -> float:

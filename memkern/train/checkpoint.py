@@ -38,7 +38,8 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def check_save(name: str, path: Path, out: Path | None) -> None:
-    """Raises OptionError unless a checkpoint can be written to the path, which is new or has one, not another file."""
+    """Raises OptionError unless ``path`` is a new file or an old checkpoint, in an existing folder that can be written
+    to, and neither ``out`` nor one of the files that a run writes in it."""
     target = Path(os.path.realpath(path))  # in contrast to Path.resolve no error for a loop of links
     # torch.save writes a zip archive. An empty file is as a new one.
     is_checkpoint = target.is_file() and (target.stat().st_size == 0 or zipfile.is_zipfile(target))
@@ -53,7 +54,7 @@ def check_save(name: str, path: Path, out: Path | None) -> None:
 
 def check_folder(name: str, folder: Path, empty: bool = False) -> None:
     """Makes a folder for what a run writes at its end. Raises OptionError where nothing can be written in it: a full
-    disk, a quota, a read-only file system."""
+    disk, a quota, a read-only file system; with ``empty`` also where it is not empty."""
     with refused(name, f"nothing can be written in {str(folder)!r}"):
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -65,7 +66,7 @@ def check_folder(name: str, folder: Path, empty: bool = False) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A new file of its own name beside ``path``, to be written inside the ``with`` block.
+    """A temporary path beside ``path``, to be written inside the ``with`` block.
 
     Synced and renamed to ``path``, or to what a link there points to, at the end; removed on an error.
     """

@@ -71,15 +71,15 @@ class Program:
     def __init__(self, seed: int, places: list[Place] | None) -> None:
         self.rng, self.generator = random.Random(seed), torch.Generator().manual_seed(seed)
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.is_alone = places is None
+        self.is_alone = places is None  # whole tensors, without other ranks
         self.results: list[Any] = []
         self.drawn_place: dict[int, int] = {}  # by a parameter's number
         self.number_of: dict[Tensor, int] = {}
         self.places = places
         build = self.rng.choice(BUILDS)
         self.is_muon = issubclass(build, optim.Muon)
-        self.can_clip = self.rng.random() < 0.3
-        self.is_exact = not self.can_clip and build not in (optim.LAMB8bit, optim.LARS8bit)
+        self.can_clip = self.rng.random() < 0.3  # whether max_grad_norm may be set
+        self.is_exact = not self.can_clip and build not in (optim.LAMB8bit, optim.LARS8bit)  # else _assert_near
         params = [self._parameter(number) for number in range(self.rng.randint(2, 6))]
         groups: list[dict[str, Any]] = [{"params": params}]
         if self.is_muon:
@@ -120,7 +120,7 @@ class Program:
         """The index of a parameter's placer in places(), also with whole tensors; -1 for a plain tensor."""
         count = 8 if self.world == 4 else 4  # of placers, and as many for whole tensors
         index = self.drawn_place[number] % count
-        if index in (1, 4) and x.dim() < 2:  # these have Shard(1)
+        if index in (1, 4) and x.dim() < 2:  # in places() these have Shard(1), for which a matrix is needed
             index = 0
         return -1 if index == count - 1 else index
 
@@ -139,7 +139,8 @@ class Program:
             is_plain = self._place_index(g, number) == -1
             missing = False
             if p is victim and fault < 0.1:
-                # All ranks skip Muon's matrices together and share a norm to clip by; each steps other plain tensors.
+                # Runs on whole tensors have a fault of one rank's plain tensor where it reaches all ranks: by Muon's
+                # matrices or a norm to clip by. NaN, as an infinite norm clips finite gradients to 0, others to NaN.
                 clips = self.optimizer.param_groups[0]["max_grad_norm"] is not None
                 affects_all = not is_plain or (self.is_alone and ((self.is_muon and p.dim() >= 2) or clips))
                 if affects_all or self.rank == rank:
@@ -168,7 +169,7 @@ class Program:
         self.optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
 
     def load_whole(self) -> None:
-        """Loads the state_dict of whole tensors, as one process saves it."""
+        """Loads the state_dict of whole tensors, as one process saves it; nothing where parameters are named."""
         if self.is_named:
             return  # ranks would gather tensors in different orders
         state_dict = self.optimizer.state_dict()
@@ -189,7 +190,7 @@ class Program:
     def move_to_a_group(self) -> None:
         params = self.rng.choice(self.optimizer.param_groups)["params"]
         if len(params) > 1 and not self.is_muon and not self.offloads and not self.is_named:
-            self.optimizer.state_dict()  # finds replaced parameters; one that is then moved too would be unknown
+            self.optimizer.state_dict()  # so that it notices replaced parameters before one of them is moved
             self.optimizer.add_param_group({"params": [params.pop()], "lr": 0.05})
             self.scheduler = None
 
@@ -216,7 +217,7 @@ class Program:
         states = [*optim.to_torch_state_dict(inner)["state"].values()]
         self.results.append([[whole(x) for x in state.values()] for state in states])
 
-    ACTS = (
+    ACTS = (  # set_option is twice as likely
         set_option, set_option, load, load_whole, deepcopy, reorder, move_to_a_group, replace, schedule, export,
     )  # fmt: skip
 

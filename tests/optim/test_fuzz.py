@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from memkern import optim
-from tests.support.examples import given, settings, st
 from tests.support.helpers import FLOATS, assert_same, fast_here, on, set_grad, snapshot
+from tests.support.property_tests import given, settings, st
 
 
 def any_values(shape: tuple[int, ...], seed: int, exponents: tuple[int, int]) -> Tensor:

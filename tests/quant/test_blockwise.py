@@ -9,7 +9,6 @@ import torch
 import memkern
 from memkern import _ops
 from memkern.quant import codec as C
-from tests.support.examples import example, given, settings, st
 from tests.support.helpers import (
     CODECS,
     assert_same,
@@ -26,6 +25,7 @@ from tests.support.helpers import (
     tensor,
 )
 from tests.support.interpreted import interpreted
+from tests.support.property_tests import example, given, settings, st
 
 FLT_MAX = torch.finfo(torch.float32).max
 TINIEST = 2.0**-149  # the least fp32 denormal

@@ -7,7 +7,6 @@ import torch
 
 import memkern
 from memkern.quant.layout import block_layout, check_block_size, is_dense, memory_order
-from tests.support.examples import given, settings, st
 from tests.support.helpers import (
     LAYOUTS,
     assert_same,
@@ -21,6 +20,7 @@ from tests.support.helpers import (
     tensor,
 )
 from tests.support.interpreted import interpreted
+from tests.support.property_tests import given, settings, st
 
 # shape, strides, block_size -> segment, block, shape of the scales
 TABLE = [

@@ -31,7 +31,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Tokens to their mean loss, by a few blocks; an embedding and a head of its own, or one for both (tied)."""
+    """A small language model: forward takes tokens and returns their mean loss. tied: embedding and head are one."""
 
     def __init__(self, tied: bool = False, blocks: int = 4) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Model(nn.Module):
         if tied:
             self.head.weight = self.embedding.weight
 
-    def get_input_embeddings(self) -> nn.Module:
+    def get_input_embeddings(self) -> nn.Module:  # transformers' names, by which memkern finds both
         return self.embedding
 
     def get_output_embeddings(self) -> nn.Module:

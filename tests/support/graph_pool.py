@@ -1,4 +1,4 @@
-"""torch's assertion on the memory pool of a CUDA graph, checked on made-up allocations without a GPU."""
+"""Runs torch's assertion about what may remain in a CUDA graph's memory pool, without a GPU, on given allocations."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 :class:`Streams` has what copies of weights use of torch.cuda. Work of a stream is done when it is given, and every
 access to memory is noted with the stream's vector clock. Two accesses of which one writes must be ordered by events, or
-by what the host has seen to be complete; else RaceError. A tensor's memory is written, by the computing stream, when
-the tensor is freed: torch's allocator gives it to what that stream does next.
+by what the host has seen to be complete; else RaceError. Who uses it notes frees itself, as accesses.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class Event:
         self.streams, self.clock = streams, clock
 
     def query(self) -> bool:
-        """True at one of ``late`` queries only, as if the device were late."""
+        """True at every ``late``-th query only, as if the device were late."""
         self.streams.queries += 1
         if self.streams.queries % self.streams.late:
             return False
@@ -59,12 +58,12 @@ class Stream:
 
 
 class Streams:
-    """A stand-in for torch.cuda. late: an event is complete at one of so many queries."""
+    """A stand-in for torch.cuda. Every ``late``-th query, counted over all events, finds its event complete."""
 
     def __init__(self, late: int = 3) -> None:
         self.clocks: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
         self.log: list[tuple[str, str]] = []
-        self.names = iter(("down", "up"))
+        self.names = iter(("down", "up"))  # of the streams that memkern makes, in the order in which it makes them
         self.compute = Stream(self, "compute")
         self.now = self.compute
         self.queries, self.late = 0, late  # queries of all events
@@ -89,9 +88,9 @@ class Streams:
             known[other] = max(known[other], time)
 
     def access(self, places: list[Any], writes: bool, what: str, stream: Stream | None = None) -> None:
-        """Work of a stream, by default the current one, that reads or writes places."""
+        """Work of a stream, by default the current one, that reads or writes places: any hashable names of memory."""
         name = (stream or self.now).name
-        self.join(name, self.clocks["host"])
+        self.join(name, self.clocks["host"])  # the host gives work after what it has seen to be complete
         clock = self.clocks[name]
         clock[name] += 1
         new = Access(name, clock[name], writes, what)

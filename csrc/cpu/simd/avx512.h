@@ -120,7 +120,8 @@ MEMKERN_FN void store(fp16* p, F x) {
 MEMKERN_FN void store(int8_t* p, __m128i codes) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), codes); }
 MEMKERN_FN void store(uint8_t* p, __m128i codes) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), codes); }
 
-// A table of 2^Bits levels. at(): the level of each lane's code; bits[p] has bit p of all lanes' codes.
+// A table of 2^Bits levels. `table` has room for 16 floats. at(): the level of each lane's
+// code; bits[p] has bit p of all lanes' codes.
 template <int Bits> struct LevelTable {
   __m512 levels;
   MEMKERN_FN explicit LevelTable(const float* table) : levels(_mm512_loadu_ps(table)) {}
@@ -136,18 +137,19 @@ template <int Bits> struct LevelTable {
 // Cycles per 16 elements on Zen 4 (Zen 5): a root occupies the divider for 10 (5), a division for 6 (3), and
 // most other instructions take 1/2 to 1 (1/4 to 1/2) on other units. Adam itself needs a root and a division.
 // So the code of w = sqrt(v) uses the divider's root, and the code of m, at the same time, an estimate by
-// multiplications. Not the other way round: under a steady gradient w approaches the boundaries between codes
-// slowly, and the estimate would be in doubt in one block of 3 instead of one in 60.
+// multiplications. Not the other way round: an estimate of w would need a check that it is not too near to a
+// boundary between codes. Under a steady gradient w approaches these slowly: one block of 3 would fail it.
 
 // c with the sign of x, rounded to nearest even, as a byte. Infinity and NaN convert to 0x80000000: code 0.
 MEMKERN_FN __m128i signed_code(F c, F x) {
   return _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(copysign(c, x).v));
 }
 
+// The nearest code, without dither.
 MEMKERN_FN __m128i nearest_signed(F x, F factor) { return signed_code(sqrt(abs(x) * factor), x); }
 
-// power_encode_signed(x, factor, one_minus_u) from a = |x| * factor and a root of it, which may be 6 units of
-// 2^-24 off. one_minus_u * (2 q + 1) is rounded once, as in the formula. A root that is NaN gives code 0.
+// power_encode_signed(x, factor, one_minus_u) from a = |x| * factor and a root of it, which may be 3 units of
+// 2^-23 off. one_minus_u * (2 q + 1) is rounded once, as in power_encode_signed. A root of NaN gives code 0.
 MEMKERN_FN __m128i dithered_code(F a, F root, F one_minus_u, F x) {
   const __m512 q = floor(root).v, bound = _mm512_fmadd_ps((one_minus_u + one_minus_u).v, q, one_minus_u.v);
   const __mmask16 up = _mm512_cmp_ps_mask(_mm512_fnmadd_ps(q, q, a.v), bound, _CMP_GE_OQ);
@@ -165,11 +167,12 @@ struct SignedEncoder {
 
 // The same codes without the divider, for use beside an UnsignedEncoder.
 struct SignedEstimator {
-  F factor, quarter;  // N^2 / scale, and a quarter of it
+  F factor, quarter;  // N^2 / scale (N: the largest code, core/power.h), and a quarter of it
   MEMKERN_FN explicit SignedEstimator(float factor_) : factor(factor_), quarter(factor_ * 0.25f) {}
 
-  // sqrt(a) by a 14-bit estimate and one Newton step, y (3 - y r), which with a quarter of a under the root
-  // needs no halving: within 3 units of 2^-24. Zero and what is not finite become NaN.
+  // sqrt(a) by a 14-bit estimate and one Newton step: t = a/4, r ~ 1/sqrt(t), y = t r ~ sqrt(t), and
+  // y (3 - y r) ~ 2 sqrt(t) = sqrt(a), off by at most 1.5 units of 2^-23 (dithered_code allows 3). Zero and
+  // what is not finite become NaN.
   MEMKERN_FN __m128i encode(F x, F one_minus_u) {
     const F magnitude = abs(x);
     const __m512 t = (magnitude * quarter).v, r = _mm512_rsqrt14_ps(t), y = _mm512_mul_ps(t, r);

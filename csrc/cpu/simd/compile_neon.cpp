@@ -1,4 +1,4 @@
-// The CPU kernels for 64-bit ARM, which has NEON, FMA and the conversions of fp16 without flags.
+// The CPU kernels for 64-bit ARM, which always has NEON, FMA and fp16's conversions: no flags are needed.
 #if defined(__aarch64__)
 #include "cpu/simd/neon.h"
 #define MEMKERN_ISA neon

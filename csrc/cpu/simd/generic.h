@@ -1,4 +1,5 @@
-// A "vector" of one float, for any processor, with the types and functions of avx2.h, avx512.h and neon.h.
+// A "vector" of one float, for any processor, with the types and functions of avx2.h, avx512.h and neon.h;
+// those of plain floats are in core/scalar.h, and a mask is a bool.
 #pragma once
 #include "core/scalar.h"
 #include "core/tables.h"

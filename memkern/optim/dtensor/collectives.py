@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DeviceMesh
 
 
-def all_reduce(kind: str, values: Sequence[Tensor], ranks: Sequence[Ranks | None]) -> None:
-    """Reduces each value, in place, over the ranks that hold other elements of its tensor. ``kind``: "sum" or "max".
+def all_reduce(operation: str, values: Sequence[Tensor], ranks: Sequence[Ranks | None]) -> None:
+    """Reduces each value, in place, over the ranks that hold other elements of its tensor. ``operation``: "sum", "max".
 
     One collective for each dimension of a mesh along which a tensor is sharded, for all values together. It runs on the
     mesh's device: the process group need not have a backend for the host, where offloaded shards are.
@@ -26,7 +26,8 @@ def all_reduce(kind: str, values: Sequence[Tensor], ranks: Sequence[Ranks | None
     by_mesh: dict[DeviceMesh, list[int]] = {}
     for i, owners in enumerate(ranks):
         if owners is not None:
-            by_mesh.setdefault(owners[0], []).append(i)
+            mesh, _ = owners
+            by_mesh.setdefault(mesh, []).append(i)
     for mesh, indices in by_mesh.items():
         if mesh.get_coordinate() is None:
             continue  # this rank has no part of these tensors
@@ -35,11 +36,11 @@ def all_reduce(kind: str, values: Sequence[Tensor], ranks: Sequence[Ranks | None
         flat = torch.cat(parts).to(mesh.device_type)
         dims_of_each = [ranks[i][1] for i in indices]  # type: ignore[index]
         for dim in sorted({dim for dims in dims_of_each for dim in dims}):
-            if kind == "sum" and mesh.get_local_rank(dim) != 0:
+            if operation == "sum" and mesh.get_local_rank(dim) != 0:
                 for x, dims in zip(flat.split(sizes), dims_of_each, strict=True):
                     if dim not in dims:
                         x.zero_()  # all ranks along dim hold this tensor: only the first one's sum is added
-            op = dist.ReduceOp.SUM if kind == "sum" else dist.ReduceOp.MAX
+            op = dist.ReduceOp.SUM if operation == "sum" else dist.ReduceOp.MAX
             dist.all_reduce(flat, op, group=mesh.get_group(dim))
         for i, x in zip(indices, flat.split(sizes), strict=True):
             values[i].copy_(x.reshape(values[i].shape))
@@ -57,7 +58,7 @@ class AllRanks(NamedTuple):
 
     @property
     def have_equal_sums(self) -> bool:
-        """Whether a sum over the ranks of each tensor is one over all ranks: one mesh shards every parameter."""
+        """Whether sums over the ranks that share a tensor are equal on all: one mesh shards all over all its ranks."""
         if len(self.meshes) != 1 or len(self.kinds) != 1:
             return False
         (mesh,), (kind,) = self.meshes, self.kinds
@@ -74,14 +75,15 @@ def _sort_key(mesh: DeviceMesh) -> Any:
 
 
 def _sort_key_of_kind(kind: Ranks | None) -> Any:
-    return () if kind is None else (*_sort_key(kind[0]), kind[1])
+    mesh, dims = kind or (None, ())
+    return () if mesh is None else (*_sort_key(mesh), dims)
 
 
 def all_ranks_of(params: Sequence[Tensor], groups: Iterable[dict[str, Any]]) -> AllRanks:
     """All ranks that have a part of ``params``, of which some are DTensors. ``groups``: the optimizer's.
 
-    The largest mesh is enough where it has all ranks. Otherwise a value may have to go through each mesh: all of them
-    in turn, as often as there are meshes.
+    The largest mesh is enough where it has all ranks. Otherwise the list of meshes is repeated once per mesh: a value
+    may need to cross all of them, in any order.
     """
     meshes = sorted(dict.fromkeys(p.device_mesh for p in params if is_dtensor(p)), key=_sort_key)
     ranks = [set(mesh.mesh.flatten().tolist()) for mesh in meshes]
@@ -97,7 +99,7 @@ def check_order(order: Order) -> None:
     own = order.fingerprints()
     kinds = sorted(own, key=_sort_key_of_kind)
     values = [torch.tensor([own[kind], -own[kind]], dtype=torch.float64, device="cpu") for kind in kinds]
-    all_reduce("max", values, kinds)
+    all_reduce("max", values, kinds)  # gives the highest and, negated, the lowest of all ranks
     if any(highest != -negated_lowest for highest, negated_lowest in map(Tensor.tolist, values)):
         raise RuntimeError(
             "params must be the same in the same order on every rank, as ranks exchange what belongs to their shards "
@@ -126,7 +128,7 @@ def largest(values: Tensor, all_ranks: AllRanks) -> Tensor:
 def grad_norm(
     grads: Sequence[Tensor], grad_scale: Tensor | None, ranks: Sequence[Ranks | None], all_ranks: AllRanks
 ) -> Tensor:
-    """The norm of all gradients, fp64 and unscaled, equal on all ranks: NaN, or else infinite, if any rank's is.
+    """The norm of all gradients, fp64, unscaled, the same on all ranks: NaN if any rank's is, else infinite if any is.
 
     ``grads``: this rank's parts. ``ranks``: for each gradient, the ranks that hold other elements of it.
     """

@@ -1,4 +1,4 @@
-"""hypothesis where it is installed; else stand-ins that skip its tests alone, as on machines of `make gpu`."""
+"""hypothesis; where it is missing, as on machines of `make gpu`, stand-ins skip the tests that use it, no others."""
 
 from __future__ import annotations
 
