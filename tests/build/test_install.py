@@ -91,7 +91,9 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def sdist(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The source distribution, made as `python -m build --sdist` makes it."""
+    """The source distribution, made as `python -m build --sdist` makes it, of a tree that tests have run in."""
+    (tree / "tests" / "__pycache__").mkdir()
+    (tree / "tests" / "__pycache__" / "helpers.cpython-311.pyc").touch()
     folder = tmp_path_factory.mktemp("sdist")
     code = f"from setuptools.build_meta import build_sdist; build_sdist({str(folder)!r})"
     subprocess.run([sys.executable, "-c", code], cwd=tree, env=environment(), check=True, capture_output=True)
