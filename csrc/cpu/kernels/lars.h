@@ -13,8 +13,7 @@ struct LarsRule {
 
 // Sums of squares of the parameters and, in the classic form, of the gradients, else of the new moments,
 // which are not stored. Lanes past the end of a short vector are 0 in all of them.
-template <class P, class G, StateKind Kind>
-Squares lars_norms(const LarsJob& job, int64_t begin, int64_t end) {
+template <class P, StateKind Kind> Squares lars_norms(const LarsJob& job, int64_t begin, int64_t end) {
   const LarsScalars s = *job.scalars;
   SquareSum params, updates;
   const auto add_moment = [&](F x, F g, F m) MEMKERN_LAMBDA {
@@ -24,24 +23,24 @@ Squares lars_norms(const LarsJob& job, int64_t begin, int64_t end) {
   };
   for_blocks(job.layout, begin, end, [&](int64_t offset, int n, int64_t block) MEMKERN_LAMBDA {
     const Weights<P> weights(job, offset);
-    const G* g = static_cast<const G*>(job.grad) + offset;
+    const Gradient grad(job, offset);
     if (s.classic) {
       for_vectors(n, [&](int i, auto load_from, auto) MEMKERN_LAMBDA {
-        prefetch<kAgain>(i, weights.p, g);
+        prefetch<kAgain>(i, weights.p, grad);
         params.add(weights.get(i, load_from));
-        updates.add(sgd_gradient(load_from(g + i), s));
+        updates.add(sgd_gradient(grad.get(i, load_from), s));
       });
     } else if constexpr (Kind == StateKind::kFp32) {
       const float* m_array = static_cast<const float*>(job.m) + offset;
       for_vectors(n, [&](int i, auto load_from, auto) MEMKERN_LAMBDA {
-        prefetch<kAgain>(i, weights.p, g, m_array);
-        add_moment(weights.get(i, load_from), load_from(g + i), load_from(m_array + i));
+        prefetch<kAgain>(i, weights.p, grad, m_array);
+        add_moment(weights.get(i, load_from), grad.get(i, load_from), load_from(m_array + i));
       });
     } else {
       const Moment<int8_t, Kind> first(job.m, job.m_scale, 1.0f, offset, block, nullptr);
       for_vectors(n, [&](int i, auto load_from, auto) MEMKERN_LAMBDA {
-        prefetch<kAgain>(i, weights.p, g, first.codes);
-        add_moment(weights.get(i, load_from), load_from(g + i), first.get(i, load_from));
+        prefetch<kAgain>(i, weights.p, grad, first.codes);
+        add_moment(weights.get(i, load_from), grad.get(i, load_from), first.get(i, load_from));
       });
     }
   });
@@ -53,12 +52,11 @@ Squares lars_norms(const LarsJob& job, int64_t begin, int64_t end) {
 decltype(LarsJob::run) pick_lars_kernel(const StepTensor& t) { return pick_lion_update<LarsRule>(t); }
 
 Norms<LarsJob> pick_lars_norms(const StepTensor& t) {
-  return with_types(t, [&](auto p, auto g) -> Norms<LarsJob> {
+  return with_param_type(t, [&](auto p) -> Norms<LarsJob> {
     using P = decltype(p);
-    using G = decltype(g);
-    if (t.kind == StateKind::kPower) return lars_norms<P, G, StateKind::kPower>;
-    if (t.kind == StateKind::kDynamic) return lars_norms<P, G, StateKind::kDynamic>;
-    return lars_norms<P, G, StateKind::kFp32>;
+    if (t.kind == StateKind::kPower) return lars_norms<P, StateKind::kPower>;
+    if (t.kind == StateKind::kDynamic) return lars_norms<P, StateKind::kDynamic>;
+    return lars_norms<P, StateKind::kFp32>;
   });
 }
 

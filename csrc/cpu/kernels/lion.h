@@ -13,7 +13,7 @@ struct LionRule {
 
 // Updates blocks of a tensor whose moment is in codes, for Lion, SGD and LARS. Rule: the update of the
 // parameter and the moment.
-template <class P, class G, StateKind Kind, class Rule>
+template <class P, StateKind Kind, class Rule>
 void lion_update_8bit(const Job<typename Rule::Scalars>& job, int64_t begin, int64_t end) {
   const typename Rule::Scalars s = *job.scalars;
   const P* start = static_cast<const P*>(job.param) + begin * job.layout.block;
@@ -21,13 +21,13 @@ void lion_update_8bit(const Job<typename Rule::Scalars>& job, int64_t begin, int
   float* const values = at_page_offset(buffer, start, kPage / 4);
   const auto update = [&](PendingBlock& b, int64_t block) MEMKERN_LAMBDA {
     const Weights<P> weights(job, b.offset);
-    const G* g = static_cast<const G*>(job.grad) + b.offset;
+    const Gradient grad(job, b.offset);
     Moment<int8_t, Kind> first(job.m, job.m_scale, 1.0f, b.offset, block, values + b.place);
     for_vectors(b.n, [&](int i, auto load_from, auto store_to) MEMKERN_LAMBDA {
-      prefetch<kOnce>(i, weights.p, g, first.codes);
+      prefetch<kOnce>(i, weights.p, grad, first.codes);
       F x = weights.get(i, load_from);
       F m = first.get(i, load_from);
-      Rule::update(x, load_from(g + i), m, s);
+      Rule::update(x, grad.get(i, load_from), m, s);
       weights.put(i, x, store_to);
       first.put(i, m);
     });
@@ -38,16 +38,16 @@ void lion_update_8bit(const Job<typename Rule::Scalars>& job, int64_t begin, int
   });
 }
 
-template <class P, class G, class Rule>
+template <class P, class Rule>
 void lion_update_fp32(const Job<typename Rule::Scalars>& job, int64_t begin, int64_t end) {
   const typename Rule::Scalars s = *job.scalars;
   for_blocks(job.layout, begin, end, [&](int64_t offset, int n, int64_t) MEMKERN_LAMBDA {
     const Weights<P> weights(job, offset);
-    const G* g = static_cast<const G*>(job.grad) + offset;
+    const Gradient grad(job, offset);
     float* m_array = static_cast<float*>(job.m) + offset;
     for_vectors(n, [&](int i, auto load_from, auto store_to) MEMKERN_LAMBDA {
       F x = weights.get(i, load_from), m = load_from(m_array + i);
-      Rule::update(x, load_from(g + i), m, s);
+      Rule::update(x, grad.get(i, load_from), m, s);
       weights.put(i, x, store_to);
       store_to(m_array + i, m);
     });
@@ -56,12 +56,11 @@ void lion_update_fp32(const Job<typename Rule::Scalars>& job, int64_t begin, int
 
 // Picks lion_update_8bit or lion_update_fp32, for a tensor's dtypes and codec.
 template <class Rule> auto pick_lion_update(const StepTensor& t) {
-  return with_types(t, [&](auto p, auto g) -> decltype(Job<typename Rule::Scalars>::run) {
+  return with_param_type(t, [&](auto p) -> decltype(Job<typename Rule::Scalars>::run) {
     using P = decltype(p);
-    using G = decltype(g);
-    if (t.kind == StateKind::kPower) return lion_update_8bit<P, G, StateKind::kPower, Rule>;
-    if (t.kind == StateKind::kDynamic) return lion_update_8bit<P, G, StateKind::kDynamic, Rule>;
-    return lion_update_fp32<P, G, Rule>;
+    if (t.kind == StateKind::kPower) return lion_update_8bit<P, StateKind::kPower, Rule>;
+    if (t.kind == StateKind::kDynamic) return lion_update_8bit<P, StateKind::kDynamic, Rule>;
+    return lion_update_fp32<P, Rule>;
   });
 }
 
