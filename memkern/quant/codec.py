@@ -24,6 +24,7 @@ magnitude ``s``.
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
 from itertools import pairwise
@@ -143,6 +144,7 @@ def _linspace_fp32(start: float, end: float, n: int) -> list[float]:
     return [to_fp32(start + step * i) if i < half else to_fp32(end - step * (n - i - 1)) for i in range(n)]
 
 
+@functools.cache
 def dynamic_map(signed: bool) -> tuple[float, ...]:
     """The 256 fp32 values of the dynamic map, ascending. A value's code is its index less :func:`dynamic_zero`.
 

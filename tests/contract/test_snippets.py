@@ -157,12 +157,12 @@ LARGE = [command for command in MEMKERN if "gpt2-xl" in command or "llama-3.1-8b
 
 @pytest.fixture
 def as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Runs a command with its own arguments, in a folder with the files that it names; a run ends after 2 steps."""
+    """Runs a command with its own arguments, in a folder with the files that it names, for 2 short steps."""
     from memkern.__main__ import main
     from memkern.train import cli
 
     monkeypatch.chdir(tmp_path)
-    given, short = cli.given_options, {"steps": 2, "warmup": 0, "eval_tokens": 256}
+    given, short = cli.given_options, {"steps": 2, "micro_batch": 1, "warmup": 0, "eval_tokens": 256}
     monkeypatch.setattr(cli, "given_options", lambda args: given(args) | short)
     Path("my_texts").mkdir()
     Path("my_texts/text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 500)

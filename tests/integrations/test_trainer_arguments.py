@@ -45,15 +45,15 @@ PLANNED = [
 def test_the_peak_is_the_plans(tmp_path: Path, techniques: Techniques) -> None:
     """The tensors of a run have the predicted peak, without the process's own bytes, within 3 %."""
     rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    sizes = {"n_layer": 6, "n_head": 4, "n_embd": 256, "n_positions": 256, "vocab_size": 1000}
+    sizes = {"n_layer": 6, "n_head": 4, "n_embd": 128, "n_positions": 128, "vocab_size": 1000}
     config = transformers.GPT2Config(**sizes, **rates, bos_token_id=0, eos_token_id=0)
     config.architectures = ["GPT2LMHeadModel"]
     model = transformers.GPT2LMHeadModel(config)
     clip = 0.0 if techniques.step_in_backward else 1.0
-    rows = Texts(64, vocabulary=1000, length=256)
+    rows = Texts(64, vocabulary=1000, length=128)
     run = trainer(model, techniques, tmp_path, rows, max_steps=2, clip=clip)
     peak = memory.peak_bytes(run.train, model)
-    source = resolve(config, 256, None, None, None)
+    source = resolve(config, 128, None, None, None)
     plan = Predictor(source, "cpu", "cpu", DEFAULTS["cpu"]).predict(techniques)
     assert peak == pytest.approx(plan.peak - plan.categories["process and context"], rel=0.03)
 
