@@ -48,7 +48,8 @@ def apply(
     With ``weights_on_host`` the model is sharded by torch's ``fully_shard`` with CPUOffloadPolicy, block by block, over
     the processes of the default process group; without one it is made, of this process alone. The optimizer is made
     afterwards, of its parameters. What is called in a forward pass is the module that was given, so a loss that reads
-    weights (:class:`memkern.nn.LinearCrossEntropy`) belongs into its forward. docs/training.md says what else changes.
+    weights (:class:`memkern.nn.LinearCrossEntropy`) belongs into its forward; docs/what-does-not-fit.md says what is
+    where.
 
     The others are the training loop's: the weights' dtype and autocast (``precision``), the loss in chunks
     (:class:`memkern.nn.LinearCrossEntropy`), micro-batches; and the optimizer's: :func:`memkern.make_optimizer`.
