@@ -52,7 +52,10 @@ def tiny_gpt2() -> Any:
     )
 
 
-NEEDS = {"frameworks.md": ("transformers", "accelerate", "timm"), "what-does-not-fit.md": ("transformers",)}
+NEEDS = {
+    "frameworks.md": ("transformers", "accelerate", "lightning", "timm"),
+    "what-does-not-fit.md": ("transformers",),
+}
 SLOW = {"what-does-not-fit.md", "several-processes.md", "frameworks.md", "getting-started.md"}
 WITH_PYTHON = [
     pytest.param(page, marks=pytest.mark.full if page.name in SLOW else (), id=page.name)
@@ -138,8 +141,8 @@ def test_commands_name_what_is_there() -> None:
         if words[0] == "make":
             assert not [w for w in words[1:] if "=" not in w and w not in targets], words
         elif words[0] == "pip":
-            for extra in re.findall(r"\[(\w+)\]", " ".join(words)):
-                assert extra in extras, words
+            for names in re.findall(r"\[([\w,]+)\]", " ".join(words)):
+                assert {*names.split(",")} <= {*extras}, words
         elif "-m" in words:
             module = words[words.index("-m") + 1]
             if module != "build":  # an installer of its own
