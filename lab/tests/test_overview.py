@@ -42,7 +42,7 @@ def test_the_readme_states_the_errors_of_the_results() -> None:
     """The README's sentence on gradients has the figures of the tables in docs/choosing.md and docs/compiled.md."""
     text = " ".join((machine.ROOT / "README.md").read_text().split())
     rows = [line for line in overview.models_table().splitlines() if line.startswith("| `")]
-    stated = re.findall(r"([\d.]+) % in the median of the models that were counted and ([\d.]+) % in the worst", text)
+    stated = re.findall(r"([\d.]+) % \(median\) to ([\d.]+) % \(worst model", text)
     cells = [row.strip("| ").split(" | ")[-2:] for row in rows]
     few_bits = max(median for median, _ in cells)[:-2], max((worst for _, worst in cells), key=_number).split()[0]
     errors: dict[str, list[float]] = {}
