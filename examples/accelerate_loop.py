@@ -22,24 +22,22 @@ def main(steps: int = 200, width: int = 256, layers: int = 4, length: int = 128,
     optimizer = memkern.optim.AdamW8bit(memkern.optim.param_groups(model, weight_decay=0.1), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     windows: Any = TEXT.unfold(0, length, 1)  # rows that DataLoader indexes
-    data = torch.utils.data.DataLoader(windows, batch_size=8, shuffle=True)
+    sampler = torch.utils.data.RandomSampler(windows, replacement=True, num_samples=8 * steps * accumulate)
+    data = torch.utils.data.DataLoader(windows, batch_size=8, sampler=sampler)
 
     accelerator = Accelerator(gradient_accumulation_steps=accumulate, cpu=not torch.cuda.is_available())
     model, optimizer, scheduler, data = accelerator.prepare(model, optimizer, scheduler, data)
     losses: list[float] = []
-    while len(losses) < steps * accumulate:
-        for tokens in data:
-            with accelerator.accumulate(model):
-                loss = model(input_ids=tokens, labels=tokens).loss
-                accelerator.backward(loss)
-                if accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-                scheduler.step()
-                optimizer.zero_grad()
-            losses.append(loss.item())
-            if len(losses) == steps * accumulate:
-                break
+    for tokens in data:
+        with accelerator.accumulate(model):
+            loss = model(input_ids=tokens, labels=tokens).loss
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
     accelerator.print(f"loss {losses[0]:.3f} to {losses[-1]:.3f}")
     return losses
 

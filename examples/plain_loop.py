@@ -1,4 +1,4 @@
-"""A loop of one's own: 8-bit states, what is saved for the backward pass in 8 bits, a schedule, a checkpoint."""
+"""A loop of your own: 8-bit states, 3-bit activations, a schedule, a checkpoint."""
 
 from __future__ import annotations
 

@@ -6,24 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from memkern.integrations.transformers import CompressCallback, optimizer_cls_and_kwargs
 
 TEXT = torch.tensor(list(Path(__file__).read_bytes()))  # bytes are the tokens
-
-
-class Windows(Dataset[dict[str, torch.Tensor]]):
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return len(TEXT) - self.length
-
-    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
-        tokens = TEXT[i : i + self.length]
-        return {"input_ids": tokens, "labels": tokens}
 
 
 def main(
@@ -41,10 +28,11 @@ def main(
         report_to=[],
         use_cpu=not torch.cuda.is_available(),
     )
+    rows = [{"input_ids": tokens, "labels": tokens} for tokens in TEXT.unfold(0, length, 1)]
     trainer = Trainer(
         GPT2LMHeadModel(config),
         args,
-        train_dataset=Windows(length),
+        train_dataset=rows,
         optimizer_cls_and_kwargs=optimizer_cls_and_kwargs(args, "adamw8bit"),
         callbacks=[CompressCallback()],
     )
