@@ -23,7 +23,7 @@ PRECISIONS: tuple[dict[str, Any], ...] = (
 PLACES: tuple[dict[str, Any], ...] = (
     {}, {"offload": "device"}, {"offload": "cpu"}, {"weights_on_host": "layers"},
 )  # fmt: skip
-"""Candidates for where the optimizer's states, and with the last the weights, are."""
+"""Candidates for where the optimizer's states are, and with the last one the weights."""
 # The fields of all ways to save less for the backward pass, each at its default.
 NO_SAVING = {name: getattr(Techniques(), name) for way in WAYS_OF_SAVING.values() for name in way}
 LOSS_CHUNK = 4096  # classes
@@ -32,9 +32,10 @@ MAX_MICRO_BATCH = 4096
 
 @dataclasses.dataclass
 class Chooser:
-    """The choice for optimizer steps of ``batch_size`` sequences.
+    """Chooses techniques for optimizer steps of ``batch_size`` sequences.
 
-    given: fields of Techniques that stay as they are. host_memory: bytes on the host, None for any number.
+    given: fields of Techniques that stay as they are. clip: the norm that gradients are clipped to, 0 for none.
+    host_memory: bytes that may be used on the host, None for any number.
     """
 
     predictor: Predictor
@@ -47,8 +48,8 @@ class Chooser:
     def saving(self) -> list[dict[str, Any]]:
         """Candidates for what is saved for the backward pass. The last needs the least memory on the device.
 
-        Checkpoints come with 3-bit activations, around compiled blocks with ``saved_bits="exact"``. Without ``compile``
-        nothing is compiled, and a model that has no list of like blocks has no checkpoints.
+        Checkpoints come with 3-bit activations, or around compiled blocks with ``saved_bits="exact"``. Blocks are
+        compiled where ``compile`` is given. A model without a list of like blocks has no checkpoints.
         """
         compiled = bool(self.given.get("compile"))
         checkpoints = [way for way in WAYS_OF_SAVING.values() if "checkpointing" in way and self.predictor.has_blocks]
@@ -67,7 +68,7 @@ class Chooser:
         return PLACES if self.predictor.has_blocks else PLACES[:3]
 
     def frugal(self, techniques: Techniques) -> Techniques:
-        """The same optimizer and weights, with the least activations."""
+        """The same techniques with the activations, and the chunked loss, that need the least memory."""
         chunk = LOSS_CHUNK if self.predictor.source.is_language_model else None
         for saving in reversed(self.saving):  # skips what excludes a given technique
             with contextlib.suppress(OptionError):
@@ -78,7 +79,7 @@ class Chooser:
         return techniques
 
     def _host_fits(self, techniques: Techniques) -> bool:
-        """Whether what leaves the device fits on the host."""
+        """Whether what is on the host in place of the device fits there."""
         return self.host_memory is None or self.predictor.predict(techniques).host <= self.host_memory
 
     @functools.cached_property
@@ -108,7 +109,10 @@ class Chooser:
         return list(sets)
 
     def smallest(self) -> Prediction:
-        """The smallest prediction: all techniques but randomized linear layers, gradients held in the smallest way."""
+        """The smallest prediction, with all techniques but randomized linear layers.
+
+        For each way to hold gradients, states and weights, the one with the smallest floor is predicted.
+        """
         by_shape: dict[Any, Techniques] = {}
 
         def size(techniques: Techniques) -> tuple[int, int]:
@@ -120,7 +124,7 @@ class Chooser:
             shape = (techniques.micro_batch, techniques.step_in_backward, on_host)
             by_shape.setdefault(shape, techniques)
         frugal = [self.frugal(techniques) for techniques in by_shape.values()]
-        running = [*filter(self.predictor.runs, frugal)] or frugal[:1]  # its prediction raises the reason
+        running = [*filter(self.predictor.runs, frugal)] or frugal[:1]  # predicting that raises why it does not run
         fitting = [*filter(self._host_fits, running)] or running
         return min(map(self.predictor.predict, fitting), key=lambda p: p.peak)
 

@@ -1,4 +1,4 @@
-"""``python -m memkern plan``: its arguments, and the answer, as a text or as JSON."""
+"""``python -m memkern plan``: its arguments, and what it prints: the plan as a table or as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FakeMode: a FakeTensorMode with a faster cache of what operators return, by the metadata of their arguments."""
+"""FakeMode: a FakeTensorMode with a faster cache, which makes operators' results by the metadata of their arguments."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 Around = Callable[[Any, Any, Any, Callable[..., Any]], Any]
 """Called as ``around(func, args, kwargs, run)`` for each operator; ``run(func, args, kwargs)`` returns its result."""
-MAX_ENTRIES = 100_000
-"""Entries of the cache, after which it begins anew."""
+MAX_ENTRIES = 100_000  # of the cache, which is emptied then
 DYNAMIC = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output, torch.Tag.inplace_view}
 PLAIN = {
     int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format,
 }  # fmt: skip
-"""Types of arguments that a key of the cache holds as they are."""
+"""Types of arguments that a key of the cache contains as they are. Of tensors it contains the metadata."""
 _device = torch.ops.prim.device.default
 _meta = torch.device("meta")
-_makers: dict[Any, Callable[..., Any] | None] = {}  # the cache: what makes a call's result, None if nothing can
+_makers: dict[Any, Callable[..., Any] | None] = {}  # the cache: functions that make a call's result; None: no one can
 _is_cacheable: dict[Any, bool] = {}  # by operator
 
 
 class _NotCached(Exception):
-    """A call that the cache cannot have: its result may depend on more than the metadata of its arguments."""
+    """The call cannot be in the cache: its result may depend on more than the metadata of its arguments."""
 
 
 class FakeMode(FakeTensorMode):
-    """FakeTensorMode, which needs a quarter of the time for operators that any mode of the process has seen before.
+    """FakeTensorMode in a quarter of the time, for operators that any mode of the process has seen before.
 
-    FakeTensorMode has a cache too, but each operator passes through it in 90 us. around: called for each operator that
-    autograd or a model calls, in place of a TorchDispatchMode above this one, which would be called for each question
-    for a device, too.
+    FakeTensorMode has a cache too, but needs 90 us for an operator that is in it.
+
+    around: called for each operator that autograd or a model calls. A TorchDispatchMode on top of this one could do the
+    same, but would also be called each time that a tensor's device is asked for.
     """
 
     shortens_loops = True
@@ -43,13 +43,13 @@ class FakeMode(FakeTensorMode):
 
     @property
     def avoid_device_init(self) -> bool:
-        """Whether torch makes a tensor of numbers (``x[[0, 1]]``, ``torch.tensor([0, 1])``) on the CPU, and its copy on
-        the device is fake. Torch would ask whether there is a GPU, which fake CUDA says, and make it there."""
+        """Whether torch makes a tensor of given numbers, such as ``torch.tensor([0, 1])``, on the CPU first, and then a
+        fake copy on the device. By default it does so where there is no GPU, and fake CUDA claims that there is one."""
         return True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Torch would wrap ``__torch_dispatch__``, which takes as long as what it does."""
+        """Whether torch wraps ``__torch_dispatch__`` so that dynamo skips it: no, as the wrapper doubles its time."""
         return False
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class FakeMode(FakeTensorMode):
 
     @contextlib.contextmanager
     def inside(self, outer: Around) -> Iterator[None]:
-        """The scope in which ``outer`` is around operators, outside of what was around them before."""
+        """A ``with`` block in which ``outer`` is called around operators, with the former ``around`` inside."""
         inner = self.around
         if inner is None:
             self.around = outer
@@ -75,7 +75,7 @@ class FakeMode(FakeTensorMode):
         if func is _device:
             return args[0].fake_device if isinstance(args[0], FakeTensor) else args[0].device
         around, self.around = self.around, None
-        if around is None:  # an operator that another consists of
+        if around is None:  # one of the operators of which another consists
             return self.run(func, args, kwargs or {})
         try:
             return around(func, args, kwargs or {}, self.run)
@@ -83,7 +83,7 @@ class FakeMode(FakeTensorMode):
             self.around = around
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What the operator returns. Call without this mode."""
+        """What the operator returns. To be called with this mode disabled, as it is in ``__torch_dispatch__``."""
         cacheable = _is_cacheable.get(func)
         if cacheable is None:
             cacheable = _is_cacheable[func] = _follows_from_metadata(func)
@@ -100,7 +100,8 @@ class FakeMode(FakeTensorMode):
                 if len(_makers) >= MAX_ENTRIES:
                     _makers.clear()
                 make = _makers[key] = _maker(out, args)
-        # Made anew the first time too: torch refers to a new tensor, which then cannot be swapped with another.
+        # Made by the maker the first time too: dispatch() has left references to its own result, with which
+        # torch.utils.swap_tensors, as of module.to(), would refuse that tensor.
         return out if make is None else make(self, args)
 
     def _key(self, args: Any) -> tuple[Any, ...]:
@@ -138,7 +139,7 @@ def _writes_its_first(func: Any) -> bool:
 
 
 def _maker(out: Any, args: Any) -> Callable[[FakeMode, Any], Any] | None:
-    """A function that makes what an operator has returned; None where it cannot be made again."""
+    """A function of the mode and the arguments that makes a result such as ``out``; None where none can."""
     if args and out is args[0]:
         return lambda mode, args: args[0]
     if isinstance(out, (tuple, list)):
@@ -171,7 +172,7 @@ def _storages(args: Any) -> dict[int, int]:
 
 
 def _maker_of_one(x: Any, args: Any) -> Callable[[FakeMode, Any], Any] | None:
-    """As :func:`_maker`, for one result."""
+    """As :func:`_maker`, for an operator with one result."""
     if type(x) in PLAIN:
         return lambda mode, args: x
     if not isinstance(x, FakeTensor) or x.constant is not None or any(x is y for y in args):
@@ -184,6 +185,7 @@ def _maker_of_one(x: Any, args: Any) -> Callable[[FakeMode, Any], Any] | None:
     source = _storages(args).get(x.untyped_storage()._cdata)
 
     def wrapped(mode: FakeMode, elem: Tensor) -> Tensor:
+        """A FakeTensor around a tensor on the meta device."""
         fake = Tensor._make_subclass(FakeTensor, elem, False, dispatch_device=True, device_for_backend_keys=device)
         torch._C._set_throw_on_mutable_data_ptr(fake)
         vars(fake).update(attributes)

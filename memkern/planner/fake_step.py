@@ -22,12 +22,12 @@ from ..techniques.options import Techniques, not_allowed
 from .blocks import without_block
 from .fake_mode import FakeMode
 from .graphs import without_kernels
-from .models import Configured, Source
-from .shards import group_sizes, output_layer, shard_bytes, shard_shape
+from .models import ConfiguredModel, Source
+from .shards import group_bytes, output_layer, shard_bytes, shard_shape
 from .trace import Trace, aligned, record
 from .values import Values
 
-FEW = 3  # blocks of which traces are made: the first, the last and one between them
+FEW = 3  # blocks of a model that is traced in place of a deeper one: the first, the last and one between them
 
 
 def chunked_loss(model: Any, batch: dict[str, Any], chunk: int) -> Tensor:
@@ -41,18 +41,19 @@ def chunked_loss(model: Any, batch: dict[str, Any], chunk: int) -> Tensor:
 
 
 def traces(source: Source, techniques: Techniques, device: str) -> tuple[list[Trace], int]:
-    """``traces`` and ``more`` of :func:`memkern.planner.trace.peaks`: of few blocks where a model has like blocks."""
+    """The first two arguments of :func:`memkern.planner.trace.peaks`: traces of few blocks where a model has like ones,
+    and how many blocks the model has more than the first trace."""
     if techniques.loss_chunk and not source.is_language_model:
         raise not_allowed("loss_chunk", techniques.loss_chunk, "None for a model that is no language model")
-    if isinstance(source, Configured):
+    if isinstance(source, ConfiguredModel):
         with contextlib.suppress(Exception):  # the model's own, where other sizes depend on the number of blocks
-            few = _trace_equal_blocks(source, techniques, device) or _trace_kinds_of_blocks(source, techniques, device)
+            few = _trace_equal_blocks(source, techniques, device) or _trace_like_kinds(source, techniques, device)
             if few is not None:
                 return few
     return [trace(source, techniques, device)], 0
 
 
-def _trace_equal_blocks(source: Configured, techniques: Techniques, device: str) -> tuple[list[Trace], int] | None:
+def _trace_equal_blocks(source: ConfiguredModel, techniques: Techniques, device: str) -> tuple[list[Trace], int] | None:
     """Traces of two models with few blocks, the second with one more, where all blocks are alike.
 
     With a checkpoint around every n-th block, n blocks count as one.
@@ -68,8 +69,8 @@ def _trace_equal_blocks(source: Configured, techniques: Techniques, device: str)
     return None if aligned(fewer, many) is None else ([fewer, many], (depth - few) // every)
 
 
-def _trace_kinds_of_blocks(source: Configured, techniques: Techniques, device: str) -> tuple[list[Trace], int] | None:
-    """Traces of two models as above, where blocks of several kinds run the same operators, as with another mask."""
+def _trace_like_kinds(source: ConfiguredModel, techniques: Techniques, device: str) -> tuple[list[Trace], int] | None:
+    """As :func:`_trace_equal_blocks`, for blocks of several kinds with the same operators (and other masks, say)."""
     kinds = source.kinds
     if techniques.checkpoint_every > 1 or len(kinds) <= len(set(kinds)) + 2:
         return None
@@ -77,7 +78,7 @@ def _trace_kinds_of_blocks(source: Configured, techniques: Techniques, device: s
     short = source.with_depth(len(few))
     short.config.layer_types = few
     found_traces = [trace(short, techniques, device)]
-    while len(found_traces[0].blocks) > FEW:
+    while len(found_traces[0].block_clocks) > FEW:
         fewer = without_block(found_traces[0], 1)
         if fewer is None:
             return None
@@ -86,7 +87,7 @@ def _trace_kinds_of_blocks(source: Configured, techniques: Techniques, device: s
 
 
 def trace(source: Source, techniques: Techniques, device: str) -> Trace:
-    """A forward and a backward pass on fake tensors."""
+    """The trace of a forward and a backward pass on fake tensors."""
     mode = FakeMode()
     values = Values(mode)
     with mode, torch.device(device):
@@ -116,10 +117,11 @@ def trace(source: Source, techniques: Techniques, device: str) -> Trace:
 
 @contextlib.contextmanager
 def _as_on_real_tensors() -> Iterator[None]:
-    """Makes transformers do what it does with real tensors, where it reads values or where fake tensors can do less.
+    """A ``with`` block in which torch and transformers do with fake tensors what they do with real ones.
 
-    Positions of packed sequences cannot be looked at: attention is masked as for one sequence. The fake grouped product
-    of matrices takes bf16 alone: other dtypes use transformers' own operator, which returns and saves the same.
+    Where transformers looks for packed sequences in the positions, which have no values, it finds none. The grouped
+    product of matrices on fake tensors takes bf16 alone: other dtypes use transformers' own, which returns and saves
+    the same.
     """
     masks, experts = (sys.modules.get(f"transformers.{n}") for n in ("masking_utils", "integrations.moe"))
     with contextlib.ExitStack() as stack:
@@ -133,40 +135,46 @@ def _as_on_real_tensors() -> Iterator[None]:
 
             stack.enter_context(mock.patch.object(experts, "_can_use_grouped_mm", is_bf16))
         stack.enter_context(mock.patch.object(FakeTensor, "__format__", _format, create=True))
-        # Checks of values, which raise unless all are true
+        # These checks read values
         stack.enter_context(mock.patch.object(torch.distributions.Distribution, "_validate_args", False))
         yield
 
 
 def _format(x: Tensor, spec: str) -> str:
-    """Formats a fake number, as in the name of an expert."""
+    """Formats a fake tensor of one number, as f-strings with the number of an expert do."""
     return format(x.item(), spec) if x.dim() == 0 else object.__format__(x, spec)
 
 
 def floats_to(batch: Any, dtype: torch.dtype) -> Any:
+    """The batch with its tensors of floats in another dtype."""
     return tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, batch)
 
 
 @dataclasses.dataclass(frozen=True)
 class StaticBytes:
-    """Bytes that do not depend on the batch, and two numbers of parameters."""
+    """Bytes that do not depend on the batch, and two numbers of elements."""
 
-    count: int  # parameters of the model
-    head: int  # and of its output layer
+    count: int  # elements of the model's parameters
+    head: int  # and of its output layer's weight
     parameters: int
     errors: int  # rounding errors of bf16 weights
     gradients: int
     optimizer: int  # its states without these errors
-    step_temporaries: int  # the most that a step allocates
-    largest: int  # the largest gradient
-    # of the groups of weights (memkern.planner.shards.group_sizes)
-    root: int = 0
+    step_temporaries: int  # the most that an optimizer's step allocates
+    largest_gradient: int
+    # parameter groups: see memkern.planner.shards.group_bytes
+    outside_blocks: int = 0
     block: int = 0
-    first: int = 0
-    last: int = 0
-    tensor: int = 0
-    buffers: int = 0
+    embedding: int = 0
+    output_layer: int = 0
+    block_tensor: int = 0
+    buffers: int = 0  # the model's, which hold no parameters
     pinned: int = 0  # all parameters, each in pinned memory of its own, which torch rounds up to a power of two
+
+    @property
+    def root_on_host(self) -> int:
+        """The root's parameter group with weights on the host, where embedding and output layer are groups too."""
+        return self.outside_blocks - self.embedding - self.output_layer
 
 
 def static_bytes(source: Source, techniques: Techniques, device: str, devices: int = 1) -> StaticBytes:
@@ -175,7 +183,7 @@ def static_bytes(source: Source, techniques: Techniques, device: str, devices: i
     devices: how many share the model; sizes are of the first one's shards, which are the largest.
     """
     depth = source.depth
-    if not isinstance(source, Configured) or depth is None or depth <= FEW + 1:
+    if not isinstance(source, ConfiguredModel) or depth is None or depth <= FEW + 1:
         return _static_bytes(source, techniques, device, devices)
     few, many = (
         dataclasses.astuple(_static_bytes(source.with_depth(n), techniques, device, devices)) for n in (FEW, FEW + 1)
@@ -184,7 +192,7 @@ def static_bytes(source: Source, techniques: Techniques, device: str, devices: i
 
 
 def _static_bytes(source: Source, techniques: Techniques, device: str, devices: int = 1) -> StaticBytes:
-    """As :func:`static_bytes`, of all blocks."""
+    """As :func:`static_bytes`, from a model with all its blocks."""
     with FakeMode(), torch.device(device):
         model = source.empty(weight_dtype(techniques))
         trained = [p for p in model.parameters() if p.requires_grad]
@@ -205,14 +213,15 @@ def _static_bytes(source: Source, techniques: Techniques, device: str, devices: 
             gradients=sum(gradients),
             optimizer=state,
             step_temporaries=temporaries,
-            largest=max(gradients),
-            **group_sizes(model, devices),
+            largest_gradient=max(gradients),
+            **group_bytes(model, devices),
             buffers=_bytes(model.buffers()),
             pinned=sum(1 << (p.numel() * p.element_size() - 1).bit_length() for p in model.parameters()),
         )
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the tensors' storages, each counted once."""
     return sum({x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}.values())
 
 
@@ -231,7 +240,7 @@ def _optimizer_bytes(params: list[nn.Parameter], groups: Sequence[Any], techniqu
     errors = _bytes(state["weight_error"] for state in optimizer.state.values() if "weight_error" in state)
     states = _bytes(_states(optimizer)) - errors
     if techniques.is_torch and params[0].device.type == "cuda":
-        # Foreach allocates the root of every second moment.
+        # torch's foreach steps, which it takes on CUDA, hold the square roots of all second moments at once.
         peak = max(peak, sum(p.numel() * p.element_size() for p in params))
     return errors, states, peak
 

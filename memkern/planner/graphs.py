@@ -1,8 +1,8 @@
 """Runs compiled blocks on fake tensors: Inductor's graphs allocate their buffers, and their kernels do nothing.
 
-dynamo, AOTAutograd, the partitioner and Inductor's scheduler run as for real tensors. What Inductor writes allocates a
-buffer for each result of a fused kernel and frees it after its last use, so that fake tensors show what a graph
-allocates. Its kernels are not compiled, and do nothing.
+dynamo, AOTAutograd, the partitioner and Inductor's scheduler run as for real tensors. The code that Inductor generates
+allocates a buffer for each result of a fused kernel and frees it after its last use, so that fake tensors show what a
+graph allocates. Its kernels are not compiled, and do nothing.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from . import fake_cuda
 from .fake_cuda import gpu
 from .fake_mode import FakeMode
 
-MANY = 2**30  # for limits that a plan must not reach
+UNLIMITED = 2**30  # recompilations: a plan must not reach the limit
 
 
 class _Kernel:
-    """Does nothing, in place of a kernel that Inductor compiles: Triton's are run, C++'s called."""
+    """Does nothing in place of a kernel. Inductor's code calls Triton kernels by ``run``, C++ ones directly."""
 
     def run(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -34,17 +34,17 @@ class _Kernel:
 
 
 class _Session:
-    """The state of :func:`session`, which may hold several traces: equal graphs are compiled once."""
+    """The state of :func:`session`, in which several traces may be made: equal graphs are compiled once."""
 
     entered = False
     mode: FakeMode | None = None
-    """The mode of the trace that runs: a backward pass on a GPU has a thread of its own, without modes."""
-    codes: ClassVar[set[Any]] = set()  # of functions whose graphs are forgotten at the end
+    """The mode of the trace that is being made. The thread of a backward pass on a GPU has none."""
+    codes: ClassVar[set[Any]] = set()  # code objects of compiled functions, whose graphs are forgotten at the end
 
 
 @contextlib.contextmanager
 def session() -> Iterator[None]:
-    """Compiled graphs allocate and compute nothing in it, and are forgotten at its end. May be nested."""
+    """A ``with`` block in which graphs are compiled without kernels. They are forgotten at its end. May be nested."""
     if _Session.entered:
         yield
         return
@@ -55,7 +55,7 @@ def session() -> Iterator[None]:
             yield
     finally:
         _Session.entered = False
-        for code in _Session.codes:  # their graphs compute nothing
+        for code in _Session.codes:
             torch._dynamo.eval_frame.reset_code(code)
         _Session.codes.clear()
 
@@ -72,7 +72,7 @@ def _enter(stack: contextlib.ExitStack) -> None:
 
     # Every trace has other sizes. Sizes that only a plan has seen must not make a later graph dynamic.
     dynamo: dict[str, Any] = {
-        "recompile_limit": MANY, "accumulated_recompile_limit": MANY, "automatic_dynamic_shapes": False,
+        "recompile_limit": UNLIMITED, "accumulated_recompile_limit": UNLIMITED, "automatic_dynamic_shapes": False,
     }  # fmt: skip
     for patch in (
         inductor_config.patch(fx_graph_cache=False, compile_threads=1, shape_padding=False),
@@ -92,11 +92,11 @@ def _enter(stack: contextlib.ExitStack) -> None:
 
 @contextlib.contextmanager
 def without_kernels(mode: FakeMode, model: nn.Module) -> Iterator[None]:
-    """Around a forward and a backward pass of a model with compiled blocks, on the mode's fake tensors."""
+    """A ``with`` block for a forward and a backward pass of a model with compiled blocks on the mode's fake tensors."""
     is_fake = torch.cuda.is_available() and not fake_cuda.torch_has_gpus()
     with session(), gpu.inductor_sees() if is_fake else contextlib.nullcontext():
         outer_mode, _Session.mode = _Session.mode, mode
-        # What torch.compile compiles in place of a forward method of torch's own, as nn.Sequential's.
+        # For a module of torch's own, such as nn.Sequential, torch.compile compiles this wrapper of its forward method.
         _Session.codes.add(torch._dynamo.external_utils.wrap_inline(_nothing).__code__)
         for blocks in block_lists(model):
             for block in blocks:
@@ -110,7 +110,7 @@ def without_kernels(mode: FakeMode, model: nn.Module) -> Iterator[None]:
 
 
 def _on_cpu(folder: Any) -> Any:
-    """Makes Inductor's constant folding compute the constant that fills a tensor on the CPU, not on a fake device."""
+    """Inductor's method that computes a constant with which a tensor is filled, made to do so on the CPU."""
     deduce = folder._deduce_value
 
     def deduced(self: Any, node: torch.fx.Node) -> Any:
@@ -126,7 +126,7 @@ def _on_cpu(folder: Any) -> Any:
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Does nothing, in place of a function that asks for an address."""
+    """Does nothing, in place of a function that reads a tensor's address."""
 
 
 def _compiled(*args: Any, **kwargs: Any) -> _Kernel:
@@ -134,6 +134,8 @@ def _compiled(*args: Any, **kwargs: Any) -> _Kernel:
 
 
 def _allocator(device: str) -> Any:
+    """A function in place of the one by which Inductor's code allocates, which makes fake tensors."""
+
     def empty_strided(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
         assert _Session.mode is not None
         with _Session.mode:
@@ -143,4 +145,5 @@ def _allocator(device: str) -> Any:
 
 
 def _reinterpret(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int = 0) -> Tensor:
+    """A view, in place of the function by which Inductor's code makes views, which takes no fake tensors."""
     return torch.as_strided(x, size, stride, x.storage_offset() + offset)

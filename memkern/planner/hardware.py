@@ -13,17 +13,17 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-    """Speeds in operations and bytes per second. link: between the host's memory and the device's.
+    """Speeds in operations and bytes per second, and the bytes of a process.
 
-    process: bytes that a process has before it holds a tensor: on a GPU the context and the workspaces of the
-    libraries, on the CPU the interpreter with torch and transformers.
+    process: what a process has before it holds a tensor: on a GPU the context and the workspaces of the libraries, on
+    the CPU the interpreter with torch and transformers.
     """
 
-    flops: float
-    half_flops: float
-    bandwidth: float
-    link: float
-    host_bandwidth: float
+    flops: float  # of matrix products in fp32
+    half_flops: float  # in bf16 or fp16
+    bandwidth: float  # of the device's memory
+    link: float  # between the host's memory and the device's
+    host_bandwidth: float  # of the host's memory
     process: int
 
 
@@ -38,8 +38,8 @@ COMPILED: dict[str, dict[int | str | None, float]] = {
     "cuda": {None: 0.6, "exact": 0.6, 8: 0.75},
     "cpu": {None: 0.95, "exact": 0.95, 8: 1.05},
 }
-"""Time of both passes of compiled blocks over that of uncompiled ones, by saved_bits: about the means of GPT-2's and
-Llama's rows in README.md's tables."""
+"""The time of both passes with compiled blocks as a share of that without, by device and ``saved_bits``: about the mean
+of GPT-2's and Llama's rows in README.md's tables."""
 
 
 def default(device: str) -> Hardware:
@@ -64,18 +64,19 @@ def seconds(
 ) -> float:
     """Seconds of an optimizer step.
 
-    6 N D operations for N parameters and D tokens, and those of attention: a third each for the forward pass, the
-    gradients of the activations and those of the weights. Checkpoints repeat the forward pass, randomized linear layers
-    compute their share of the weights' gradients, a loss in chunks computes the logits once more. The step reads and
-    writes weights, errors and states and reads gradients. With ``offload="cpu"`` gradients and weights go over the
-    link, and weights back; with "device" errors and states come while others go back, beside the step, or beside a
-    backward pass that steps. With ``weights_on_host`` both passes bring the weights, and the backward pass sends the
-    gradients the other way; with a step in backward it hides the host's step, which never counts as less than one on
-    the device.
+    Both passes take 6 N D operations for N parameters and D tokens, and those of attention: a third each for the
+    forward pass, the gradients of the activations and those of the weights. Checkpoints repeat the forward pass,
+    randomized linear layers compute their share of the weights' gradients, a loss in chunks computes the logits once
+    more. The optimizer's step reads and writes weights, errors and states and reads gradients.
+
+    With ``offload="cpu"`` gradients and weights go over the link to the host, and weights back. With "device" errors
+    and states come to the device while others go back, which overlaps the step, or a backward pass that steps. With
+    ``weights_on_host`` each pass copies the weights to the device, and the backward pass the gradients to the host. A
+    step in backward overlaps that pass then, but never takes less time than a step on the device.
 
     tokens: of a sequence. attention: operations per token of the products of queries, keys, probabilities and values in
     a forward pass. compiled: ``COMPILED``'s share of the time of both passes. brought: bytes of weights that each pass
-    brings from the host.
+    copies from the host.
     """
     rate = hardware.flops if techniques.precision == "fp32" else hardware.half_flops
     passes = 3.0 + (1 / techniques.checkpoint_every if techniques.checkpointing else 0)
@@ -86,7 +87,7 @@ def seconds(
     if techniques.loss_chunk:
         micro_batch += techniques.micro_batch * tokens * 2 * sizes.head / rate
     backward = (passes - 1) * forward
-    # Weights come in in each pass, and gradients leave beside them, in the link's other direction.
+    # Weights come in each pass. Gradients leave at the same time, in the link's other direction.
     for computation in (forward, backward):
         micro_batch += max(0.0, brought / hardware.link - computation)
     total = techniques.accumulation * micro_batch

@@ -26,14 +26,17 @@ ALSO_NEEDED = {
 """By a model's main input: other inputs that it needs, if its forward method has these arguments."""
 SYNONYMS = {"inputs": ("pixel_values", "input_values")}
 """By a main input's generic name: names of the arguments that may take it."""
-TOKENS = ("input_ids", "decoder_input_ids", "qformer_input_ids", "mm_token_type_ids", "bbox")  # inputs per token
+TOKENS = ("input_ids", "decoder_input_ids", "qformer_input_ids", "mm_token_type_ids", "bbox")
+"""Inputs with one entry for each token of a sequence."""
 DTYPES = dict.fromkeys((*TOKENS, "pixel_attention_mask", "attention_mask"), torch.long)
 DTYPES |= dict.fromkeys(("image_embeds_position_mask", "bool_masked_pos"), torch.bool)
 """The dtypes of inputs that are not fp32."""
-IMAGE_TOKENS = ("image_token_id", "image_token_index")  # attributes of configurations
+IMAGE_TOKENS = ("image_token_id", "image_token_index")
+"""Attributes of configurations: the token that stands in a text for a patch of an image."""
 CHOICES = 2  # of a multiple-choice question
-LABELS = 8  # tokens of a transcript
-SAMPLES = 320  # of a waveform for each of the encoder's frames
+TRANSCRIPT_TOKENS = 8
+SAMPLES_PER_FRAME = 320
+"""Samples of a waveform for each frame of the encoder, where the configuration does not say: wav2vec 2.0's."""
 
 
 def architecture(config: Any) -> str:
@@ -51,7 +54,7 @@ def architecture(config: Any) -> str:
 
 
 def class_of_type(kind: str) -> str | None:
-    """The class for a model type. Encoders, which have one for masked tokens, are classifiers of sequences."""
+    """The class for a model type: that of the first of ``TASKS``, but no causal one where there is a masked one."""
     from transformers.models.auto import modeling_auto as auto
 
     masked = kind in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
@@ -80,10 +83,10 @@ def is_language_model(name: str) -> bool:
 
 
 class Inputs:
-    """The inputs of a class of transformers for a configuration, and its labels.
+    """The inputs and labels that the class of a transformers configuration needs.
 
     seq_len: tokens of a sequence; frames of a spectrogram; of a waveform, the frames that the encoder makes of it.
-    padded: whether sequences of tokens end in padding, which an attention mask tells.
+    padded: whether sequences of tokens end in padding, which an attention mask marks.
     """
 
     def __init__(self, config: Any, seq_len: int, padded: bool = False) -> None:
@@ -99,20 +102,21 @@ class Inputs:
         self.needed = {n for n, p in parameters.items() if p.default is p.empty} | {main}
         self.needed |= {*ALSO_NEEDED.get(main, ())} & self.names
         if main == "pixel_values" and self.name.endswith("ForConditionalGeneration"):
-            # of a text about an image
+            # a text about the image
             self.needed |= {"input_ids"} & self.names
         if main == "input_ids" and "pixel_values" in self.names and not self.places_images:
             self.needed |= {"pixel_values"}
-        if "return_loss" in self.names:  # of pairs of texts and images or sounds
+        if "return_loss" in self.names:  # as CLIP: the loss compares texts with images or sounds
             self.needed |= {"pixel_values", "input_features"} & self.names
 
     @property
     def places_images(self) -> bool:
-        """Whether images take the places of tokens of a text, which may have none."""
+        """Whether images stand in a text in place of tokens, so that there may be none."""
         return any(hasattr(self.config, name) for name in IMAGE_TOKENS)
 
     @property
     def takes_images(self) -> bool:
+        """Whether it takes images and no text."""
         return "pixel_values" in self.needed and "input_ids" not in self.needed
 
     @property
@@ -122,11 +126,12 @@ class Inputs:
 
     @property
     def _vision(self) -> Any:
+        """The configuration of the part that reads images."""
         return getattr(self.config, "vision_config", self.config)
 
     @property
     def image(self) -> tuple[int, int, int]:
-        """Channels, height and width."""
+        """An image's channels, height and width."""
         config = self._vision
         side = getattr(config, "image_size", None) or getattr(config, "crop_size", None) or 224
         height, width = side if isinstance(side, (tuple, list)) else (side, side)
@@ -134,14 +139,15 @@ class Inputs:
 
     @property
     def patches(self) -> int:
+        """The number of patches of an image."""
         size = getattr(self._vision, "patch_size", None) or 16
         _, height, width = self.image
         size = size if isinstance(size, int) else size[-1]
         return (height // size) * (width // size)
 
     @property
-    def _patch(self) -> int:
-        """The number of values in a patch."""
+    def _patch_values(self) -> int:
+        """The number of values in a patch: channels x height x width."""
         side = getattr(self._vision, "patch_size", None) or 16
         return self.image[0] * side * side
 
@@ -173,11 +179,11 @@ class Inputs:
             choices = (CHOICES,) if self.name.endswith("MultipleChoice") else ()
             return (*choices, self.seq_len, *((4,) if name == "bbox" else ()))
         if name == "pixel_values" and "spatial_shapes" in self.needed:
-            return self.patches, self._patch
+            return self.patches, self._patch_values
         if name in ("pixel_attention_mask", "bool_masked_pos"):
             return (self.patches,)
         if name == "flattened_patches":  # each with its row and column
-            return self.patches, self._patch + 2
+            return self.patches, self._patch_values + 2
         if name == "image_embeds_position_mask":
             return (self.seq_len,)
         if name == "pixel_values_videos":
@@ -189,14 +195,15 @@ class Inputs:
             bins = getattr(config, "num_mel_bins", None)
             if bins and hasattr(config, "max_length"):
                 return config.max_length, bins
-            ratio = getattr(config, "inputs_to_logits_ratio", SAMPLES)
-            return (self.seq_len * (ratio if isinstance(ratio, int) else SAMPLES),)
+            ratio = getattr(config, "inputs_to_logits_ratio", None)
+            return (self.seq_len * (ratio if isinstance(ratio, int) else SAMPLES_PER_FRAME),)
         if name == "input_features":
             return self._spectrogram
         return self._spectrogram[:1] if name == "attention_mask" else None
 
     @property
     def _spectrogram(self) -> tuple[int, int]:
+        """The shape of a spectrogram: frames and bins of frequencies, the other way round for Whisper."""
         config = self.config
         for name in ("encoder_config", "audio_config"):
             config = getattr(config, name, config)
@@ -209,6 +216,8 @@ class Inputs:
         return self.seq_len, bins
 
     def _labels(self, size: int) -> dict[str, Any]:
+        """The labels of ``size`` sequences, by the names of the class's arguments."""
+
         def numbers(*shape: int) -> Any:
             return torch.zeros(size, *shape, dtype=torch.long)
 
@@ -223,7 +232,7 @@ class Inputs:
         if self.name.endswith("SemanticSegmentation"):
             return labels | {"labels": numbers(*self.image[1:])}
         if self.name.endswith("ForCTC"):
-            return labels | {"labels": numbers(LABELS)}
+            return labels | {"labels": numbers(TRANSCRIPT_TOKENS)}
         of_tokens = self.name.endswith("TokenClassification") or "logits_to_keep" in names
         if self.name.endswith(PER_SEQUENCE) and not of_tokens:
             return labels | {"labels": numbers()}

@@ -23,7 +23,7 @@ from .built_in import MODELS, built_in
 from .inputs import Inputs, is_language_model, text_config
 from .shards import output_layer
 
-SEQ_LEN = 2048  # tokens, where nothing is said and the model has as many positions
+SEQ_LEN = 2048  # tokens of a sequence by default, where the model has so many positions
 Batch = dict[str, Any] | tuple[Any, ...]
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -39,8 +39,11 @@ def model_output_loss(model: nn.Module, batch: Any) -> Tensor:
 
 
 @dataclasses.dataclass
-class Configured:
-    """A transformers model, by its configuration."""
+class ConfiguredModel:
+    """A transformers model, given by its configuration.
+
+    padded: whether sequences end in padding, which an attention mask marks.
+    """
 
     name: str
     config: Any
@@ -50,7 +53,7 @@ class Configured:
 
     @property
     def loss_code(self) -> str:
-        """The expression for the loss in the printed loop. A cache of keys and values is of no use in training."""
+        """The expression for the loss in the printed loop. (Training needs no cache of keys and values.)"""
         return f"model(**batch{', use_cache=False' if self.is_language_model else ''}).loss"
 
     def build(self, dtype: torch.dtype, empty: bool = True) -> nn.Module:
@@ -68,10 +71,10 @@ class Configured:
             torch.set_default_dtype(default_dtype)
 
     def empty(self, dtype: torch.dtype) -> nn.Module:
-        """The model without values, in a dtype; under ``torch.device``, there.
+        """The model without values, in a dtype, on the device of the ``torch.device`` block around the call.
 
-        It is built on the meta device, as transformers builds what it loads: some models compute with values on the CPU
-        meanwhile, which fake tensors do not have.
+        It is built on the meta device first, as transformers builds what it loads, as some models compute with values
+        while they are built. On the meta device they do that on the CPU; fake tensors have no values.
         """
         with _disable_current_modes(), torch.device("meta"):
             model = self.build(dtype)
@@ -100,7 +103,7 @@ class Configured:
         except NotImplementedError:  # raised by transformers where it follows from other numbers
             return None
 
-    def with_depth(self, depth: int) -> Configured:
+    def with_depth(self, depth: int) -> ConfiguredModel:
         """The same model with another number of blocks."""
         config = copy.deepcopy(self.config)
         config.num_hidden_layers = depth
@@ -118,12 +121,12 @@ class Configured:
 
     @property
     def attention(self) -> float:
-        """Operations per token and token of the sequence of a forward pass's attention, all layers together."""
+        """Operations of attention in a forward pass for each pair of tokens of a sequence, all layers together."""
         heads, width = (_number(self.config, name) for name in ("num_attention_heads", "hidden_size"))
         if heads is None or width is None or self.depth is None:
             return 0.0
         width = heads * (getattr(self.config, "head_dim", None) or width // heads)
-        operations = 2.0 if self.is_language_model else 4.0  # per pair of tokens, half of which are masked
+        operations = 2.0 if self.is_language_model else 4.0  # per pair and channel; causal masks leave half of them
         return self.depth * width * operations
 
     @property
@@ -136,7 +139,7 @@ class Configured:
 
 
 @dataclasses.dataclass
-class Given:
+class ModuleWithInputs:
     """A module with example inputs, whose first dimension is the batch's."""
 
     name: str
@@ -148,7 +151,7 @@ class Given:
     attention: float = 0.0
 
     def build(self, dtype: torch.dtype) -> nn.Module:
-        """A copy of the module without values, with its weights in a dtype; under ``torch.device``, there."""
+        """A copy without values, with fp32 weights in a dtype, on the device of the ``torch.device`` block around."""
         tensors = [*self.model.parameters(), *self.model.buffers()]
         return copy.deepcopy(self.model, {id(x): _empty_like(x, dtype) for x in tensors}).train()
 
@@ -162,19 +165,21 @@ class Given:
         return "loss_fn(model, batch)  # yours"
 
     @property
-    def _leading(self) -> list[Tensor]:
+    def _batched(self) -> list[Tensor]:
+        """The example's tensors that have a dimension: the first is taken to be the batch."""
         return [x for x in tree_leaves(self.example) if isinstance(x, Tensor) and x.dim()]
 
     @property
     def tokens(self) -> int:
         """Tokens per sequence: the size of the example's other dimensions where it holds indices, else 1."""
-        first = self._leading[0]
+        first = self._batched[0]
         return math.prod(first.shape[1:]) if not first.is_floating_point() else 1
 
     def batch(self, size: int) -> Batch:
-        rows = self._leading[0].shape[0]
+        """The example with ``size`` sequences: floats are zeros, indices are its own, repeated."""
+        rows = self._batched[0].shape[0]
 
-        def sized(x: Any) -> Any:
+        def with_size(x: Any) -> Any:
             if not isinstance(x, Tensor):
                 return x
             if not x.dim() or x.shape[0] != rows:
@@ -183,10 +188,10 @@ class Given:
                 return torch.zeros(size, *x.shape[1:], dtype=x.dtype)
             return x[torch.arange(size) % rows]
 
-        return tree_map(sized, self.example)
+        return tree_map(with_size, self.example)
 
 
-Source = Configured | Given
+Source = ConfiguredModel | ModuleWithInputs
 
 
 def _number(config: Any, name: str) -> int | None:
@@ -199,7 +204,7 @@ def _number(config: Any, name: str) -> int | None:
 
 
 def _empty_like(x: Tensor, dtype: torch.dtype) -> Tensor:
-    # A whole model may be in half precision already; only fp32 is cast.
+    """An empty tensor like ``x``, in ``dtype`` where that is fp32: a model may be in half precision already."""
     empty = torch.empty_strided(x.shape, x.stride(), dtype=dtype if x.dtype == torch.float32 else x.dtype)
     return nn.Parameter(empty, x.requires_grad) if isinstance(x, nn.Parameter) else empty
 
@@ -242,7 +247,7 @@ def resolve(
         if not any(isinstance(x, Tensor) and x.dim() for x in tree_leaves(batch)):
             raise not_allowed("inputs", inputs, "a batch (tensor, tuple or dict) that the module takes")
         has_head = hasattr(model, "base_model") and output_layer(model) is not None
-        return Given(type(model).__name__, model, batch, loss or model_output_loss, has_head)
+        return ModuleWithInputs(type(model).__name__, model, batch, loss or model_output_loss, has_head)
     if isinstance(model, (str, Path)):
         name = str(model)
         if name in MODELS:
@@ -264,12 +269,12 @@ def resolve(
     config = copy.deepcopy(config)
     if dropout is not None:
         set_dropout(config, dropout)
-    # Decoders make inputs from labels with these; with the second, classifiers find a sequence's end.
+    # Decoders make their inputs from labels with these tokens; classifiers find a sequence's end by the padding.
     for token in ("decoder_start_token_id", "pad_token_id"):
         if getattr(config, token, None) is None:
             setattr(config, token, 0)
     config = text_config(config)
-    source = Configured(name, config, seq_len or 0, loss or model_output_loss, attention_mask)
+    source = ConfiguredModel(name, config, seq_len or 0, loss or model_output_loss, attention_mask)
     if attention_mask and not source.inputs.takes_mask:
         raise not_allowed("attention_mask", True, f"False for {source.inputs.name}, which takes no tokens with a mask")
     if not source.inputs.takes_images:

@@ -11,7 +11,7 @@ from ..techniques.options import Techniques
 from .prediction import BAND, CATEGORIES, Prediction
 
 MIB, GIB = 2**20, 2**30
-HEADS = ("weights", "errors", "grads", "optim.", "saved", "temp.", "process")  # of the columns, as CATEGORIES
+HEADS = ("weights", "errors", "grads", "optim.", "saved", "temp.", "process")  # of the columns, one per CATEGORIES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,13 +19,13 @@ class Plan:
     """The outcome of :func:`memkern.plan`; ``print`` shows it.
 
     alone: a prediction for each technique by itself. together: the smallest step, with all of them but randomized
-    linear layers. recommended: the fastest that fits, None where nothing does. largest_micro_batch: with the
-    recommended techniques, 0 where nothing fits. counted_on: the fake tensors, a key of ``BAND``. band: shares by which
-    the truth may be above and below a prediction. What is recommended fits even if the truth is above by the band.
-    fits_as_it_is: whether plain fp32 training does, with the whole batch at once. loss: how ``code()`` computes it.
-    link: bytes per second between host and device. ruled_out: the rows of techniques with which the model's step
-    raises, with the error. devices: how many share the model (``fully_shard``); bytes are those of one. not_on_cuda:
-    why a plan for "cuda" was counted on fake CPU tensors.
+    linear layers. recommended: the fastest that fits, None where nothing does. largest_micro_batch: sequences with the
+    recommended techniques, 0 where nothing fits. counted_on: the fake tensors, a key of ``BAND``. band: shares of a
+    prediction by which the real peak may be above and below it. What is recommended fits even at the band's upper end.
+    fits_as_it_is: whether plain fp32 training fits, with the whole batch at once. loss: the expression that ``code()``
+    has for it. link: bytes per second between host and device. ruled_out: by its row, each technique with which the
+    model's step raises, and the error. devices: how many share the model (``fully_shard``); bytes are those of one.
+    not_on_cuda: why a plan for "cuda" was counted on fake CPU tensors.
     """
 
     model: str
@@ -55,7 +55,7 @@ class Plan:
 
     @property
     def least(self) -> int:
-        """The memory that the smallest step fits in."""
+        """Bytes in which the smallest step fits even if it needs more than predicted, by the band."""
         return math.ceil(self.together.peak * (1 + self.band[0]))
 
     def to_dict(self) -> dict[str, Any]:

@@ -163,7 +163,7 @@ def _has_cuda() -> bool:
 
 
 def _given(techniques: Any, devices: int) -> dict[str, Any]:
-    """The techniques that are given, and those that several devices leave as they are."""
+    """The techniques that are given, and with several devices those of ``UNSHARDED``. Raises OptionError."""
     given = dataclasses.asdict(techniques) if isinstance(techniques, Techniques) else dict(techniques or {})
     names = [field.name for field in dataclasses.fields(Techniques)]
     for name in given:
@@ -187,7 +187,7 @@ def _given(techniques: Any, devices: int) -> dict[str, Any]:
 
 
 def _alone(predictor: Predictor, rows: dict[str, dict[str, Any]]) -> tuple[dict[str, Prediction], dict[str, str]]:
-    """Each technique's prediction, and the errors of those that the model does not run with."""
+    """Each technique's prediction by itself, and the errors of those with which the model's step raises; by row."""
     alone: dict[str, Prediction] = {}
     ruled_out: dict[str, str] = {}
     for name, changes in rows.items():

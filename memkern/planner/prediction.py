@@ -16,22 +16,21 @@ CATEGORIES = (
     "parameters", "errors", "gradients", "optimizer", "saved activations", "temporaries", "process and context",
 )  # fmt: skip
 PHASES = ("begin", "forward", "backward", "step")
-UNIT = {"cpu": 64, "cuda": 512}
-"""Bytes: the allocator rounds sizes up to a multiple."""
-HELD = {"cpu": 0, "cuda": 1}
-"""Buffers that collectives hold (``Groups.held``): gloo's end before the next operator, NCCL's streams have one."""
+UNIT = {"cpu": 64, "cuda": 512}  # bytes, of which torch's allocator makes sizes a multiple
+UNRELEASED = {"cpu": 0, "cuda": 1}
+"""``ShardedWeights.unreleased``: with gloo a collective has ended before the next operator, with NCCL it may run."""
 ALLOCATED_BY_A_STEP = ("gradients", "saved activations", "temporaries")  # categories that get a margin
-CHANGE_NO_TRACE = (  # fields of Techniques with which the traces of a step stay the same
+WITHOUT_EFFECT_ON_TRACES = (  # fields of Techniques
     "optimizer", "state_bits", "master_weights", "step_in_backward", "offload", "weights_on_host", "accumulation",
 )  # fmt: skip
-SLABS = 0.03
-"""Added to pinned memory on the host, as a share: its slabs leave 0 to 3 % free, of GPT-2's weights to Llama-3.1-70B's.
-"""
+UNUSED_OF_SLABS = 0.03
+"""The share of the host's pinned memory that stays unused at the end of its slabs (offload/pinned.py): the most that it
+is for models from GPT-2 to Llama-3.1-70B."""
 ON_CPU_TENSORS = "cuda, on fake CPU tensors"
 MARGIN = {"cpu": 0.02, "cuda": 0.03, ON_CPU_TENSORS: 0.15}
-"""Added, as a share of what a step allocates: for scratch memory inside operators, and for fragmentation."""
+"""Added to what a step allocates, as a share of it: for scratch memory inside operators, and for fragmentation."""
 BAND = {"cpu": (0.01, 0.05), "cuda": (0.01, 0.07), ON_CPU_TENSORS: (0.05, 0.25)}
-"""Shares of a prediction by which the truth may be above it, and below it."""
+"""Shares of a prediction: by how much the real peak may be above it, and below it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +59,7 @@ class NotTraced(OptionError):
     """A step of the model with these techniques does not run on fake tensors."""
 
 
-def _not_traced(techniques: Techniques, error: Exception) -> NotTraced:
+def _trace_error(techniques: Techniques, error: Exception) -> NotTraced:
     """The error for a step that raises on fake tensors. It names what differs from plain training."""
     reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:200]}"
     plain = Techniques(micro_batch=techniques.micro_batch)
@@ -78,7 +77,10 @@ def _not_traced(techniques: Techniques, error: Exception) -> NotTraced:
 
 
 class Predictor:
-    """Predictions for one model on one device. Techniques that change no trace or size share them."""
+    """Predictions for one model on one device. Techniques for which traces and sizes are the same share them.
+
+    source: of memkern.planner.models. counted_on: the fake tensors, a key of ``BAND``. devices: how many share it.
+    """
 
     def __init__(self, source: Any, device: str, counted_on: str, hardware: Hardware, devices: int = 1) -> None:
         from . import fake_step
@@ -88,7 +90,7 @@ class Predictor:
         fake_device = "cuda" if counted_on == "cuda" else "cpu"
 
         def cached(run: Callable[..., Any]) -> Callable[[Techniques], Any]:
-            """Caches what it returns, or the error that it raised: functools.cache would run it again."""
+            """Caches what a function returns, or the error that it raises, which functools.cache would not."""
 
             @functools.cache
             def run_once(techniques: Techniques) -> Any:
@@ -97,7 +99,7 @@ class Predictor:
                 except OptionError as error:
                     return error
                 except Exception as error:  # a model's own code may raise anything
-                    return _not_traced(techniques, error)
+                    return _trace_error(techniques, error)
 
             def checked(techniques: Techniques) -> Any:
                 if isinstance(outcome := run_once(techniques), OptionError):
@@ -114,7 +116,7 @@ class Predictor:
     def traces(self, techniques: Techniques) -> Any:
         """Traces of a step. Raises NotTraced where the model's own code raises."""
         plain = Techniques()
-        return self._traces(techniques.replace(**{name: getattr(plain, name) for name in CHANGE_NO_TRACE}))
+        return self._traces(techniques.replace(**{name: getattr(plain, name) for name in WITHOUT_EFFECT_ON_TRACES}))
 
     def runs(self, techniques: Techniques) -> bool:
         """Whether a step with these techniques can be traced."""
@@ -130,7 +132,7 @@ class Predictor:
         return 2 if needs_two else 1
 
     def static_bytes(self, techniques: Techniques) -> Any:
-        """The StaticBytes of the techniques; those that do not change them share one."""
+        """The StaticBytes with these techniques, of which few have an effect on them."""
         precision = "bf16" if techniques.precision == "bf16" else "fp32"
         relevant = {name: getattr(techniques, name) for name in ("optimizer", "state_bits", "master_weights")}
         return self._static_bytes(Techniques(precision=precision, **relevant))
@@ -138,10 +140,10 @@ class Predictor:
     def floor(self, techniques: Techniques) -> int:
         """A lower bound of the peak, found without a trace."""
         sizes = self.static_bytes(techniques)
-        if self._streams(techniques):
-            return self.hardware.process + sizes.buffers + sizes.largest
+        if self._has_weights_on_host(techniques):
+            return self.hardware.process + sizes.buffers + sizes.largest_gradient
         frees_gradients = techniques.step_in_backward or techniques.offload == "cpu"
-        gradients = sizes.largest if frees_gradients else sizes.gradients
+        gradients = sizes.largest_gradient if frees_gradients else sizes.gradients
         states = 0 if techniques.offload else sizes.errors + sizes.optimizer
         return self.hardware.process + sizes.parameters + states + gradients
 
@@ -150,21 +152,21 @@ class Predictor:
         """Whether the model has a list of like blocks."""
         return self.static_bytes(Techniques()).block > 0
 
-    def _streams(self, techniques: Techniques) -> bool:
-        """Whether the weights are not on the device."""
+    def _has_weights_on_host(self, techniques: Techniques) -> bool:
+        """Whether the weights are on the host and the device is another."""
         return bool(techniques.weights_on_host) and self.device != "cpu"
 
     def _predict(self, techniques: Techniques) -> Prediction:
-        traces, more = self.traces(techniques)
+        traces, more_blocks = self.traces(techniques)
         self.check(techniques)
-        rows = self._rows(techniques, traces, more)
+        rows = self._by_phase(techniques, traces, more_blocks)
         sums = {phase: sum(rows[phase].values()) for phase in PHASES}
         largest = rows[max(sums, key=sums.__getitem__)]
         return Prediction(
             techniques,
             categories={name: largest.get(name, 0) for name in CATEGORIES},
             phases=sums,
-            host=self.held_on_host(techniques) if self._is_on_host(techniques) else 0,
+            host=self.held_on_host(techniques) if self._has_states_on_host(techniques) else 0,
             seconds=self.seconds(techniques),
             brought=self._brought(techniques),
         )
@@ -172,18 +174,21 @@ class Predictor:
     def _brought(self, techniques: Techniques) -> int:
         """Bytes of weights that each pass brings from the host."""
         sizes = self.static_bytes(techniques)
-        return sizes.parameters - sizes.buffers if self._streams(techniques) else 0
+        return sizes.parameters - sizes.buffers if self._has_weights_on_host(techniques) else 0
 
-    def _is_on_host(self, techniques: Techniques) -> bool:
-        """Whether the optimizer's states are not on the device."""
-        return (techniques.offload is not None and self.device != "cpu") or self._streams(techniques)
+    def _has_states_on_host(self, techniques: Techniques) -> bool:
+        """Whether the optimizer's states are on the host and the device is another."""
+        return (techniques.offload is not None and self.device != "cpu") or self._has_weights_on_host(techniques)
 
     def _steps_on_host(self, techniques: Techniques) -> bool:
         """Whether the host's processors step, so that gradients leave the device."""
-        return self._is_on_host(techniques) and techniques.offload != "device"
+        return self._has_states_on_host(techniques) and techniques.offload != "device"
 
-    def _buckets(self, techniques: Techniques) -> int:
-        """Bytes of the two buffers through which states come to the device, in pieces or by whole parameters."""
+    def _bucket_bytes(self, techniques: Techniques) -> int:
+        """Bytes of the two buckets through which offload="device" copies states to the device and back.
+
+        A bucket holds pieces of parameters, or whole ones where the optimizer needs their norms or matrices.
+        """
         from ..optim.offload.device import BUCKET_BYTES, LARGE_BYTES
 
         if self._steps_on_host(techniques):
@@ -191,24 +196,24 @@ class Predictor:
         sizes = self.static_bytes(techniques)
         states, largest = sizes.errors + sizes.optimizer, BUCKET_BYTES
         if techniques.algorithm in ("lamb", "lars", "muon"):
-            largest = max(largest, math.ceil(states * sizes.largest / max(1, sizes.gradients)))
+            largest = max(largest, math.ceil(states * sizes.largest_gradient / max(1, sizes.gradients)))
         return min(states, largest + min(largest, LARGE_BYTES))
 
-    def _rows(self, techniques: Techniques, traces: Sequence[Any], more: int) -> dict[str, dict[str, int]]:
+    def _by_phase(self, techniques: Techniques, traces: Sequence[Any], more_blocks: int) -> dict[str, dict[str, int]]:
         """Bytes at the peak of each of ``PHASES``, by category."""
-        sizes, on_host = self.static_bytes(techniques), self._is_on_host(techniques)
+        sizes, on_host = self.static_bytes(techniques), self._has_states_on_host(techniques)
         steps_on_host = self._steps_on_host(techniques)
         frees_gradients = techniques.step_in_backward or steps_on_host
         accumulates = techniques.accumulation > 1 and not frees_gradients
         copies = (4 if techniques.is_torch else 2) * sizes.count if techniques.host_copies else 0
         static = {
-            "parameters": sizes.buffers if self._streams(techniques) else sizes.parameters,
+            "parameters": sizes.buffers if self._has_weights_on_host(techniques) else sizes.parameters,
             "errors": 0 if on_host else sizes.errors + copies,
             "gradients": sizes.gradients if accumulates else 0,
-            "optimizer": self._buckets(techniques) if on_host else sizes.optimizer,
+            "optimizer": self._bucket_bytes(techniques) if on_host else sizes.optimizer,
             "process and context": self.hardware.process,
         }
-        peaks = self._peaks(techniques, traces, more, free_gradients=frees_gradients or accumulates)
+        peaks = self._peaks(techniques, traces, more_blocks, free_gradients=frees_gradients or accumulates)
         step_temporaries = sizes.step_temporaries if techniques.step_in_backward and not steps_on_host else 0
         rows = {
             phase: static
@@ -241,44 +246,47 @@ class Predictor:
         """Bytes on the host with offload or weights_on_host, found without a trace: weights, errors, states, gradients.
 
         With weights_on_host, weights are in slabs of pinned memory (offload/pinned.py), and torch rounds the pinned
-        memory of each gradient up to a power of two. The gradients of three groups are under way. With a step in
-        backward there are no others; else there are those of all parameters, and with accumulation the three too. With
-        ``offload="device"`` there are errors and states alone, all of them pinned.
+        memory of each gradient up to a power of two. The gradients that a backward pass is bringing are those of three
+        parameter groups. With a step in backward there are no others. Without, there are those of all parameters, and
+        with accumulation those of the three groups beside them. With ``offload="device"`` there are errors and states
+        alone, all of them pinned.
         """
         sizes = self.static_bytes(techniques)
         if techniques.offload == "device":
-            return math.ceil((1 + SLABS) * (sizes.errors + sizes.optimizer))
+            return math.ceil((1 + UNUSED_OF_SLABS) * (sizes.errors + sizes.optimizer))
         gradients, weights = sizes.gradients, sizes.parameters
         if techniques.host_copies:
             weights = 4 * sizes.count
         if techniques.weights_on_host:
-            others = sizes.root - sizes.first - sizes.last
-            under_way = min(gradients, 2 * sizes.block + max(sizes.last, sizes.block, sizes.first, others))
+            largest_group = max(sizes.block, sizes.embedding, sizes.output_layer, sizes.root_on_host)
+            under_way = min(gradients, 2 * sizes.block + largest_group)
             if techniques.step_in_backward:
                 gradients = under_way
             elif techniques.accumulation > 1:
                 gradients += under_way
             gradients = math.ceil(gradients * sizes.pinned / max(1, sizes.parameters))
-            weights = math.ceil((1 + SLABS) * weights)
+            weights = math.ceil((1 + UNUSED_OF_SLABS) * weights)
         return weights + sizes.errors + sizes.optimizer + gradients
 
-    def _peaks(self, techniques: Techniques, traces: Sequence[Any], more: int, free_gradients: bool) -> Any:
-        """The peak of each pass, including gathered or brought weights where a device does not hold all of them."""
-        from .shards import Groups, Streamed
+    def _peaks(self, techniques: Techniques, traces: Sequence[Any], more_blocks: int, free_gradients: bool) -> Any:
+        """The bytes at each pass's peak by category, with weights that are gathered or copied from the host for it."""
+        from .shards import ShardedWeights, WeightsOnHost
         from .trace import peaks
 
         sizes = self.static_bytes(techniques)
         groups: Any = None
         if self.devices > 1:
-            groups = Groups(sizes.root, sizes.block, HELD[self.device], shard=sizes.root // self.devices)
+            root, shard = sizes.outside_blocks, sizes.outside_blocks // self.devices
+            groups = ShardedWeights(root, sizes.block, shard, UNRELEASED[self.device])
         if techniques.weights_on_host:
-            root = sizes.root - sizes.first - sizes.last
-            groups = Streamed(sizes.first, sizes.block, sizes.last, root, sizes.tensor)
-        key = (tuple(map(id, traces)), more, free_gradients, groups)  # ids of traces that are kept
+            groups = WeightsOnHost(
+                sizes.embedding, sizes.block, sizes.output_layer, sizes.root_on_host, sizes.block_tensor
+            )
+        key = (tuple(map(id, traces)), more_blocks, free_gradients, groups)  # ids of traces that are kept
         if key not in self._known_peaks:
             self._known_peaks[key] = peaks(
-                traces, more, beside=groups and groups.beside, free_gradients=free_gradients, unit=UNIT[self.device],
-                devices=self.devices, streamed=bool(techniques.weights_on_host),
+                traces, more_blocks, extra_bytes=groups and groups.extra_bytes, free_gradients=free_gradients,
+                unit=UNIT[self.device], devices=self.devices, weights_on_host=bool(techniques.weights_on_host),
             )  # fmt: skip
         return self._known_peaks[key]
 

@@ -1,8 +1,9 @@
-"""Counts what a device holds of a model whose weights are elsewhere: FSDP2's shards on several devices
-(``fully_shard``), or weights that stay on the host (``weights_on_host``), as FSDP2 on one process has them.
+"""Counts what FSDP2 (``fully_shard``) has on a device beside shards: unsharded weights, and collectives' buffers.
 
-A group is what is gathered, or brought, together: a block; the root with what is in no block; with weights on the host
-also the embedding and the output layer.
+The weights are gathered from the shards of several devices (:class:`ShardedWeights`), or copied from the host's memory
+(:class:`WeightsOnHost`, for ``weights_on_host``). A parameter group is what is unsharded together: each block is one,
+and the root module's has all weights that are in no other. With weights on the host the embedding and the output layer
+are groups too.
 """
 
 from __future__ import annotations
@@ -20,128 +21,144 @@ from .trace import Trace
 
 
 @dataclasses.dataclass(frozen=True)
-class Groups:
-    """Bytes of whole weights on every device: ``root``, which stays for both passes; ``block``, the largest block's."""
+class ShardedWeights:
+    """The parameter groups of a model that several devices share, by the bytes of their unsharded weights."""
 
     root: int = 0
-    block: int = 0
-    held: int = 1
-    """A count: buffers of a block's size that collectives have not let go of in its backward pass."""
-    shard: int = 0
-    """A device's part of the root."""
+    block: int = 0  # the largest
+    root_shard: int = 0  # one device's part of the root's
+    unreleased: int = 1
+    """A count: buffers of a block's size that collectives still hold in a block's backward pass."""
 
-    def beside(self, trace: Trace) -> list[int]:
-        """Bytes beside the shards, at the beginning and after each operator of a step (its clock).
+    def extra_bytes(self, trace: Trace) -> list[int]:
+        """Bytes beside the trace's storages and the shards, at the beginning and after each operator of a step.
 
-        A block's forward pass has the block and the buffer that it was gathered in. Its backward pass has the block,
-        the buffer of the next one, the gradients of the one before, which are being reduced, and the buffers that are
-        held; that of the loss has the last block's buffer. At the end the root's gradients are reduced: packed, in the
-        collective's copy, where the weights were, and a device's part. Where it is not known when a block's passes are,
-        all of it is counted throughout.
+        The root's weights are always there. Where the trace has no clocks of blocks, all buffers are, too.
         """
-        if not trace.blocks:
-            blocks = (3 + self.held) * self.block
-            return [self.root + blocks] * trace.end + [self.root + max(blocks, self.shard)]
-        begins, ends = zip(*trace.blocks, strict=True)
-        length, length_back = (begins[-1] - begins[-2], ends[-2] - ends[-1]) if len(ends) > 1 else (0, 0)
-        last, last_back = begins[-1] + length, ends[-1] - length_back  # the last block's end, its backward pass's begin
-        second_end = ends[1] if len(ends) > 1 else trace.middle
+        if not trace.block_clocks:
+            blocks = (3 + self.unreleased) * self.block
+            return [self.root + blocks] * trace.end + [self.root + max(blocks, self.root_shard)]
+        forward_begins, backward_ends = zip(*trace.block_clocks, strict=True)
+        last_forward_end, last_backward_begin, second_end = forward_begins[-1], backward_ends[-1], trace.forward_end
+        if len(trace.block_clocks) > 1:  # the last block takes as many operators as the one before it
+            last_forward_end = 2 * forward_begins[-1] - forward_begins[-2]
+            last_backward_begin = 2 * backward_ends[-1] - backward_ends[-2]
+            second_end = backward_ends[1]
         counted = [self.root] * (trace.end + 1)
-        for begin, end in (  # clocks between which one more buffer of a block's size is there
-            (begins[0], trace.middle),  # forward pass and loss: the buffer that a block was gathered in
-            (begins[0], last),  # forward pass: the block
-            *[(last_back, ends[0])] * (1 + self.held),  # backward pass: the block, and the buffers that are held
-            (trace.middle, second_end),  # backward pass: the next block's buffer, until only the first block is left
-            (ends[-1], trace.end),  # backward pass: the gradients of the block before, which are being reduced
+        for begin, end, buffers in (  # clocks between which there are so many buffers of a block's size
+            # Forward pass and loss: the all-gather's output, from which a block's weights are copied
+            (forward_begins[0], trace.forward_end, 1),
+            # Forward pass: the block's weights
+            (forward_begins[0], last_forward_end, 1),
+            # Backward pass: the block's weights, and what collectives still hold
+            (last_backward_begin, backward_ends[0], 1 + self.unreleased),
+            # Backward pass: the all-gather's output for the block that comes next, until only the first is left
+            (trace.forward_end, second_end, 1),
+            # Backward pass: the reduce-scatter's input, the gradients of the block whose backward pass has ended
+            (backward_ends[-1], trace.end, 1),
         ):
             for clock in range(begin + 1, end + 1):
-                counted[clock] += self.block
-        counted[-1] = self.root + max(self.block, self.shard)
+                counted[clock] += buffers * self.block
+        # At the end the root's gradients are reduced: its weights are freed, the reduce-scatter's input takes as much,
+        # and its output is a shard.
+        counted[-1] = self.root + max(self.block, self.root_shard)
         return counted
 
 
+@dataclasses.dataclass(frozen=True)
+class WeightsOnHost:
+    """The parameter groups of a model whose weights are on the host, by the bytes of their weights."""
+
+    embedding: int = 0
+    block: int = 0  # the largest
+    output_layer: int = 0
+    root: int = 0
+    block_tensor: int = 0  # the largest tensor of a block
+
+    def extra_bytes(self, trace: Trace) -> list[int]:
+        """Bytes beside the trace's storages, at the beginning and after each operator of a step.
+
+        When a group's pass begins, so does the copy of the next group's weights to the device, with a temporary copy of
+        one tensor after another. When its backward pass ends, its gradients are packed into one buffer and reduced into
+        a second one, which is copied to the host; both are there until the next group's backward pass ends. The root's
+        weights are always there. Where the trace has no clocks of blocks, all buffers are, too.
+        """
+        embedding, block, output_layer = self.embedding, self.block, self.output_layer
+        if not trace.block_clocks:
+            return [self.root + 5 * max(embedding, block, output_layer)] * (trace.end + 1)
+        forward_begins, backward_ends = zip(*trace.block_clocks, strict=True)
+        last_forward_end = trace.forward_end
+        if len(forward_begins) > 1:  # the last block takes as many operators as the one before it
+            last_forward_end = 2 * forward_begins[-1] - forward_begins[-2]
+        output_end = self._output_layer_end(trace)
+        output_begin = min(output_end, trace.forward_end if trace.output_begin is None else trace.output_begin)
+        counted = [self.root + 2 * embedding] * (trace.end + 1)
+        for begin, end, size, first_more in (  # clocks, bytes between them, and further bytes of the first operator
+            # Forward pass of the embedding: its weights and the first block's, which are being copied
+            (0, forward_begins[0], embedding + block, self.block_tensor),
+            # Forward pass of a block: its weights and the next one's
+            *((a, b, 2 * block, self.block_tensor) for a, b in itertools.pairwise(forward_begins)),
+            # Forward pass of the last block: its weights and the output layer's, which are one tensor
+            (forward_begins[-1], last_forward_end, block + output_layer, output_layer),
+            # From there to the backward pass: the last group's weights, which stay
+            (last_forward_end, output_begin, output_layer or block, 0),
+            # Backward pass of the output layer: its weights and the last block's
+            (output_begin, output_end, output_layer + block, 0),
+            # Backward pass of the last block: its weights, the previous one's, two buffers of the output layer's
+            # gradients
+            (output_end, backward_ends[-1], 2 * block + 2 * output_layer, 0),
+            # Backward pass of another block: its weights, the previous one's, two buffers of the next one's gradients
+            *((a, b, 4 * block, 0) for b, a in itertools.pairwise(backward_ends)),
+            # Backward pass of the embedding, which needs no weights: two buffers of the first block's gradients, one of
+            # which the buffer of the embedding's own replaces
+            (backward_ends[0], trace.end, block + max(embedding, block), 0),
+        ):
+            counted[begin + 1 : end + 1] = [self.root + size] * (end - begin)
+            if begin < end:
+                counted[begin + 1] += first_more
+        # peaks() extrapolates from this clock to models with more blocks: it must have what a middle block has here.
+        counted[backward_ends[-1]] = max(counted[backward_ends[-1]], self.root + 4 * block)
+        return counted
+
+    @staticmethod
+    def _output_layer_end(trace: Trace) -> int:
+        """The clock when the output layer's backward pass ends; that of the forward pass where there is none.
+
+        Taken for it: the last gradient outside of the blocks that is accumulated before the last one of the last block.
+        """
+        begin, last_block_end = trace.forward_end, trace.block_clocks[-1][1]
+        outside = [clock for s, clock in trace.accumulated.items() if s not in trace.block_ends]
+        return max((clock for clock in outside if begin < clock < last_block_end), default=begin)
+
+
 def shard_shape(x: Tensor, devices: int) -> tuple[int, ...]:
-    """The shape of a device's part: the rows, divided and rounded up."""
+    """The shape of the first device's shard: of the rows divided by the devices, rounded up."""
     return (-(-x.shape[0] // devices), *x.shape[1:]) if x.dim() else ()
 
 
 def shard_bytes(params: Iterable[Tensor], devices: int) -> int:
+    """The bytes of the first device's shards of some parameters."""
     return sum(math.prod(shard_shape(p, devices)) * p.element_size() for p in params)
 
 
-@dataclasses.dataclass(frozen=True)
-class Streamed:
-    """Bytes of the groups' weights: ``first``, of the embedding; ``block``, of the largest block; ``last``, of the
-    output layer; ``root``, of what is in none of these, which stays. tensor: of the largest tensor of a block."""
+def group_bytes(model: nn.Module, devices: int) -> dict[str, int]:
+    """Bytes of a model's parameter groups, by the names of StaticBytes' fields; rows are padded to whole shards.
 
-    first: int = 0
-    block: int = 0
-    last: int = 0
-    root: int = 0
-    tensor: int = 0
-
-    def beside(self, trace: Trace) -> list[int]:
-        """Bytes beside the trace's storages, at the beginning and after each operator of a step.
-
-        When a group begins, the next one is brought, and beside it a copy of one tensor at a time. The output layer, if
-        it is a group, stays between the passes, and the embedding is not brought for its backward pass. When a group's
-        backward pass ends, its gradients are copied into one buffer and reduced into a second one, which goes to the
-        host; both are there until the next group's ends. Where it is not known when a block's passes are, all of it is
-        counted throughout.
-        """
-        if not trace.blocks:
-            largest = max(self.first, self.block, self.last)
-            return [self.root + 5 * largest] * (trace.end + 1)
-        begins, ends = zip(*trace.blocks, strict=True)
-        length = begins[-1] - begins[-2] if len(begins) > 1 else trace.middle - begins[-1]
-        loss = begins[-1] + length  # the end of the last block's forward pass
-        head_end = self._end_of_head(trace, ends[-1])
-        begins_back = min(head_end, trace.middle if trace.head is None else trace.head)
-        running = [(begin, end, 2 * self.block, self.tensor) for begin, end in itertools.pairwise(begins)]
-        backward = [(end, begin, 4 * self.block, 0) for begin, end in itertools.pairwise(ends)]
-        counted = [self.root + 2 * self.first] * (trace.end + 1)
-        for begin, end, size, arrives in (  # clocks, bytes beside the root's, and further ones at the first operator
-            (0, begins[0], self.first + self.block, self.tensor),
-            *running,
-            (begins[-1], loss, self.block + self.last, self.last),
-            (loss, begins_back, self.last or self.block, 0),
-            (begins_back, head_end, self.last + self.block, 0),
-            (head_end, ends[-1], 2 * self.block + 2 * self.last, 0),
-            *backward,
-            (ends[0], trace.end, self.block + max(self.first, self.block), 0),
-        ):
-            counted[begin + 1 : end + 1] = [self.root + size] * (end - begin)
-            if begin < end:
-                counted[begin + 1] += arrives
-        # peaks() extrapolates from this clock to models with more blocks: it must have what a middle block has here.
-        counted[ends[-1]] = max(counted[ends[-1]], self.root + 4 * self.block)
-        return counted
-
-    @staticmethod
-    def _end_of_head(trace: Trace, block: int) -> int:
-        """The clock of the last gradient outside of the blocks that is accumulated before the last block's."""
-        outside = [clock for s, clock in trace.accumulated.items() if s not in trace.of_blocks]
-        return max((clock for clock in outside if trace.middle < clock < block), default=trace.middle)
-
-
-def group_sizes(model: nn.Module, devices: int) -> dict[str, int]:
-    """Bytes of the groups of a model, by the names of :class:`Groups` and :class:`Streamed`.
-
-    root is all that is in no block, the embedding (first) and the output layer (last) too: ``Streamed.root`` is this
-    less first and last; the caller subtracts. These are 0 if tied: such weights are there throughout a step.
+    outside_blocks: all that is in no block, embedding and output layer too. embedding, output_layer: 0 if they are
+    tied, as they then belong to the root. block, block_tensor: the largest block, and the largest tensor of a block.
     """
     blocks = [{*block.parameters()} for like_blocks in block_lists(model) for block in like_blocks]
     inside = set().union(*blocks)
     layers = (_layer(model, "get_input_embeddings"), output_layer(model))
-    first, last = ({*layer.parameters()} - inside if layer is not None else set() for layer in layers)
-    if first & last:
-        first = last = set()
+    embedding, output = ({*layer.parameters()} - inside if layer is not None else set() for layer in layers)
+    if embedding & output:
+        embedding = output = set()
     return {
-        "root": devices * shard_bytes((p for p in model.parameters() if p not in inside), devices),
+        "outside_blocks": devices * shard_bytes((p for p in model.parameters() if p not in inside), devices),
         "block": max((devices * shard_bytes(block, devices) for block in blocks), default=0),
-        "first": shard_bytes(first, 1),
-        "last": shard_bytes(last, 1),
-        "tensor": max((p.numel() * p.element_size() for p in inside), default=0),
+        "embedding": shard_bytes(embedding, 1),
+        "output_layer": shard_bytes(output, 1),
+        "block_tensor": max((p.numel() * p.element_size() for p in inside), default=0),
     }
 
 
@@ -150,9 +167,10 @@ def output_layer(model: nn.Module) -> nn.Module | None:
     return _layer(model, "get_output_embeddings")
 
 
-def _layer(model: Any, name: str) -> nn.Module | None:
+def _layer(model: Any, method: str) -> nn.Module | None:
+    """What a method of transformers' models returns; None for other models, and for one without such a layer."""
     try:
-        layer = getattr(model, name)()
-    except (AttributeError, NotImplementedError):  # not of transformers, or a model without one
+        layer = getattr(model, method)()
+    except (AttributeError, NotImplementedError):
         return None
     return layer if isinstance(layer, nn.Module) else None

@@ -23,7 +23,7 @@ FORWARD, BACKWARD = "forward", "backward"
 CATEGORIES = ("saved", "gradients", "temporaries")
 aten = torch.ops.aten
 CONVOLUTIONS = {aten.convolution.default, aten.convolution_backward.default}
-CHANNELS = 16  # of oneDNN's blocked layouts
+CHANNELS = 16  # in a block of oneDNN's layouts; input channels are padded to a multiple
 
 
 def _adds_gradients(func: Any, args: Any, kwargs: Any) -> bool:
@@ -46,8 +46,8 @@ def _adds_gradients(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _called_by_autograd() -> bool:
-    """Whether it is the engine that calls, and not a Python function's backward."""
-    frame: Any = sys._getframe(4)  # what calls LiveBytes.around
+    """Whether autograd's engine itself calls the operator, rather than the backward of a function in Python."""
+    frame: Any = sys._getframe(4)  # this function, _adds_gradients, on_operator and LiveBytes.around are above it
     ours = ("memkern.planner.fake_mode", "torch._dynamo", "torch._compile")
     while frame is not None and frame.f_globals.get("__name__", "").startswith(ours):
         frame = frame.f_back
@@ -58,22 +58,23 @@ def _called_by_autograd() -> bool:
 class Trace:
     """The storages of a forward and a backward pass, without those that exist before.
 
-    accumulated: when a storage became a parameter's gradient. middle: the clock at the end of the forward pass.
-    blocks: the clock at the beginning of each block's forward pass, and when its last gradient was accumulated.
-    of_blocks: which gradients are a block's, and when its last was accumulated.
-    head: the clock when the output layer's backward pass begins; None where it is not known.
+    A clock counts the operators that have run so far. accumulated: by a parameter's gradient, the clock when it was
+    accumulated. forward_end: of the forward pass. block_clocks: for each block in turn, the beginning of its forward
+    pass, and when the last of its gradients was accumulated. block_ends: the latter by each gradient of a block.
+    output_begin: of the output layer's backward pass; None where it is not known.
     """
 
     storages: list[Storage]
     accumulated: dict[Storage, int]
     operators: list[Operator]
-    middle: int
-    blocks: tuple[tuple[int, int], ...] = ()
-    of_blocks: dict[Storage, int] = dataclasses.field(default_factory=dict)
-    head: int | None = None
+    forward_end: int
+    block_clocks: tuple[tuple[int, int], ...] = ()
+    block_ends: dict[Storage, int] = dataclasses.field(default_factory=dict)
+    output_begin: int | None = None
 
     @property
     def end(self) -> int:
+        """The clock at the end of the backward pass."""
         return len(self.operators)
 
     @functools.cached_property
@@ -82,27 +83,28 @@ class Trace:
         return sum(s.size for s in self.storages if self._is_saved(s))
 
     def _is_saved(self, s: Storage) -> bool:
-        return s.born <= self.middle and (s.died is None or s.died > self.middle + 1)
+        return s.born <= self.forward_end and (s.died is None or s.died > self.forward_end + 1)
 
     @property
     def phases(self) -> dict[str, slice]:
         """The operators of each phase."""
-        return {FORWARD: slice(0, self.middle), BACKWARD: slice(self.middle, self.end)}
+        return {FORWARD: slice(0, self.forward_end), BACKWARD: slice(self.forward_end, self.end)}
 
-    def of_elements(self, phase: str) -> list[int]:
-        """The operators of a phase, without those of empty tensors: how many there are may depend on all blocks."""
+    def operator_numbers(self, phase: str) -> list[int]:
+        """Indices of a phase's operators but those with empty results, whose number may depend on all blocks."""
         indices = range(self.end)[self.phases[phase]]
         shapes_of = {i: self.operators[i][1:] for i in indices}
         return [i for i, shapes in shapes_of.items() if not shapes or any(map(all, shapes))]
 
-    def levels(
-        self, *, free_gradients: bool, unit: int, devices: int = 1, streamed: bool = False
+    def live_bytes(
+        self, *, free_gradients: bool, unit: int, devices: int = 1, weights_on_host: bool = False
     ) -> dict[str, list[int]]:
-        """Bytes at the beginning and after each operator by category, sizes rounded up to multiples of ``unit``.
+        """Bytes at each clock by category, sizes rounded up to multiples of ``unit``.
 
-        free_gradients: a gradient is freed when it has been accumulated. devices: of several, each keeps its shard of
-        a block's gradients (or, with free_gradients, nothing) when the block's last one has been accumulated. streamed:
-        as of several, on one device whose gradients leave it; what is in no block has a group of its own.
+        free_gradients: each gradient is freed when it has been accumulated. devices: where there are several, each
+        keeps its shard of a block's gradients (or, with free_gradients, nothing) once the block's last one has been
+        accumulated. weights_on_host: the same on one device, whose gradients go to the host; those outside of the
+        blocks do so one by one.
         """
         changes = {category: [0] * (self.end + 3) for category in CATEGORIES}
         for s in self.storages:
@@ -113,8 +115,8 @@ class Trace:
             other_category[s.born] += size
             other_category[gradient_from] -= size
             if gradient_from < died:
-                block_end = self.of_blocks.get(s, gradient_from if streamed else died)
-                reduced = max(gradient_from, block_end) if devices > 1 or streamed else gradient_from
+                block_end = self.block_ends.get(s, gradient_from if weights_on_host else died)
+                reduced = max(gradient_from, block_end) if devices > 1 or weights_on_host else gradient_from
                 shard = 0 if free_gradients else -(-size // devices)
                 changes["gradients"][gradient_from] += size
                 changes["gradients"][min(reduced + 1, died)] -= size - shard
@@ -123,68 +125,73 @@ class Trace:
 
 
 def aligned(few: Trace, many: Trace) -> dict[str, list[tuple[int, int]]] | None:
-    """Aligns the points of two traces, the second with one more block: pairs of operator counts, by phase.
+    """Aligns two traces, the second with one more block: by phase, pairs of clocks at the same place in the model.
 
-    A point of the first trace is aligned from the beginning, or from the end, or both. Of three blocks or more, the
+    A clock of the first trace is aligned from the beginning, or from the end, or both. Of three blocks or more, the
     last is not aligned from the beginning and the first not from the end: what a block holds may be freed in the next
     one, so that they are unlike those between them. None where the traces differ in more than a block.
     """
-    points = {}
+    clocks = {}
     for phase in few.phases:
-        i, j = few.of_elements(phase), many.of_elements(phase)
-        a, b = [few.operators[k] for k in i], [many.operators[k] for k in j]
-        first, last, block = _common(a, b), _common(a[::-1], b[::-1]), len(b) - len(a)
+        few_indices, many_indices = few.operator_numbers(phase), many.operator_numbers(phase)
+        a, b = [few.operators[i] for i in few_indices], [many.operators[i] for i in many_indices]
+        from_begin, from_end, block = _common(a, b), _common(a[::-1], b[::-1]), len(b) - len(a)  # counts of operators
         if block > 0:
-            if first + last < len(a) + block:
+            if from_begin + from_end < len(a) + block:
                 return None
             # Operators beyond the blocks may be equal by chance: as many as exceed a whole number of blocks.
-            common, chance = divmod(first + last - len(a), block)
-            excess = chance + (block if common >= 3 else 0)
-            first, last = first - excess, last - excess
+            common_blocks, by_chance = divmod(from_begin + from_end - len(a), block)
+            excess = by_chance + (block if common_blocks >= 3 else 0)
+            from_begin, from_end = from_begin - excess, from_end - excess
         elif a != b:
             return None
-        begins, ends = few.phases[phase], many.phases[phase]
-        points[phase] = [
-            (begins.start, ends.start),
-            *((k + 1, m + 1) for k, m in zip(i[:first], j, strict=False)),
+        few_range, many_range = few.phases[phase], many.phases[phase]
+        clocks[phase] = [  # from the beginning, after each operator; from the end, before each
+            (few_range.start, many_range.start),
+            *((i + 1, j + 1) for i, j in zip(few_indices[:from_begin], many_indices, strict=False)),
+            (few_range.stop, many_range.stop),
+            *zip(few_indices[::-1][:from_end], many_indices[::-1], strict=False),
         ]
-        points[phase] += [(begins.stop, ends.stop), *zip(i[::-1][:last], j[::-1], strict=False)]
-    return points
+    return clocks
 
 
 def _common(a: Sequence[Operator], b: Sequence[Operator]) -> int:
     """The number of equal operators that both begin with."""
     pairs = enumerate(zip(a, b, strict=False))
-    return next((k for k, (x, y) in pairs if x != y), min(len(a), len(b)))
+    return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))
 
 
 def peaks(
-    traces: Sequence[Trace], more: int, *, beside: Callable[[Trace], list[int]] | None = None, **options: Any
+    traces: Sequence[Trace],
+    more_blocks: int,
+    *,
+    extra_bytes: Callable[[Trace], list[int]] | None = None,
+    **options: Any,
 ) -> dict[str, dict[str, int]]:
     """The largest sum of bytes in each phase, by category.
 
-    traces: one, or two that :func:`aligned` can align, the second with one more block. more: how many blocks the whole
-    model has more than the first trace. beside: further bytes at the beginning and after each operator of a trace.
-    options: of :meth:`Trace.levels`.
+    traces: one, or two that :func:`aligned` can align, the second with one more block. more_blocks: how many blocks the
+    whole model has more than the first trace. extra_bytes: returns further bytes at each clock of a trace, which count
+    as temporaries. options: of :meth:`Trace.live_bytes`.
 
-    The bytes at a point of a block are linear in the block's number and in the number of blocks, except for the first
-    and the last block. So a phase peaks in one of the two blocks at either end, or outside of the blocks; points are
+    The bytes at a place in a block are linear in the block's number and in the number of blocks, except for the first
+    and the last block. So a phase peaks in one of the two blocks at either end, or outside of the blocks; clocks are
     aligned from both ends, and their bytes are extrapolated. With three blocks or more that is exact, or errs high.
     """
-    points = aligned(traces[0], traces[-1])
-    assert points is not None
+    aligned_clocks = aligned(traces[0], traces[-1])
+    assert aligned_clocks is not None
 
-    def levels(t: Trace) -> dict[str, list[int]]:
-        by_category = t.levels(**options)
-        if beside is not None:
+    def bytes_of(t: Trace) -> dict[str, list[int]]:
+        by_category = t.live_bytes(**options)
+        if extra_bytes is not None:
             temporaries = by_category["temporaries"]
-            by_category["temporaries"] = [a + b for a, b in zip(temporaries, beside(t), strict=True)]
+            by_category["temporaries"] = [a + b for a, b in zip(temporaries, extra_bytes(t), strict=True)]
         return by_category
 
-    few, many = levels(traces[0]), levels(traces[-1])
+    few, many = bytes_of(traces[0]), bytes_of(traces[-1])
     largest = {}
-    for phase, pairs in points.items():
-        extended = ({c: few[c][i] + more * (many[c][j] - few[c][i]) for c in CATEGORIES} for i, j in pairs)
+    for phase, pairs in aligned_clocks.items():
+        extended = ({c: few[c][i] + more_blocks * (many[c][j] - few[c][i]) for c in CATEGORIES} for i, j in pairs)
         largest[phase] = max(extended, key=lambda sizes: sum(sizes.values()))
     return largest
 
@@ -199,12 +206,16 @@ def record(
 ) -> Trace:
     """Runs ``forward()``, which returns the loss, and its backward pass, and records them.
 
-    blocks: of the model, in their order. head: its output layer.
+    held: tensors that exist already, beside the model's. blocks: the model's, in their order. head: its output layer.
     """
     operators: list[Operator] = []
-    sums: dict[Storage, Storage] = {}
-    """The first of two gradients by their sum, which autograd overwrites if nothing else refers to it."""
+    firsts: dict[Storage, Storage] = {}  # by the sum of two gradients: the first one, which autograd may overwrite
     accumulated: dict[Storage, int] = {}
+    block_of = {p: block for block in blocks for p in block.parameters()}
+    block_of_gradient: dict[Storage, nn.Module] = {}
+    forward_begins: dict[nn.Module, int] = {}  # clocks, by block
+    backward_ends: dict[nn.Module, int] = {}
+    output_begins: list[int] = []
 
     def on_operator(func: Any, args: Any, kwargs: Any, out: Any) -> None:
         operators.append((func, *_shapes(out)))
@@ -213,52 +224,53 @@ def record(
         if _adds_gradients(func, args, kwargs):
             first, total = live.storage_of(args[0]), live.storage_of(out)
             if first is not None and total is not None:
-                sums[total] = first
+                firsts[total] = first
 
     def on_gradient(p: Any) -> None:
         assert p.grad is not None
         storage = live.storage_of(p.grad)
         if storage is not None:
             accumulated[storage] = live.clock
-        if p in owners:
-            ends[owners[p]] = live.clock
+        if p in block_of:
+            backward_ends[block_of[p]] = live.clock
             if storage is not None:
-                owned[storage] = owners[p]
+                block_of_gradient[storage] = block_of[p]
 
-    def on_block(block: nn.Module, args: Any) -> None:
-        begins.setdefault(block, live.clock)
+    def before_block(block: nn.Module, args: Any) -> None:
+        forward_begins.setdefault(block, live.clock)
 
     def after_head(module: nn.Module, args: Any, out: Any) -> None:
         if isinstance(out, Tensor) and out.requires_grad:
-            out.register_hook(lambda _: head_begins.append(live.clock))
+            out.register_hook(lambda _: output_begins.append(live.clock))
 
     live = LiveBytes([*model.parameters(), *model.buffers(), *held], counted=False, on_operator=on_operator)
     trained = [p for p in model.parameters() if p.requires_grad]
     handles = [p.register_post_accumulate_grad_hook(on_gradient) for p in trained]
-    handles += [block.register_forward_pre_hook(on_block) for block in blocks]
-    head_begins: list[int] = []
+    handles += [block.register_forward_pre_hook(before_block) for block in blocks]
     if head is not None:
         handles.append(head.register_forward_hook(after_head))
-    owners = {p: block for block in blocks for p in block.parameters()}
-    owned: dict[Storage, nn.Module] = {}
-    begins: dict[nn.Module, int] = {}
-    ends: dict[nn.Module, int] = {}
     with mode.inside(live.around):
         loss = forward()
-        middle = live.clock
+        forward_end = live.clock
         # In this thread, with its modes, on a GPU's fake tensors too: checkpoints run the model again in it.
         with torch.autograd.set_multithreading_enabled(False):
             loss.backward()
     del loss
     for handle in handles:
         handle.remove()
-    storages = _in_place_sums(live.storages, sums, accumulated)
-    clocks = tuple((begins[b], ends[b]) for b in blocks if b in begins and b in ends)
-    of_blocks = {storage: ends[block] for storage, block in owned.items()}
-    head_clock = max(head_begins, default=None)
-    trace = Trace(storages, accumulated, operators, middle, blocks=clocks, of_blocks=of_blocks, head=head_clock)
+    storages = _in_place_sums(live.storages, firsts, accumulated)
     model.zero_grad(set_to_none=True)
-    return trace
+    return Trace(
+        storages,
+        accumulated,
+        operators,
+        forward_end,
+        block_clocks=tuple(
+            (forward_begins[b], backward_ends[b]) for b in blocks if b in forward_begins and b in backward_ends
+        ),
+        block_ends={storage: backward_ends[block] for storage, block in block_of_gradient.items()},
+        output_begin=max(output_begins, default=None),
+    )
 
 
 def _shapes(out: Any) -> list[torch.Size]:
@@ -267,11 +279,14 @@ def _shapes(out: Any) -> list[torch.Size]:
 
 
 def _in_place_sums(
-    storages: Iterable[Storage], sums: dict[Storage, Storage], accumulated: dict[Storage, int]
+    storages: Iterable[Storage], firsts: dict[Storage, Storage], accumulated: dict[Storage, int]
 ) -> list[Storage]:
-    """The storages, where a sum of gradients that is made in place on a real device is one with its first gradient."""
+    """The storages, with one for a sum of gradients and its first gradient where a real device adds them in place.
+
+    firsts: by each sum, its first gradient. ``accumulated`` is changed with the storages.
+    """
     merged = []
-    firsts = dict(sums)
+    firsts = dict(firsts)
     for s in storages:
         first = firsts.get(s)
         if first is None or first.size != s.size or first.died != s.born + 1:

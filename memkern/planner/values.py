@@ -18,26 +18,33 @@ from .fake_mode import FakeMode
 
 LARGEST = 2**20
 """Elements of the largest tensor whose values are computed."""
+
+# Kinds of operators
 aten = torch.ops.aten
-EMPTY = {
+UNINITIALIZED = {
     aten.empty.memory_format, aten.empty_strided.default, aten.empty_permuted.default,
     aten.empty_like.default, aten.new_empty.default, aten.new_empty_strided.default,
 }  # fmt: skip
-OF_A_SHAPE = {
+"""Operators whose results have no values yet."""
+
+READ_A_SHAPE = {
     aten.zeros_like.default, aten.ones_like.default, aten.full_like.default,
     aten.new_zeros.default, aten.new_ones.default, aten.new_full.default,
 }  # fmt: skip
 """Operators that read an argument's shape, not its values."""
 
-WITH_MASKS = {aten.index.Tensor, aten.index_put_.default}
+INDEXING = {aten.index.Tensor, aten.index_put_.default}
+"""Operators whose second argument is a list of indices, which may be masks."""
+
 ASSUMED = {
     aten.all.default, aten.all.dim, aten.all.dims, aten.any.default, aten.any.dim, aten.any.dims,
     aten.isnan.default, aten.isinf.default, aten.topk.default, aten.argmax.default,
 }  # fmt: skip
-"""Operators whose results are assumed where their arguments have no values."""
+"""Operators whose results are assumed (:func:`_assumed`) where their arguments have no values."""
 
 
 def _ctc_loss(log_probs: Tensor, targets: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """The shapes that aten._ctc_loss returns where all transcripts are equally long: losses, and alpha for backward."""
     frames, size = log_probs.shape[:2]
     states = 2 * (targets.numel() // size) + 1
     return log_probs.new_zeros(size), log_probs.new_zeros(size, frames, states)
@@ -47,6 +54,7 @@ CTC_LOSS: dict[Any, Any] = {
     aten._ctc_loss.Tensor: _ctc_loss,
     aten._ctc_loss_backward.Tensor: lambda _, log_probs, *rest: torch.zeros_like(log_probs),
 }
+"""Operators that read the lengths of sequences, and functions in their place."""
 
 
 class _Unknown(Exception):
@@ -54,19 +62,21 @@ class _Unknown(Exception):
 
 
 class Values:
-    """Computes the values of what follows from integers, masks and constants: token ids, positions, sizes.
+    """The values of fake tensors that follow from integers, masks and constants: token ids, positions, sizes.
 
-    Weights have none, and what is computed from them has none. What models ask of it: no element is NaN or infinite,
-    "any" is false and "all" is true; a router sends tokens to all experts in turn; a selection selects all, which needs
-    the most. ``around`` is for a FakeMode, whose fake tensors these are.
+    Weights have none, and what is computed from them has none. Where a model asks for such values, this is assumed: no
+    element is NaN or infinite, "any" is false and "all" is true; a router sends tokens to all experts in turn; a
+    selection selects all elements, which needs the most memory.
+
+    mode: the FakeMode of the tensors, whose ``around`` is to be set to :meth:`around`.
     """
 
     def __init__(self, mode: FakeMode) -> None:
         self._mode = mode
-        self._known: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
+        self._known: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}  # by a fake tensor's id: it, and its values
 
     def _values(self, x: Tensor) -> Tensor:
-        """The values of a tensor, on the CPU. Raises _Unknown. Call without modes."""
+        """A tensor's values, on the CPU. Raises _Unknown. Call with dispatch modes disabled: it copies real tensors."""
         if isinstance(x, FakeTensor):
             reference, values = self._known.get(id(x), (None, None))
             if reference is not None and values is not None and reference() is x:
@@ -88,38 +98,40 @@ class Values:
         for x in _mutated(func, args, kwargs):
             self.forget(x)
 
-    def _learn(self, out: Any, values: Any) -> None:
+    def _remember(self, out: Any, values: Any) -> None:
+        """Gives the tensors of an operator's result their values."""
         for x, value in zip(tree_leaves(out), tree_leaves(values), strict=True):
             if isinstance(x, FakeTensor) and isinstance(value, Tensor):
-                self._known[id(x)] = weakref.ref(x, functools.partial(self._died, id(x))), value
+                self._known[id(x)] = weakref.ref(x, functools.partial(self._forget_freed, id(x))), value
 
-    def _died(self, key: int, reference: weakref.ref[Tensor]) -> None:
+    def _forget_freed(self, key: int, reference: weakref.ref[Tensor]) -> None:
+        """Forgets the values of a tensor that is freed, unless a new one has got its id."""
         if key in self._known and self._known[key][0] is reference:
             del self._known[key]
 
-    def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The operator's result for its arguments' values. Raises _Unknown where one has none."""
-        if func in EMPTY or torch.Tag.nondeterministic_seeded in func.tags:
+        if func in UNINITIALIZED or torch.Tag.nondeterministic_seeded in func.tags:
             raise _Unknown
-        if func not in OF_A_SHAPE and self._lacks_values(args):
+        if func not in READ_A_SHAPE and self._lacks_values(args):
             raise _Unknown
         if not all(isinstance(x, FakeTensor) for x in _mutated(func, args, kwargs)):
             raise _Unknown  # it would change a real tensor: a constant of the model
 
         def on_cpu(x: Any) -> Any:
             if isinstance(x, Tensor):
-                return torch.empty((), dtype=x.dtype).expand(x.shape) if func in OF_A_SHAPE else self._values(x)
+                return torch.empty((), dtype=x.dtype).expand(x.shape) if func in READ_A_SHAPE else self._values(x)
             return torch.device("cpu") if isinstance(x, torch.device) else x
 
         with _disable_current_modes(), torch.no_grad():
             args, kwargs = tree_map(on_cpu, (args, kwargs))
             try:
                 return func(*args, **kwargs)
-            except Exception as error:  # the fake tensors' own is raised, if they raise too
+            except Exception as error:  # where the call is wrong, it will raise on the fake tensors, too
                 raise _Unknown from error
 
     def _lacks_values(self, args: Any) -> bool:
-        """Whether an argument has no values. (The first tensor usually decides it.)"""
+        """Whether a fake tensor among the arguments has no values. The first one usually decides it."""
         for x in args:
             if isinstance(x, FakeTensor):
                 if id(x) not in self._known:
@@ -129,7 +141,7 @@ class Values:
         return False
 
     def around(self, func: Any, args: Any, kwargs: Any, run: Callable[..., Any]) -> Any:
-        """Returns ``run(func, args, kwargs)``, or, without calling it, what it would return if it knew the values."""
+        """Returns ``run(func, args, kwargs)``, or what it would return if fake tensors had the values known here."""
         if _is_ordinary(func) and self._lacks_values(args):
             out = run(func, args, kwargs)
             self._forget_written(func, args, kwargs)
@@ -139,65 +151,65 @@ class Values:
 
     def _with_values(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The operator's result, with values where they can be computed or assumed."""
-        if func in CTC_LOSS:  # which looks at the lengths of sequences
+        if func in CTC_LOSS:
             return CTC_LOSS[func](*args)
         if _depends_on_values(func, args):
             try:
-                values = self._computed(func, args, kwargs)
+                values = self._compute(func, args, kwargs)
             except _Unknown:
                 self._forget_written(func, args, kwargs)
-                if func is aten.index.Tensor:  # of a tensor without values, with masks that may have them
-                    return func(args[0], self._indices(args[1]))
-                return _selecting_all(func, args, kwargs)
-            if func in WITH_MASKS:  # index_put_ has written into the stored values, in place
-                return args[0] if func is aten.index_put_.default else self._fake(values, args[0])
-            return tree_map(lambda x: self._fake(x, args[0]), values)
+                if func is aten.index.Tensor:  # the masks may have values though the tensor has none
+                    return func(args[0], self._without_masks(args[1]))
+                return _needing_the_most(func, args, kwargs)
+            if func is aten.index_put_.default:  # has written into the stored values, in place
+                return args[0]
+            return tree_map(lambda x: self._fake_of(x, args[0]), values)
         out = func(*args, **kwargs)
         values = None
         outputs = (out,) if isinstance(out, Tensor) else tree_leaves(out)
         if all(x.numel() <= LARGEST for x in outputs if isinstance(x, Tensor)):
             with contextlib.suppress(_Unknown):
-                values = self._computed(func, args, kwargs)
+                values = self._compute(func, args, kwargs)
         if values is None:
             self._forget_written(func, args, kwargs)
             values = _assumed(func, args, out)
         if values is not None:
-            self._learn(out, values)
+            self._remember(out, values)
         return out
 
-    def _indices(self, indices: Any) -> list[Tensor | None]:
-        """The indices, with those of the selected elements in place of each mask."""
-        return [j for i in indices for j in (self._places(i) if _is_mask(i) else (i,))]
+    def _without_masks(self, indices: Any) -> list[Tensor | None]:
+        """The indices, where each mask is replaced by the indices of the elements that it selects."""
+        return [j for i in indices for j in (self._selected(i) if _is_mask(i) else (i,))]
 
-    def _places(self, mask: Tensor) -> tuple[Tensor, ...]:
-        """Indices of the elements that a mask selects."""
+    def _selected(self, mask: Tensor) -> tuple[Tensor, ...]:
+        """The indices of the elements that a mask selects, one tensor for each of its dimensions."""
         try:
             with _disable_current_modes():
                 values = self._values(mask).nonzero()
-            return self._fake(values, mask).unbind(1)
+            return self._fake_of(values, mask).unbind(1)
         except _Unknown:
-            return _all_of(mask).unbind(1)
+            return _indices_of_all(mask).unbind(1)
 
-    def _fake(self, values: Any, like: Tensor) -> Any:
-        """A fake tensor with these values; a number as it is."""
+    def _fake_of(self, values: Any, like: Tensor) -> Any:
+        """A fake tensor with these values, on the device of ``like``; a number as it is."""
         if not isinstance(values, Tensor):
             return values
         fake = torch.empty(values.shape, dtype=values.dtype, device=like.device)
-        self._learn(fake, values)
+        self._remember(fake, values)
         return fake
 
 
 def _depends_on_values(func: Any, args: Any) -> bool:
-    """Whether the shape of what the operator returns, or a number, depends on values."""
-    if func in WITH_MASKS:
+    """Whether the operator's result has a shape, or is a number, that depends on values."""
+    if func in INDEXING:
         return any(map(_is_mask, args[1]))
     return _is_dynamic(func)
 
 
 @functools.cache
 def _is_ordinary(func: Any) -> bool:
-    """Whether the operator needs no special treatment: neither dynamic, nor in ASSUMED, OF_A_SHAPE and the like."""
-    others = {*CTC_LOSS, *WITH_MASKS, *OF_A_SHAPE, *ASSUMED}
+    """Whether the operator is of none of the kinds above, and its result's shape depends on no values."""
+    others = {*CTC_LOSS, *INDEXING, *READ_A_SHAPE, *ASSUMED}
     return func not in others and not _is_dynamic(func)
 
 
@@ -207,6 +219,7 @@ def _is_dynamic(func: Any) -> bool:
 
 
 def _mutated(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors that the operator writes."""
     if not func._schema.is_mutable:
         return []
     given = {a.name: x for a, x in zip(func._schema.arguments, args, strict=False)} | kwargs
@@ -214,12 +227,15 @@ def _mutated(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     return [x for x in tree_leaves([given.get(name) for name in written]) if isinstance(x, Tensor)]
 
 
-def _selecting_all(func: Any, args: Any, kwargs: Any) -> Any:
-    """The result of an operator whose outcome depends on unknown values: all elements, or false."""
+def _needing_the_most(func: Any, args: Any, kwargs: Any) -> Any:
+    """The result of an operator that depends on values, where they are unknown: all elements, or false.
+
+    Raises torch's own error for an operator that is not listed here: its fake tensors need the values.
+    """
     if func is aten._local_scalar_dense.default and args[0].dtype == torch.bool:
         return False
     if func is aten.nonzero.default:
-        return _all_of(args[0])
+        return _indices_of_all(args[0])
     if func is aten.masked_select.default:
         return torch.broadcast_tensors(*args)[0].reshape(-1).clone()
     if func is aten.index_put_.default:
@@ -231,13 +247,13 @@ def _is_mask(index: Tensor | None) -> bool:
     return index is not None and index.dtype == torch.bool
 
 
-def _all_of(mask: Tensor) -> Tensor:
-    """Indices as if a mask selected all: as many as it has elements. All are zero: only their number counts."""
+def _indices_of_all(mask: Tensor) -> Tensor:
+    """What ``mask.nonzero()`` returns where all are selected. The indices are zero: only their number counts."""
     return torch.zeros(mask.numel(), mask.dim(), dtype=torch.long, device=mask.device)
 
 
 def _assumed(func: Any, args: Any, out: Any) -> Any:
-    """Values of what an operator returns for unknown ones, None for no assumption."""
+    """Assumed values of ``out``, the operator's result for arguments without values; None where there are none."""
     if func not in ASSUMED:
         return None
     with _disable_current_modes():

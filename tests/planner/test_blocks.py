@@ -39,9 +39,10 @@ def test_a_trace_without_a_block_is_that_of_a_model_of_one_block_less(source: An
     few, many = (fake_step.trace(source.with_depth(n), techniques, "cpu") for n in (3, 4))
     shortened = without_block(many, 1)
     assert shortened is not None
-    assert (shortened.operators, shortened.middle, shortened.blocks) == (few.operators, few.middle, few.blocks)
+    assert shortened.operators == few.operators
+    assert (shortened.forward_end, shortened.block_clocks) == (few.forward_end, few.block_clocks)
     for free in (False, True):
-        assert shortened.levels(free_gradients=free, unit=64) == few.levels(free_gradients=free, unit=64)
+        assert shortened.live_bytes(free_gradients=free, unit=64) == few.live_bytes(free_gradients=free, unit=64)
 
 
 @pytest.mark.full
@@ -71,7 +72,7 @@ def test_peaks_of_few_blocks_are_extrapolated_to_all(source: Any, changes: dict[
 
 def test_blocks_that_differ_have_no_trace_with_one_less(source: Any) -> None:
     trace = fake_step.trace(source.with_depth(4), Techniques(), "cpu")
-    index = trace.blocks[2][0] + 1  # an operator of the third block
+    index = trace.block_clocks[2][0] + 1  # an operator of the third block
     trace.operators[index] = (torch.ops.aten.sin.default, torch.Size([1]))
     assert without_block(trace, 1) is None
 

@@ -47,7 +47,7 @@ def test_a_step_in_backward_frees_gradients_and_accumulation_holds_them() -> Non
     )
     margin = 1 + MARGIN["cpu"]  # by which predicted temporaries exceed those that were counted
     assert plain.phases["step"] - plain.phases["begin"] == int(margin * static_bytes.gradients)
-    assert in_backward.categories["gradients"] <= 2 * static_bytes.largest
+    assert in_backward.categories["gradients"] <= 2 * static_bytes.largest_gradient
     assert accumulating.categories["gradients"] >= static_bytes.gradients
     growth = accumulating.phases["forward"] - plain.phases["forward"]
     assert abs(growth - margin * static_bytes.gradients) <= 1

@@ -9,7 +9,7 @@ from torch import nn
 import memkern
 from memkern.memory import Storage
 from memkern.planner.hardware import DEFAULTS
-from memkern.planner.shards import Groups
+from memkern.planner.shards import ShardedWeights
 from memkern.planner.trace import Trace
 from memkern.techniques.options import OptionError, Techniques
 from tests.support.planned_models import predictor_of
@@ -30,30 +30,30 @@ def test_a_device_holds_its_rows_and_what_is_gathered() -> None:
     assert static_bytes.count == DEPTH * WIDTH * (WIDTH + 1) + 5 * WIDTH
     assert static_bytes.parameters == static_bytes.gradients == 4 * (DEPTH * block + head)
     assert static_bytes.optimizer == 8 * (DEPTH * block + head) + 4 * (2 * DEPTH + 1)  # and a step counter per tensor
-    assert (static_bytes.block, static_bytes.root) == (4 * 4 * block, 4 * 4 * head)
+    assert (static_bytes.block, static_bytes.outside_blocks) == (4 * 4 * block, 4 * 4 * head)
 
 
 def test_what_is_gathered_in_each_part_of_a_step() -> None:
     operators: list[Any] = [("op",)] * 12
     # Forward: an operator, two blocks of two, one of the loss. Backward: the loss, two blocks of two, the rest.
-    trace = Trace([], {}, operators, 6, blocks=((1, 11), (3, 9)))
-    levels = Groups(root=100, block=1, shard=50).beside(trace)
+    trace = Trace([], {}, operators, 6, block_clocks=((1, 11), (3, 9)))
+    levels = ShardedWeights(root=100, block=1, root_shard=50).extra_bytes(trace)
     forward = [100, 100, 102, 102, 102, 102, 101]
     backward = [101, 103, 103, 103, 103, 150]  # at the end, the root's part beside two copies of its gradients
     assert levels == forward + backward
-    assert set(Groups(100, 1).beside(Trace([], {}, operators, 6))) == {104}
+    assert set(ShardedWeights(100, 1).extra_bytes(Trace([], {}, operators, 6))) == {104}
 
 
 def test_gradients_of_blocks_are_reduced_when_the_block_ends() -> None:
     gradient, operators = Storage(64, 3), [("op",)] * 10
-    trace = Trace([gradient], {gradient: 5}, operators, 2, of_blocks={gradient: 8})
-    levels = trace.levels(free_gradients=False, unit=1, devices=2)["gradients"]
+    trace = Trace([gradient], {gradient: 5}, operators, 2, block_ends={gradient: 8})
+    levels = trace.live_bytes(free_gradients=False, unit=1, devices=2)["gradients"]
     assert levels == [0] * 5 + [64] * 4 + [32] * 2
     predictors = [predictor_of(model(), INPUTS, devices=n) for n in (1, 3)]
     single, sharded = (each.predict(Techniques(micro_batch=50)) for each in predictors)
     assert sharded.phases["step"] < single.phases["step"] / 2 + DEFAULTS["cpu"].process
     static_bytes = predictors[1].static_bytes(Techniques())
-    assert sharded.categories["temporaries"] >= static_bytes.root + static_bytes.block
+    assert sharded.categories["temporaries"] >= static_bytes.outside_blocks + static_bytes.block
 
 
 @pytest.mark.parametrize(

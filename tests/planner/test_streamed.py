@@ -13,7 +13,7 @@ from memkern.planner.choice import Chooser
 from memkern.planner.fake_step import StaticBytes
 from memkern.planner.hardware import DEFAULTS, seconds
 from memkern.planner.prediction import Predictor
-from memkern.planner.shards import Streamed
+from memkern.planner.shards import WeightsOnHost
 from memkern.planner.trace import Trace
 from memkern.techniques.options import Techniques
 from tests.support.helpers import first_full
@@ -54,17 +54,18 @@ def predictor(model: nn.Module | None = None, device: str = "cuda") -> Predictor
 def test_what_is_brought_in_each_part_of_a_step() -> None:
     operators: list[Any] = [("op",)] * 14
     # Forward: embedding, two blocks of two operators, output layer. Backward: output layer, two blocks, embedding.
-    trace = Trace([], {}, operators, 7, blocks=((1, 12), (3, 10)), head=7)
-    groups = Streamed(first=1000, block=10, last=100, root=1, tensor=2)
+    trace = Trace([], {}, operators, 7, block_clocks=((1, 12), (3, 10)), output_begin=7)
+    groups = WeightsOnHost(embedding=1000, block=10, output_layer=100, root=1, block_tensor=2)
     forward = [2001, 1013, 23, 21, 211, 111, 101, 101]
     backward = [221, 221, 221, 41, 41, 1011, 1011]
-    assert groups.beside(trace) == forward + backward
-    assert set(groups.beside(Trace([], {}, operators, 7))) == {5001}
+    assert groups.extra_bytes(trace) == forward + backward
+    assert set(groups.extra_bytes(Trace([], {}, operators, 7))) == {5001}
 
 
 def test_tied_weights_are_the_root_s_and_the_last_block_stays() -> None:
-    trace = Trace([], {}, [("op",)] * 8, 4, blocks=((0, 8), (2, 6)))
-    assert Streamed(block=10, root=100, tensor=2).beside(trace) == [100, 122, 120, 110, 110, 120, 140, 140, 140]
+    trace = Trace([], {}, [("op",)] * 8, 4, block_clocks=((0, 8), (2, 6)))
+    groups = WeightsOnHost(block=10, root=100, block_tensor=2)
+    assert groups.extra_bytes(trace) == [100, 122, 120, 110, 110, 120, 140, 140, 140]
 
 
 def test_the_device_has_no_weights_states_or_errors_and_the_host_has_all() -> None:
@@ -107,7 +108,7 @@ def test_on_the_cpu_weights_are_counted_where_they_are() -> None:
 SPEEDS = dataclasses.replace(DEFAULTS["cuda"], half_flops=1e12, link=1e9, bandwidth=1e12, host_bandwidth=1e10)
 SIZES = StaticBytes(
     count=10**6, head=0, parameters=2 * 10**6, errors=10**6, gradients=2 * 10**6, optimizer=2 * 10**6,
-    step_temporaries=0, largest=0,
+    step_temporaries=0, largest_gradient=0,
 )  # fmt: skip
 STEP = 12 * 10**6  # bytes that an optimizer's step moves: gradients once; weights, errors and states twice
 

@@ -1,5 +1,5 @@
-"""Patches with which torch and Inductor choose as on a GPU where there is none: attention's kernel, autocast, operators
-that are not decomposed. For a process with fake CUDA alone."""
+"""Patches that make torch and Inductor choose what they choose on a GPU: attention's kernel, autocast, which operators
+are decomposed. Only for a process with fake CUDA."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _no_kernel(*_: object) -> None:
 
 
 def _not_decomposed() -> torch.library.Library:
-    """Operators that torch decomposes on fake CUDA, as it has kernels for the CPU alone, and does not on a GPU."""
+    """Registers kernels for operators that torch decomposes where it has none for CUDA. Returns their library."""
     library = torch.library.Library("aten", "IMPL", "CUDA")
     for name in ("silu_backward", "mish_backward", "native_channel_shuffle"):
         library.impl(name, _no_kernel)
@@ -62,7 +62,7 @@ _libraries: list[torch.library.Library] = []  # a library unregisters its kernel
 def patch() -> None:
     """Makes torch choose as on a GPU: attention, and whether there is autocast. For a process of its own.
 
-    Patched rather than by a mode, which is not there in the thread of the backward pass that recomputes checkpoints.
+    A torch function mode would not reach the thread of the backward pass, which runs checkpointed blocks again.
     """
     _libraries.append(_not_decomposed())
     F.scaled_dot_product_attention = attention
@@ -76,12 +76,12 @@ A100 = types.SimpleNamespace(
     shared_memory_per_block=49152, shared_memory_per_block_optin=166912, shared_memory_per_multiprocessor=167936,
     total_memory=80 * 2**30, L2_cache_size=40 * 2**20,
 )  # fmt: skip
-"""A GPU's properties: they decide on tiles of kernels, not on buffers."""
+"""The properties of the GPU that Inductor sees. They decide on the kernels' tiles, not on buffers."""
 
 
 @contextlib.contextmanager
 def inductor_sees(gpu: Any = A100) -> Iterator[None]:
-    """The scope in which Inductor compiles fake CUDA tensors' graphs for a GPU."""
+    """A ``with`` block in which Inductor compiles graphs of fake CUDA tensors as for this GPU."""
     from torch._dynamo.device_interface import CudaInterface
     from torch._inductor import scheduler
     from torch.cuda.amp import common
@@ -99,7 +99,7 @@ def inductor_sees(gpu: Any = A100) -> Iterator[None]:
         properties, zero, nothing = returns(gpu), returns(0), returns(None)
         capability, number = returns((gpu.major, gpu.minor)), returns(10 * gpu.major + gpu.minor)
         replace(torch.cuda, get_device_properties=properties, set_device=nothing)
-        # Else dynamo and AOTAutograd would save and restore the device's state of random numbers. Autocast asks, too.
+        # With True, dynamo and AOTAutograd would save and restore the device's random state. Autocast asks elsewhere.
         replace(torch.cuda, is_available=returns(False))
         replace(common, amp_definitely_not_available=returns(False))
         replace(torch.cuda, get_device_capability=capability, current_device=zero, device_count=returns(1))
