@@ -53,8 +53,8 @@ def lerp(start: Tensor, end: Tensor, weight: float) -> Tensor:
     return fma(end - start, number(w - 1, start), end)
 
 
-def adjusted(adjust_lr_fn: str | None, shape: Sequence[int]) -> float:
-    """The factor of a matrix's learning rate, from its last two dimensions A and B.
+def lr_ratio(adjust_lr_fn: str | None, shape: Sequence[int]) -> float:
+    """The factor by which a matrix's shape (..., A, B) changes its learning rate, as in torch.optim.Muon.
 
     "original" (and None): sqrt(max(1, A / B)). "match_rms_adamw": 0.2 * sqrt(max(A, B)).
     """

@@ -1,7 +1,8 @@
-"""A step of one rank's shard of a tensor, where other ranks have elements of the same blocks.
+"""What a step of one rank's shard of a tensor needs, where other ranks have elements of the same blocks.
 
-Such a step runs twice. The first run, on copies, notes the largest value of each block on this rank. The values are
-reduced over the ranks, and the second run, on the tensors themselves, takes the reduced ones in their place.
+A block's scale is the largest magnitude in it, which no rank knows alone. Such a step runs twice. The first run, on
+copies, finds the largest magnitudes of this rank. These are reduced over the ranks, and the second run, on the tensors
+themselves, takes the reduced ones.
 """
 
 from __future__ import annotations
@@ -13,57 +14,52 @@ from ..quant.layout import BlockLayout, memory_order
 from ..schemas import StepArgs
 
 
-class Shard:
-    """The largest magnitudes of a shard's blocks, one tensor per moment: this rank's, and those of all ranks."""
+class BlockMagnitudes:
+    """The largest magnitudes of the blocks of one tensor, by its moments: this rank's, and those of all ranks."""
 
     def __init__(self) -> None:
-        self.noted: list[Tensor] = []
-        self.reduced: list[Tensor] = []
-        self._calls = 0  # of reduced_or_own, in this run
+        self.own: list[Tensor] = []  # by moment, from the first run
+        self.reduced: list[Tensor] = []  # by moment; empty before the reduction
+        self._moment = 0  # the moment that the next call of reduced_or_own is about
 
-    def begin(self) -> None:
-        """Starts a run: the first call of :meth:`reduced_or_own` is about the first moment again."""
-        self.noted, self._calls = [], 0
+    def begin_run(self) -> None:
+        """To be called before each of the two runs: the next moment is the first one."""
+        self.own, self._moment = [], 0
 
     def reduced_or_own(self, own: Tensor) -> Tensor:
-        """The magnitudes of all ranks, or this rank's own while the others' are not known."""
-        self._calls += 1
-        if self.reduced:
-            return self.reduced[self._calls - 1]
-        self.noted.append(own.clone())
-        return own
+        """The next moment's magnitudes: of all ranks in the second run, and of this one (``own``) in the first."""
+        if not self.reduced:
+            self.own.append(own.clone())
+            return own
+        self._moment += 1
+        return self.reduced[self._moment - 1]
 
 
 class ShardLayout(BlockLayout):
-    """The blocks of a shard: those of any tensor or, with ``places``, parts of the blocks of a whole tensor.
+    """The blocks of a shard, which may be parts of the whole tensor's blocks."""
 
-    ``places[i]`` is where the shard's i-th element in memory lies in its blocks. ``numbers`` are the numbers of its
-    blocks among the ``total`` of the whole tensor. ``cut``: other ranks have elements of the same blocks, and the
-    scales are those of the whole tensor.
-    """
-
-    shard: Shard
-    places: Tensor | None
-    numbers: Tensor
-    total: int
-    cut: bool
+    magnitudes: BlockMagnitudes
+    places: Tensor | None  # of the shard's elements, in memory order, in its blocks; None where these are whole
+    numbers: Tensor  # of its blocks, among those of the whole tensor; only with places
+    total: int  # blocks of the whole tensor
+    cut: bool  # whether other ranks have elements of the same blocks: then the scales are those of the whole tensor
 
     @classmethod
-    def of(cls, layout: BlockLayout, shard: Shard) -> ShardLayout:
-        """A shard whose blocks are whole."""
+    def of_whole_blocks(cls, layout: BlockLayout) -> ShardLayout:
+        """A shard whose blocks are whole: they are those of any tensor."""
         own = cls(*layout)
-        own.shard, own.places, own.total, own.cut = shard, None, own.blocks, False
+        own.magnitudes, own.places, own.total, own.cut = BlockMagnitudes(), None, own.blocks, False
         return own
 
     @classmethod
-    def of_elements(cls, whole: BlockLayout, index: Tensor, shard: Shard, cut: bool) -> ShardLayout:
+    def of_elements(cls, whole: BlockLayout, index: Tensor, cut: bool) -> ShardLayout:
         """A shard of the elements ``index`` of a whole tensor, both in memory order."""
         segment = max(1, whole.segment)
         column = index % segment
         number = index // segment * whole.blocks_per_segment + column // whole.block
         numbers, block = torch.unique(number, return_inverse=True)
         own = cls(index.numel(), index.numel(), whole.block, (whole.blocks if cut else numbers.numel(),))
-        own.shard, own.numbers, own.total, own.cut = shard, numbers, whole.blocks, cut
+        own.magnitudes, own.numbers, own.total, own.cut = BlockMagnitudes(), numbers, whole.blocks, cut
         own.places = block * whole.block + column % whole.block
         return own
 
@@ -72,13 +68,14 @@ class ShardLayout(BlockLayout):
         return super().blocks if getattr(self, "places", None) is None else self.numbers.numel()
 
     def to_blocks(self, x: Tensor) -> Tensor:
-        """(blocks, block) in the dtype of x, with zeros where the shard has no element."""
+        """A shard's elements x as (blocks, block), with zeros where others have the block's elements."""
         assert self.places is not None
         padded = x.new_zeros(self.blocks * self.block)
         padded[self.places] = memory_order(x)
         return padded.reshape(-1, self.block)
 
     def from_blocks(self, blocks: Tensor, out: Tensor) -> None:
+        """Writes the shard's elements of such blocks into ``out``."""
         assert self.places is not None
         memory_order(out).copy_(blocks.reshape(-1)[self.places])
 
@@ -88,7 +85,7 @@ class ShardLayout(BlockLayout):
 
 
 class ShardArgs(StepArgs):
-    """The arguments of a step of shards, which has their layouts."""
+    """The arguments of a step of shards, with their layouts."""
 
     layouts: list[ShardLayout]
 

@@ -290,7 +290,7 @@ def encode_moment(x: Tensor, layout: BlockLayout, codec: int, signed: bool, step
     u = None if codec == DYNAMIC else dither(layout.block, step, x.device)
     q, s = encode(x, codec, signed, u, keep_positive=True)
     if isinstance(layout, ShardLayout) and layout.cut:
-        s = layout.shard.reduced_or_own(s.new_zeros(layout.total).index_copy_(0, layout.numbers, s))
+        s = layout.magnitudes.reduced_or_own(s.new_zeros(layout.total).index_copy_(0, layout.numbers, s))
         # encode() takes the largest value of a row as its scale: a further column makes that the whole block's.
         x = torch.cat([x, s[layout.numbers][:, None]], 1)
         u = None if u is None else torch.nn.functional.pad(u, (0, 1))

@@ -12,7 +12,7 @@ from ... import _ops
 from ...quant.codec import CODECS
 from ...quant.layout import BlockLayout, block_layout, layout_of
 from ...reference.blockwise import code_blocks, decode
-from ...reference.shard import Shard, ShardLayout
+from ...reference.shard import BlockMagnitudes, ShardLayout
 from ...reference.state import encode_moment
 from .collectives import all_reduce
 from .shards import Ranks, cuts_blocks, local, new_scale, ranks_of
@@ -20,16 +20,16 @@ from .shards import Ranks, cuts_blocks, local, new_scale, ranks_of
 
 def layout_of_shard(p: Tensor, block_size: int, layers: int, coded: bool = True) -> ShardLayout:
     """The blocks of this rank's shard of p, a tensor of so many ``layers``. coded: whether its state has codes."""
-    own, shard = local(p), Shard()
+    own = local(p)
     cut = coded and cuts_blocks(p, block_size)
     if layers == 1 and not cut:
-        return ShardLayout.of(layout_of(own, block_size), shard)
+        return ShardLayout.of_whole_blocks(layout_of(own, block_size))
     whole: BlockLayout = block_layout(p.shape, torch.empty(p.shape, device="meta").stride(), block_size)
-    return ShardLayout.of_elements(whole, _index(p), shard, cut)
+    return ShardLayout.of_elements(whole, _index(p), cut)
 
 
 def _index(p: Any) -> Tensor:
-    """The place of each local element in the whole tensor, both in the order of memory."""
+    """For each local element its index in the whole tensor, both in memory order."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     own = local(p)
@@ -44,12 +44,12 @@ def _index(p: Any) -> Tensor:
     return index.reshape(-1).to(own.device)
 
 
-def reduce_magnitudes(shards: Sequence[Shard], ranks: Sequence[Ranks | None]) -> None:
-    """Replaces the largest magnitudes of blocks, as each shard has noted them, by those of all ranks."""
-    pairs = [(noted, owners) for shard, owners in zip(shards, ranks, strict=True) for noted in shard.noted]
-    all_reduce("max", [noted for noted, _ in pairs], [owners for _, owners in pairs])
-    for shard in shards:
-        shard.reduced = shard.noted
+def reduce_magnitudes(magnitudes: Sequence[BlockMagnitudes], ranks: Sequence[Ranks | None]) -> None:
+    """Reduces the largest magnitudes of tensors' blocks over the ranks that have parts of each tensor."""
+    pairs = [(own, owners) for each, owners in zip(magnitudes, ranks, strict=True) for own in each.own]
+    all_reduce("max", [own for own, _ in pairs], [owners for _, owners in pairs])  # in place
+    for each in magnitudes:
+        each.reduced = each.own
 
 
 # ---- codes outside of a step
@@ -67,11 +67,11 @@ def quantize(x: Tensor, codec: str, signed: bool, block_size: int, step: int) ->
             own_scale.copy_(scales.reshape(own_scale.shape))
         return codes, scale
     layout = layout_of_shard(x, block_size, 1)
-    for _ in range(2):  # with this rank's scales first, then with those of all ranks
-        layout.shard.begin()
+    for _ in range(2):  # with this rank's magnitudes first, then with those of all ranks
+        layout.magnitudes.begin_run()
         new_codes, scales = encode_moment(layout.to_blocks(own), layout, CODECS[codec], signed, step)
-        if not layout.shard.reduced:
-            reduce_magnitudes([layout.shard], [ranks_of(x)])
+        if not layout.magnitudes.reduced:
+            reduce_magnitudes([layout.magnitudes], [ranks_of(x)])
     layout.from_blocks(new_codes, local(codes))
     own_scale.copy_(scales.reshape(own_scale.shape))
     return codes, scale

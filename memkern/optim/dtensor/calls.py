@@ -1,4 +1,4 @@
-"""Calls ops on the tensors that a rank holds, after the reductions over ranks that their shards need."""
+"""Calls ops on a rank's local tensors, after the reductions over ranks that a step of shards needs."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from .shards import Ranks, is_dtensor, local, locals_of
 
 def match_placements(g: Tensor, p: Tensor) -> Tensor:
     """A gradient with its parameter's placements; redistributed where it has others."""
-    if getattr(g, "_spec", None) is getattr(p, "_spec", g):
-        return g  # fully_shard's gradients; comparing placements takes four times as long
+    spec = getattr(p, "_spec", None)  # a DTensor's mesh, placements, shape and dtype
+    if spec is not None and getattr(g, "_spec", None) is spec:
+        return g  # fully_shard's gradients share it; comparing placements takes four times as long
     if is_dtensor(g) and is_dtensor(p) and g.device_mesh == p.device_mesh:
         return g if g.placements == p.placements else g.redistribute(placements=p.placements)
     if is_dtensor(g) or is_dtensor(p):
@@ -44,26 +45,35 @@ def local_args(args: StepArgs) -> StepArgs:
         params=locals_of(args.params),
         grads=local_grads(args.grads, args.params),
         moments=locals_of(args.moments),
+        # Scales of an empty shard are of shape (0, k). The ops take those of an empty tensor: of shape (0,).
         scales=[s if s.numel() else s.reshape(0) for s in locals_of(args.scales)],
         weight_states=locals_of(args.weight_states),
     )
 
 
 def step_with_reduction(calls: Sequence[Call], groups: Sequence[Mapping[str, Any]]) -> None:
-    """Steps shards that first need a reduction: of squares of layers, or of largest values of blocks. All of one op."""
+    """Steps shards after the reductions over ranks that they need. All calls are of one op.
+
+    First the sums of squares of layers are reduced, for trust ratios. Then, with these, come the largest magnitudes of
+    blocks that lie on several ranks, which are known after a step on copies. Last is the step itself.
+
+    groups: the optimizer's.
+    """
     op = calls[0].op
     steps: list[tuple[StepArgs, Callable[[StepArgs], None]]] = []  # for each call, local arguments and what steps them
-    layouts: dict[int, ShardLayout] = {}  # by a call's index, for calls that run on the reference
+    cut: dict[int, ShardLayout] = {}  # by a call's index, the layout of a shard with parts of blocks
     for i, call in enumerate(calls):
         args = local_args(call.args)
         if not call.by_reference:
             steps.append((args, partial(_ops.step_, op)))
             continue
-        (p,), (group,) = call.args.params, args.group
+        (p,), (group,) = call.args.params, args.group  # the plan makes a call by itself of each shard on the reference
         layer_count = len(args.trust_ratios[0]) if op.has_trust_ratios else 1
-        layouts[i] = layout = layout_of_shard(p, args.block_size[group], layer_count, coded=bool(args.scales))
+        layout = layout_of_shard(p, args.block_size[group], layer_count, coded=bool(args.scales))
         args = args._replace(scales=[s.view(layout.scale_shape) for s in args.scales])
         steps.append((args, partial(_run_on_reference, op, layout)))
+        if layout.cut:
+            cut[i] = layout
     if op.has_trust_ratios:
         steps = [(args._replace(squares=new_squares(args)), run) for args, run in steps]
         for args, run in steps:
@@ -71,29 +81,32 @@ def step_with_reduction(calls: Sequence[Call], groups: Sequence[Mapping[str, Any
         _reduce_squares([args for args, _ in steps], [call.ranks for call in calls])
         for args, _ in steps:
             clamp_norms(args, groups)
-    for i, layout in layouts.items():
+    for i in cut:
         args, run = steps[i]
-        if layout.cut:
-            run(with_copies(args))  # notes the magnitudes of this rank's part of each block
-    reduce_magnitudes([layout.shard for layout in layouts.values()], [calls[i].ranks[0] for i in layouts])
+        run(with_copies(args))
+    reduce_magnitudes([layout.magnitudes for layout in cut.values()], [calls[i].ranks[0] for i in cut])
     for args, run in steps:
         run(args)
     torch.autograd.graph.increment_version([p for call in calls for x in call.args.params for p in (x, local(x))])
 
 
 def _run_on_reference(op: StepOp, layout: ShardLayout, args: StepArgs) -> None:
-    layout.shard.begin()
+    """Runs the reference's step of one shard."""
+    layout.magnitudes.begin_run()
     getattr(reference, op.name)(ShardArgs.of(args, [layout]))
 
 
 def _reduce_squares(parts: Sequence[StepArgs], ranks: Sequence[Sequence[Ranks | None]]) -> None:
-    """Replaces each part's ``squares`` by the sums over the ranks that hold its tensors."""
-    sums: list[tuple[Tensor, list[int], Tensor]] = []  # squares, rows of them, and these rows' values
+    """Replaces ``squares`` of each of the arguments by the sums over the ranks that hold its tensors.
+
+    ranks: for each of the arguments, those of its tensors. ``squares`` has a row for each layer of each tensor.
+    """
+    sums: list[tuple[Tensor, list[int], Tensor]] = []  # squares, rows of them on the same ranks, and these rows' values
     owners_of_sums: list[Ranks] = []
     for args, owners_of_tensors in zip(parts, ranks, strict=True):
         squares = args.squares
         assert squares is not None
-        if len({*map(id, owners_of_tensors)}) == 1:  # the usual case
+        if len({*map(id, owners_of_tensors)}) == 1:  # the usual case; equal ranks are one object
             rows_of = {owners_of_tensors[0]: [*range(len(squares))]}
         else:
             rows_of, first = {}, 0

@@ -52,7 +52,7 @@ class AllRanks(NamedTuple):
     meshes: tuple[DeviceMesh, ...]
     """Meshes over which reductions, one after the other, bring a value of any rank to all ranks."""
     kinds: tuple[Ranks | None, ...]
-    """The different results of :func:`ranks_of` for the parameters."""
+    """The results of :func:`ranks_of` for the parameters, each once."""
     order: Order
     """The order of the parameters, in which the ranks exchange their parts."""
 
@@ -70,7 +70,7 @@ NO_OTHERS = AllRanks((), (None,), Order())  # where no parameter is a DTensor
 
 
 def _sort_key(mesh: DeviceMesh) -> Any:
-    """The key by which meshes are sorted, the same on every rank."""
+    """The key by which meshes are sorted: the largest first, in an order that is the same on every rank."""
     return -mesh.size(), mesh.mesh_dim_names or (), mesh.mesh.flatten().tolist()
 
 

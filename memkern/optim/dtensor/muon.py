@@ -25,11 +25,11 @@ from .shards import local, ranks_of
 
 Group = dict[str, Any]  # a parameter group of an optimizer
 Loads = dict[Any, list[float]]
-"""By mesh and dimension of it: the work (:func:`_work`) of the matrices that each rank along the dimension owns."""
+"""By mesh and dimension of it: for each rank along the dimension, the work (:func:`_work`) of the matrices it owns."""
 
 
 def has_whole_matrices(p: Tensor) -> bool:
-    """Whether this rank's part of a tensor consists of whole matrices: all of them, or some of a batch."""
+    """Whether this rank's part of a tensor consists of whole matrices: all of a batch, or some."""
     ranks = ranks_of(p)
     if ranks is None:
         return True
@@ -53,7 +53,10 @@ def bytes_of_update(p: Tensor) -> int:
 
 
 def step_buckets(buckets: Sequence[Call], groups: Sequence[Group]) -> None:
-    """Steps buckets of matrices, which are the same in the same order on every rank. ``groups``: the optimizer's."""
+    """Steps buckets of matrices, which are the same in the same order on every rank. ``groups``: the optimizer's.
+
+    A bucket begins in each turn of the loop, and the steps of the buckets before go on to their next phase.
+    """
     loads: Loads = {}
     waiting = [_phases(bucket, [groups[number] for number in bucket.args.group], loads) for bucket in buckets]
     running: list[Iterator[None]] = []
@@ -61,7 +64,7 @@ def step_buckets(buckets: Sequence[Call], groups: Sequence[Group]) -> None:
         # The newest first: what it sends is under way while an older one is orthogonalized.
         running = [*waiting[:1], *running]
         del waiting[:1]
-        running = [phases for phases in running if next(phases, "ended") is None]  # phases yield None
+        running = [phases for phases in running if next(phases, "ended") is None]  # a phase that is not the last: None
 
 
 def _device_of(p: Any, device: torch.device | None) -> torch.device | str:
@@ -73,7 +76,7 @@ def _device_of(p: Any, device: torch.device | None) -> torch.device | str:
 
 
 def _phases(bucket: Call, groups: Sequence[Group], loads: Loads) -> Iterator[None]:
-    """The step of one bucket. It pauses where updates are sent to the owners, and where they are sent back."""
+    """The step of one bucket. It yields when updates are on their way to the owners, and on their way back."""
     args, params = bucket.args, bucket.args.params
     own, layouts = local_args(args), []
     if bucket.cut:
@@ -131,13 +134,13 @@ def _update_momentum(
     """Writes momentum and updates; returns the updates' sums of squares. First reduces largest values of cut blocks."""
     if not isinstance(own, ShardArgs):
         return _ops.muon_momentum_(own, updates, by_reference)
-    shards = [layout.shard for layout in own.layouts]
-    for shard in shards:
-        shard.begin()
+    magnitudes = [layout.magnitudes for layout in own.layouts]
+    for each in magnitudes:
+        each.begin_run()
     reference.muon_momentum_(ShardArgs.of(with_copies(own), own.layouts), updates)
-    reduce_magnitudes(shards, [*map(ranks_of, params)])
-    for shard in shards:
-        shard.begin()
+    reduce_magnitudes(magnitudes, [*map(ranks_of, params)])
+    for each in magnitudes:
+        each.begin_run()
     return reference.muon_momentum_(own, updates)
 
 
@@ -153,6 +156,7 @@ def _gather(u: Tensor, p: Any) -> Tensor:
 
 
 def _shard_of(x: Tensor, p: Any) -> Tensor:
+    """This rank's shard of a whole tensor, with the placements of p."""
     from torch.distributed.tensor import distribute_tensor
 
     return local(distribute_tensor(x, p.device_mesh, p.placements, src_data_rank=None))
@@ -168,14 +172,19 @@ class _Item(NamedTuple):
     sizes: list[int]  # of the ranks' shards along ``dim``
 
     def shape_of(self, rank: int) -> list[int]:
+        """The shape of a rank's shard."""
         return [*self.shape[: self.dim], self.sizes[rank], *self.shape[self.dim + 1 :]]
 
     def numel_of(self, rank: int) -> int:
+        """The elements of a rank's shard."""
         return self.shape.numel() // max(1, self.shape[self.dim]) * self.sizes[rank]
 
 
 def _make_exchanges(params: Sequence[Any], updates: list[Tensor], loads: Loads) -> list[_Exchange]:
-    """An exchange for each process group whose ranks have parts of matrices. The rank with the least work owns next."""
+    """An exchange for each process group whose ranks have parts of matrices, with an owner for each matrix.
+
+    The largest matrix first, each is given to the rank with the least work so far.
+    """
     by_group: dict[Any, list[int]] = {}  # a mesh and a dimension of it make a process group
     for i, p in enumerate(params):
         if not has_whole_matrices(p) and _is_chunked(p):
@@ -213,9 +222,10 @@ class _Exchange:
         ranks = range(len(items[0].sizes))
         self.owned = [item for item in items if item.owner == rank]
         self.by_owner = [[item for item in items if item.owner == r] for r in ranks]
-        self.sent = [sum(item.numel_of(rank) for item in owned) for owned in self.by_owner]  # elements to each owner
-        self.taken = [sum(item.numel_of(r) for item in self.owned) for r in ranks]  # elements from each rank
-        self.whole: dict[int, Tensor] = {}
+        # Elements that go to each rank, and that come from each
+        self.send_sizes = [sum(item.numel_of(rank) for item in owned) for owned in self.by_owner]
+        self.receive_sizes = [sum(item.numel_of(r) for item in self.owned) for r in ranks]
+        self.whole: dict[int, Tensor] = {}  # the matrices that this rank owns, by their numbers in the bucket
 
     def _all_to_all(self, parts: list[Tensor], send_sizes: list[int], receive_sizes: list[int]) -> None:
         """Starts an all-to-all of bf16 elements, as bytes, which all backends take."""
@@ -228,27 +238,30 @@ class _Exchange:
         )  # fmt: skip
 
     def send(self) -> None:
+        """Starts to send this rank's shards to the matrices' owners."""
         parts = [self.updates[item.number] for owned in self.by_owner for item in owned]
-        self._all_to_all(parts, self.sent, self.taken)
+        self._all_to_all(parts, self.send_sizes, self.receive_sizes)
 
     def receive(self) -> dict[int, Tensor]:
         """Waits for the matrices that this rank owns; returns them by their numbers in the bucket."""
         self.work.wait()
         parts: dict[int, list[Tensor]] = {item.number: [] for item in self.owned}
-        for r, from_rank in enumerate(self.out.split(self.taken)):
+        for r, from_rank in enumerate(self.out.split(self.receive_sizes)):
             for item, x in zip(self.owned, from_rank.split([item.numel_of(r) for item in self.owned]), strict=True):
                 parts[item.number].append(x.view(item.shape_of(r)))
         self.whole = {item.number: torch.cat(parts[item.number], item.dim) for item in self.owned}
         return self.whole
 
     def send_back(self) -> None:
+        """Starts to send shards of the orthogonalized matrices to their ranks."""
         shards = {item.number: self.whole[item.number].split(item.sizes, item.dim) for item in self.owned}
-        parts = [shards[item.number][r] for r in range(len(self.taken)) for item in self.owned]
-        self._all_to_all(parts, self.taken, self.sent)
+        parts = [shards[item.number][r] for r in range(len(self.receive_sizes)) for item in self.owned]
+        self._all_to_all(parts, self.receive_sizes, self.send_sizes)
         self.whole = {}
 
     def receive_back(self) -> None:
+        """Waits for this rank's shards of all matrices, and writes them into the updates."""
         self.work.wait()
-        for owned, from_owner in zip(self.by_owner, self.out.split(self.sent), strict=True):
+        for owned, from_owner in zip(self.by_owner, self.out.split(self.send_sizes), strict=True):
             for item, x in zip(owned, from_owner.split([item.numel_of(self.rank) for item in owned]), strict=True):
                 self.updates[item.number].copy_(x.view(item.shape_of(self.rank)))

@@ -1,4 +1,4 @@
-"""Orders an optimizer's DTensors, the same on all ranks, which exchange parts of their shards in that order."""
+"""Orders an optimizer's DTensors, in the same way on all ranks, which exchange parts of their shards in that order."""
 
 from __future__ import annotations
 

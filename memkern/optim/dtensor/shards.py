@@ -66,7 +66,7 @@ def locals_of(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _completed(x: Any) -> Tensor:
-    """Waits for a collective; returns its result."""
+    """A tensor itself; for the result of a collective that may still run, waits for it."""
     return x.wait() if hasattr(x, "wait") else x
 
 
