@@ -10,10 +10,11 @@
 
 namespace memkern {
 
+// A layer of a tensor, as a job of its own: its blocks are stepped with one trust ratio.
 template <class Scalars> struct Layer : Job<Scalars> {
-  Scalars own;  // of the layer, with its trust ratio: what `scalars` points to while it runs
+  Scalars own;  // the layer's scalars, which contain its trust ratio; Job::scalars points to them
   TrustRule trust;
-  Norms<Job<Scalars>> norms;
+  Norms<Job<Scalars>> norms;  // the first pass's kernel
 };
 
 // The elements of one partial sum of squares. It does not depend on the number of threads, so the result does
@@ -81,7 +82,7 @@ template <class L> void run_passes(Batch<L>& second, Batch<L>& first) {
   });
 }
 
-// Calls use(layer, sums of its squares) for each layer of a batch.
+// Adds the pieces' sums, and calls use(layer, sums of its squares) for each layer of a batch.
 template <class L, class Use> void sum_pieces(const Batch<L>& batch, Use&& use) {
   for (auto piece = batch.pieces.begin(); piece != batch.pieces.end();) {
     L& layer = *piece->layer;
@@ -94,13 +95,14 @@ template <class L, class Use> void sum_pieces(const Batch<L>& batch, Use&& use) 
   }
 }
 
+// Computes the layer's trust ratio, for args.trust_ratios and for the layer's scalars.
 template <class L> void adapt(L& layer, const Squares& squares) {
   *layer.trust_ratio = layer.trust.adapt ? trust_ratio(squares, layer.trust) : 1.0f;
   set_trust_ratio(layer.own, layer.trust.lr, *layer.trust_ratio);
 }
 
-// One of the two passes alone: the first, which writes `squares`, or the second, which reads them (the sums
-// over all ranks).
+// One of the two passes alone, for shards, whose sums are reduced between them: the first (squares_only),
+// which writes `squares`, or the second, which reads them.
 template <class L> void run_either_pass(std::vector<L>& layers, Squares* squares, bool squares_only) {
   Batch<L> all, none;
   for (L& layer : layers) {
@@ -113,7 +115,7 @@ template <class L> void run_either_pass(std::vector<L>& layers, Squares* squares
     sum_pieces(all, [&](L& layer, const Squares& sum) { squares[&layer - layers.data()] = sum; });
 }
 
-// Both passes, by batches of layers; with `squares`, one of the two.
+// Both passes, by batches of layers; where there is `squares`, one of the two.
 template <class L> void run_layers(std::vector<L>& layers, Squares* squares, bool squares_only) {
   if (squares) return run_either_pass(layers, squares, squares_only);
   const int64_t batch_elements = kBatchElements * torch::stable::get_num_threads();
@@ -134,6 +136,10 @@ template <class L> void run_layers(std::vector<L>& layers, Squares* squares, boo
   advance();  // updates the last batch
 }
 
+// The ops lamb_step_ and lars_step_ (csrc/cpu/steps.cpp) on the CPU. Checks the arguments, makes a job of
+// each layer and runs both passes, or one where `args` has squares. scalars_of(lr, hyperparameters, factor of
+// the gradients, step) makes a layer's scalars; `pick` and `pick_norms` return the kernels of the second and
+// the first pass for the layer's dtypes and codec.
 template <class Hyperparameters, class Scalars, class ScalarsOf>
 void step_in_two_passes(const StepArgs& args, const StepOp& op, ScalarsOf scalars_of,
                         PickKernel<Scalars> pick, PickNorms<Scalars> pick_norms) {

@@ -1,4 +1,5 @@
-// A vector of 8 floats, by AVX2, F16C and FMA. Include inside a region compiled for them.
+// The types and operations that CPU kernels are written in, for vectors of 8 floats in AVX2, F16C and FMA.
+// compile_avx2.cpp includes it below the pragma that compiles functions for these.
 #pragma once
 #include <immintrin.h>
 
@@ -7,6 +8,7 @@
 
 namespace memkern::avx2 {
 
+// A vector of floats.
 struct F {
   __m256 v;
   F() = default;
@@ -14,6 +16,7 @@ struct F {
   MEMKERN_FN explicit F(float x) : v(_mm256_set1_ps(x)) {}
   MEMKERN_FN explicit F(int x) : v(_mm256_set1_ps(static_cast<float>(x))) {}
 };
+// A condition for each lane: all bits of a lane are its truth.
 struct Mask {
   __m256 m;
 };
@@ -47,6 +50,7 @@ MEMKERN_FN F copysign(F magnitude, F sign) {
   return _mm256_or_ps(_mm256_andnot_ps(bit, magnitude.v), _mm256_and_ps(bit, sign.v));
 }
 MEMKERN_FN Mask greater(F a, F b) { return {_mm256_cmp_ps(a.v, b.v, _CMP_GT_OQ)}; }
+// A mask as a number, with lane i's truth in bit i, and back.
 MEMKERN_FN uint32_t bits_of(Mask mask) { return static_cast<uint32_t>(_mm256_movemask_ps(mask.m)); }
 MEMKERN_FN __m256i lanes_of(uint32_t bits) {
   const __m256i lane_bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
@@ -96,6 +100,7 @@ MEMKERN_FN F load(const int8_t* p) {
 MEMKERN_FN F load(const uint8_t* p) {
   return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
 }
+// The lanes as 16-bit integers, saturated.
 MEMKERN_FN __m128i pack16(__m256i x, bool is_signed) {
   const __m128i low = _mm256_castsi256_si128(x), high = _mm256_extracti128_si256(x, 1);
   return is_signed ? _mm_packs_epi32(low, high) : _mm_packus_epi32(low, high);

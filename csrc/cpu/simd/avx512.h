@@ -1,5 +1,5 @@
-// A vector of 16 floats, by AVX-512 F, BW, DQ and VL, and the power codec's encoder with these. Include
-// inside a region compiled for them.
+// The types and operations that CPU kernels are written in, for vectors of 16 floats in AVX-512 F, BW, DQ and
+// VL, and the power codec's encoder. compile_avx512.cpp includes it below the pragma for these.
 #pragma once
 #include <immintrin.h>
 

@@ -1,4 +1,5 @@
-// A vector of 8 floats in two registers, by NEON as every 64-bit ARM processor has it.
+// The types and operations that CPU kernels are written in, for vectors of 8 floats in two registers of NEON,
+// as every 64-bit ARM processor has it.
 #pragma once
 #include <arm_neon.h>
 
