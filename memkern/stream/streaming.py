@@ -1,7 +1,7 @@
 """Keeps weights on the host: fully_shard with CPUOffloadPolicy by block, for one process and for several.
 
-This adds to torch's ``fully_shard`` the prefetch of a block's weights, which torch has only between several processes,
-and the moment at which a block's gradients are on their way to the host.
+torch's ``fully_shard`` prefetches weights between several processes alone, and does not tell when a block's gradients
+are on their way to the host. This adds both, by hooks.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def check(model: nn.Module) -> None:
 
 
 def _modules_of_groups(model: nn.Module) -> list[nn.Module]:
-    """The modules whose weights come and go together, in the order of the forward pass.
+    """The modules that are parameter groups of their own beside the model, in the order of the forward pass.
 
     An embedding or a head that the model names (get_input_embeddings, get_output_embeddings) is a group, unless
     another module has its weight, too. All else outside the blocks belongs to the model itself.
@@ -89,6 +89,7 @@ def _is_shared(module: nn.Module, model: nn.Module) -> bool:
 
 
 def _params_of_groups(model: nn.Module) -> Iterator[tuple[nn.Module, list[Tensor]]]:
+    """The module of each group, the model last, and its parameters."""
     groups = _modules_of_groups(model)
     for module in (*groups, model):
         yield module, [p for owner in owners(module, {*groups}) for p in owner.parameters(recurse=False)]
@@ -116,7 +117,7 @@ def end_process_group(group: Any) -> None:
 
 
 def pins(device: torch.device, pin_memory: bool) -> bool:
-    """Whether the host's memory is pinned: there is nothing to pin it for where the device is the CPU."""
+    """Whether the host's memory is to be pinned: not where the device is the CPU, as nothing is copied then."""
     return pin_memory and device.type != "cpu"
 
 
@@ -129,7 +130,7 @@ def _shard_bytes(p: Tensor, world: int) -> int:
 
 
 def _empty_host_cache() -> None:
-    """Frees what ``fully_shard`` has pinned tensor by tensor, and torch's allocator keeps."""
+    """Frees the pinned memory that ``fully_shard`` has allocated tensor by tensor, and that torch's allocator keeps."""
     for module, name in ((torch.accelerator, "empty_host_cache"), (torch._C, "_host_emptyCache")):
         if hasattr(module, name):
             getattr(module, name)()
@@ -138,11 +139,11 @@ def _empty_host_cache() -> None:
 
 @torch.no_grad()
 def _move(group: Group, slabs: pinned.Slabs) -> None:
-    """Moves the shards that ``fully_shard`` has made of a group into slabs."""
+    """Moves a group's shards, as ``fully_shard`` has made them, into slabs."""
     for p in group.params:
         p._local_tensor = slabs.copy_of(p._local_tensor)  # type: ignore[attr-defined]
     for owner in group.owners:
-        owner.load_state_dict({}, strict=False)  # fully_shard looks at the shards afterwards, and frees its own
+        owner.load_state_dict({}, strict=False)  # a hook of fully_shard then takes over the new shards
 
 
 def stream(model: nn.Module, device: torch.device, *, pin_memory: bool = True) -> None:
@@ -171,7 +172,7 @@ def stream(model: nn.Module, device: torch.device, *, pin_memory: bool = True) -
     try:
         slabs = pinned.Slabs(sizes)
         for module in groups:
-            # The last one's weights are needed at once in the backward pass.
+            # The last one's weights stay, as the backward pass begins with them.
             fully_shard(module, reshard_after_forward=module is not groups[-1], **options)
             if pinned_memory:
                 _move(Group(module, modules), slabs)
@@ -190,53 +191,54 @@ def stream(model: nn.Module, device: torch.device, *, pin_memory: bool = True) -
     for module in groups:
         if _needs_no_weights(module):
             module.set_unshard_in_backward(False)  # type: ignore[operator]
-    Streamed(model, groups, device)
+    StreamedModel(model, groups, device)
 
 
-class Streamed:
-    """A model whose weights are on the host: its groups, and the hooks that begin their copies and wait for them."""
+class StreamedModel:
+    """A model whose weights are on the host: its parameter groups, and hooks that begin copies and wait for them."""
 
     def __init__(self, model: Any, groups: list[Any], device: torch.device, streams: Any = None) -> None:
         self.model, self.device = model, device
-        self._name, self._in_forward = type(model).__name__.removeprefix("FSDP"), False
+        self._name = type(model).__name__.removeprefix("FSDP")  # for errors
+        self._in_forward = False  # whether a forward pass of the model has begun and not ended
         self.streams = streams or torch.get_device_module(device)
         modules = {*groups}
         self.groups = [Group(module, modules, not _needs_no_weights(module)) for module in groups]
         self.root = Group(model, modules)
-        all_groups = self.all = (*self.groups, self.root)
-        self.down = self.streams.Stream(device)
+        all_groups = self.all_groups = (*self.groups, self.root)
+        self.down = self.streams.Stream(device)  # of gradients' copies to the host
         self.prefetch = Prefetch(device, self.streams)
         self.arrivals = Arrivals(lambda: [p for group in all_groups for p in group.params], self.down.record_event)
         for group in self.groups:
             self._hook(group)
         self._hook_root()
         if device.type != "cpu":
-            for group in self.all:
+            for group in self.all_groups:
                 self._copy_down(group)
 
     def _copy_down(self, group: Group) -> None:
-        """Makes ``fully_shard`` copy gradients to the host in ``down``, so that the copies' end is known."""
+        """Makes ``fully_shard`` copy a group's gradients to the host in ``down``, so that the copies' end is known."""
         group.module.set_all_reduce_hook(lambda gradients: gradients.record_stream(self.down), stream=self.down)
 
     # ---- hooks
 
     def _hook(self, group: Group) -> None:
-        """Hooks that bring a group's weights before its passes, and note when its gradients arrive."""
-        places: list[tuple[list[Group], int]] = []
+        """Hooks that copy a group's weights before its passes, and note when copies of its gradients have begun."""
+        places: list[tuple[list[Group], int]] = []  # what Prefetch.before_forward has returned last
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
             if _is_backward():
-                return  # a checkpoint runs the module again, whose weights its own backward pass has brought
+                return  # a checkpoint runs the module again, whose weights are there for its backward pass
             if not self._in_forward:
                 raise RuntimeError(
                     f"a {type(module).__name__} was called outside of the forward pass of the {self._name} that "
                     "memkern.apply was given, and whose weights are on the host: call that one, or apply the "
                     "techniques to a module whose forward has all that reads weights, the loss in chunks too"
                 )
-            places[:] = [self.prefetch.forward(group)]
+            places[:] = [self.prefetch.before_forward(group)]
             if torch.is_grad_enabled():
                 for x in _with_gradient((args, kwargs)):
-                    # x has its gradient when fully_shard has begun the copies of the group's own.
+                    # When x has its gradient, fully_shard has begun the copies of the group's gradients.
                     x.register_hook(lambda _: self._arrived(group))
                     break
 
@@ -262,8 +264,8 @@ class Streamed:
                 self._forget() if hasattr(self.model, "reset_iter_state") else self.model.state_dict()
             self._in_forward = True
             self._to_host()
-            self.prefetch.begin()
-            for group in self.all:
+            self.prefetch.begin_forward()
+            for group in self.all_groups:
                 group.note_params()
                 self.arrivals.follow(group.params)
 
@@ -271,20 +273,20 @@ class Streamed:
             if _is_backward():
                 return
             self._in_forward = False
-            self.prefetch.end()
+            self.prefetch.end_forward()
             if not torch.is_grad_enabled():
                 self._to_host()
             for x in _with_gradient(out):
                 x.register_hook(lambda _: self.arrivals.hold(self.root.params))
 
-        for group in self.all:
+        for group in self.all_groups:
             self.arrivals.follow(group.params)
         self.model.register_forward_pre_hook(before, prepend=True)
         self.model.register_forward_hook(after)
 
     def _to_host(self) -> None:
-        """Frees weights that are still on the device: a step on the host may have changed them."""
-        for group in self.all:
+        """Frees weights that are still on the device. Later copies are new, as a step on the host may change them."""
+        for group in self.all_groups:
             group.module.reshard()
 
     def _forget(self) -> None:
@@ -294,22 +296,25 @@ class Streamed:
                 "a backward pass of this model was interrupted, and fully_shard of this torch cannot forget it: build "
                 "the model again, or use torch 2.13 or newer"
             )
-        for group in self.all:
+        for group in self.all_groups:
             group.forget_gradients()
         self.model.reset_iter_state()
 
     def _begin_backward(self, order: list[Group], place: int) -> None:
-        self.prefetch.backward(order, place)
+        """To be called before a group's backward pass."""
+        self.prefetch.before_backward(order, place)
         self.arrivals.hold(order[place].params)
 
     def _arrived(self, group: Group) -> None:
+        """To be called when the copies of a group's gradients have begun."""
         self.arrivals.arrived(group.params)
 
 
 def _is_backward() -> bool:
+    """Whether a backward pass is running in this thread."""
     return torch._C._current_graph_task_id() != -1
 
 
 def _with_gradient(tree: Any) -> Iterator[Tensor]:
-    """The tensors in nested arguments that get a gradient."""
+    """The tensors in nested arguments or results that get a gradient."""
     return (x for x in tree_leaves(tree) if isinstance(x, Tensor) and x.requires_grad)

@@ -290,7 +290,7 @@ def test_a_slow_host_does_not_let_gradients_pile_up(monkeypatch: pytest.MonkeyPa
     names = {p: name.rsplit(".", 2)[0] for name, p in model.named_parameters()}
     alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
     waiting: list[int] = []
-    take, step = Arrivals._taken, Worker.step
+    take, step = Arrivals._take_gradient, Worker.step
 
     def noted(p: torch.Tensor) -> torch.Tensor:
         gradient = take(p)
@@ -306,7 +306,7 @@ def test_a_slow_host_does_not_let_gradients_pile_up(monkeypatch: pytest.MonkeyPa
         step(worker, run, bucket)
         waiting.append(len(alive))
 
-    monkeypatch.setattr(Arrivals, "_taken", staticmethod(noted))
+    monkeypatch.setattr(Arrivals, "_take_gradient", staticmethod(noted))
     monkeypatch.setattr(Worker, "step", slow)
     train(model, optimizer, techniques, range(2))
     block_size = len([*model.blocks[0].parameters()])

@@ -18,27 +18,19 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from memkern.optim.arrivals import Arrivals
 from memkern.stream.prefetch import Prefetch
-from memkern.stream.streaming import Streamed
+from memkern.stream.streaming import StreamedModel
 from memkern.techniques.options import Techniques
 from tests.stream.runs import STREAMED as TECHNIQUES
 from tests.stream.runs import Model, model_for, optimizer_for, train
-from tests.support import streams
-from tests.support.streams import RaceError, Stream, Streams
+from tests.support.streams import Event, RaceError, Stream, Streams
 
 pytestmark = pytest.mark.skipif(
     not hasattr(FSDPModule, "reset_iter_state"), reason="the stand-in notes what fully_shard of torch 2.13 calls"
 )
 
 
-class Event(streams.Event):
-    """An event that the host can wait for."""
-
-    def synchronize(self) -> None:
-        self.streams.join("host", self.clock)
-
-
 class Device(Streams):
-    """Streams on which the host may wait, and the memory of each group of weights."""
+    """Streams of the device and of the host, and the memory of each group of weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,15 +79,15 @@ class _NotesBackward(torch.autograd.Function):
 
 @pytest.fixture
 def streamed_models(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Collects the Streamed of each model that a test makes."""
+    """Collects the StreamedModels that a test makes."""
     collected: list[Any] = []
-    init = Streamed.__init__
+    init = StreamedModel.__init__
 
-    def collecting(self: Streamed, *args: Any) -> None:
+    def collecting(self: StreamedModel, *args: Any) -> None:
         collected.append(self)
         init(self, *args)
 
-    monkeypatch.setattr(Streamed, "__init__", collecting)
+    monkeypatch.setattr(StreamedModel, "__init__", collecting)
     return collected
 
 
@@ -103,7 +95,6 @@ def streamed_models(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def device(monkeypatch: pytest.MonkeyPatch, streamed_models: list[Any]) -> Device:
     """A Device that notes when fully_shard copies, frees and reduces."""
     stand_in = Device()
-    monkeypatch.setattr(streams, "Event", Event)
     monkeypatch.setattr(torch, "get_device_module", lambda _: stand_in)
     wait, to_sharded, post_backward = (
         FSDPParamGroup.wait_for_unshard, FSDPParamGroup._to_sharded, FSDPParamGroup.post_backward,
@@ -182,7 +173,7 @@ def test_nothing_is_used_before_its_copy_or_written_while_it_is_used(device: Dev
 
 def note_steps(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Notes that the host reads the gradients that it steps by."""
-    submit = Arrivals._submit
+    submit = Arrivals._submit_step
 
     def noted(self: Arrivals, step: Any, pairs: Any, event: Any) -> None:
         def run(params: Any) -> None:
@@ -191,7 +182,7 @@ def note_steps(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
 
         submit(self, run, pairs, event)
 
-    monkeypatch.setattr(Arrivals, "_submit", noted)
+    monkeypatch.setattr(Arrivals, "_submit_step", noted)
 
 
 def test_a_block_is_stepped_after_its_gradients_have_come(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +193,7 @@ def test_a_block_is_stepped_after_its_gradients_have_come(device: Device, monkey
 @pytest.mark.parametrize(
     ("owner", "wait", "message"),
     [
-        (Prefetch, "arrive", "forward of embedding of compute, and before it a copy of embedding of up"),
+        (Prefetch, "wait_for_copy", "forward of embedding of compute, and before it a copy of embedding of up"),
         (Stream, "wait_stream", r"a copy of blocks\.\d of up, and before it forward of .* of compute"),
         (Event, "synchronize", "a step of host, and before it a copy of a gradient of down"),
     ],

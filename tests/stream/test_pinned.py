@@ -73,7 +73,7 @@ def test_a_model_in_slabs_trains_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     streamed = techniques.replace(weights_on_host="layers")
     model: Any = model_for(streamed)
     (used,) = made_slabs
-    places = {x.untyped_storage().data_ptr() for x in used._made.values()}
+    places = {x.untyped_storage().data_ptr() for x in used._allocated.values()}
     states = [m._get_fsdp_state() for m in model.modules() if hasattr(m, "_get_fsdp_state")]
     groups = [g for s in states for g in getattr(s, "_fsdp_param_groups", None) or [s._fsdp_param_group]]  # torch 2.11
     shards = [p for group in groups for p in group.fsdp_params]

@@ -1,8 +1,9 @@
-"""A device's streams and events without a device, which finds accesses to memory that no event orders.
+"""Simulates a device's streams and events on the CPU, and finds races: accesses to memory that no event orders.
 
-:class:`Streams` has what copies of weights use of torch.cuda. Work of a stream is done when it is given, and every
-access to memory is noted with the stream's vector clock. Two accesses of which one writes must be ordered by events, or
-by what the host has seen to be complete; else RaceError. Who uses it notes frees itself, as accesses.
+:class:`Streams` stands in for torch.cuda, with what copies of weights use of it. A stream's work is done at once. Each
+access to memory is noted with the stream's vector clock: for each stream, how many of its accesses are known to come
+before. Two accesses to one place, of which one writes, must be ordered by events, or by an event that the host has seen
+to be complete. Otherwise :meth:`Streams.access` raises RaceError. A test calls it for every read, write and free.
 """
 
 from __future__ import annotations
@@ -21,28 +22,25 @@ class RaceError(AssertionError):
 
 class Access(NamedTuple):
     stream: str
-    time: int
+    time: int  # the number of this access among the stream's
     writes: bool
-    what: str
+    what: str  # for the error
 
 
 class Event:
+    """An event with the vector clock of its stream when it was recorded."""
+
     def __init__(self, streams: Streams, clock: dict[str, int]) -> None:
         self.streams, self.clock = streams, clock
 
-    def query(self) -> bool:
-        """True at every ``late``-th query only, as if the device were late."""
-        self.streams.queries += 1
-        if self.streams.queries % self.streams.late:
-            return False
-        self.streams.join("host", self.clock)
-        return True
-
     def synchronize(self) -> None:
-        raise AssertionError("the host waits for the device")
+        """The host waits for the event."""
+        self.streams.join("host", self.clock)
 
 
 class Stream:
+    """A stream, by its name."""
+
     def __init__(self, streams: Streams, name: str) -> None:
         self.streams, self.name = streams, name
 
@@ -50,7 +48,6 @@ class Stream:
         self.wait_event(other.record_event())
 
     def wait_event(self, event: Event) -> None:
-        self.streams.log.append((self.name, "waits"))
         self.streams.join(self.name, event.clock)
 
     def record_event(self) -> Event:
@@ -58,16 +55,14 @@ class Stream:
 
 
 class Streams:
-    """A stand-in for torch.cuda. Every ``late``-th query, counted over all events, finds its event complete."""
+    """A stand-in for torch.cuda."""
 
-    def __init__(self, late: int = 3) -> None:
-        self.clocks: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
-        self.log: list[tuple[str, str]] = []
+    def __init__(self) -> None:
+        self.clocks: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))  # vector clocks, by stream
         self.names = iter(("down", "up"))  # of the streams that memkern makes, in the order in which it makes them
         self.compute = Stream(self, "compute")
-        self.now = self.compute
-        self.queries, self.late = 0, late  # queries of all events
-        self.history: dict[Any, list[Access]] = defaultdict(list)
+        self.now = self.compute  # the current stream
+        self.history: dict[Any, list[Access]] = defaultdict(list)  # by place: the last write, and reads after it
 
     def Stream(self, device: torch.device) -> Stream:
         return Stream(self, next(self.names))
@@ -82,13 +77,17 @@ class Streams:
         self.now = before
 
     def join(self, name: str, clock: dict[str, int]) -> None:
-        """Adds what ``clock`` knows of other streams to a stream's clock."""
+        """Lets a stream (or the host) know of all accesses that ``clock`` knows of."""
         known = self.clocks[name]
         for other, time in clock.items():
             known[other] = max(known[other], time)
 
     def access(self, places: list[Any], writes: bool, what: str, stream: Stream | None = None) -> None:
-        """Work of a stream, by default the current one, that reads or writes places: any hashable names of memory."""
+        """Notes that a stream, by default the current one, reads or writes places: any hashable names of memory.
+
+        Raises:
+            RaceError: another access to one of them may come before or after this one.
+        """
         name = (stream or self.now).name
         self.join(name, self.clocks["host"])  # the host gives work after what it has seen to be complete
         clock = self.clocks[name]
