@@ -39,7 +39,7 @@ def ops_alone(shapes: Shapes, device: str) -> Contender:
             block_size=[BLOCK_SIZE],
         )
         updates = [torch.empty_like(p, dtype=torch.bfloat16) for p in params]
-        ratios = [muon.adjusted(None, p.shape) for p in params]
+        ratios = [muon.lr_ratio(None, p.shape) for p in params]
 
         def step() -> None:
             _ops.muon_momentum_(args, updates)

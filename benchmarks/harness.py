@@ -132,7 +132,7 @@ class Clock:
         """The multiprocessors' frequency while a call runs again and again, such as "1980 MHz"."""
         for _ in range(BUSY_CALLS):
             call()
-        return machine.of_gpu("clocks.sm")
+        return machine.gpu_field("clocks.sm")
 
     def copy_rate(self) -> float:
         """Bytes read and written per second, in GB/s; the median over all copies since the last reset."""

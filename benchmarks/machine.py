@@ -22,14 +22,15 @@ def _output(*command: str) -> str:
         return ""
 
 
-def of_gpu(field: str) -> str:
-    """A field that nvidia-smi reports of the first GPU."""
+def gpu_field(field: str) -> str:
+    """The first GPU's value of one of nvidia-smi's fields, such as driver_version."""
     return _output("nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader").partition("\n")[0] or "unknown"
 
 
 def hardware(device: str) -> str:
+    """The GPU and its driver, or the CPU with torch's threads and instruction set."""
     if device == "cuda":
-        return f"{torch.cuda.get_device_name()}, driver {of_gpu('driver_version')}"
+        return f"{torch.cuda.get_device_name()}, driver {gpu_field('driver_version')}"
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
@@ -47,6 +48,7 @@ def slug(hardware: str) -> str:
 
 
 def provenance(device: str) -> dict[str, str]:
+    """What a row of results says about its origin, by column."""
     import memkern
 
     changed = _output("git", "status", "--porcelain", "--", ".", ":!benchmarks/results", ":!lab/results")

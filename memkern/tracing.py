@@ -1,4 +1,4 @@
-"""Marks functions whose results are constants for TorchDynamo, and has a rule for torch.vmap. Imports neither."""
+"""For torch.compile, a mark for functions with constant results; for torch.vmap, a rule. Imports neither of them."""
 
 from __future__ import annotations
 
@@ -12,16 +12,23 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def assume_constant_result(function: Function) -> Function:
-    """torch.compiler.assume_constant_result, which imports TorchDynamo (2 s) to set this attribute."""
+    """Marks a function for torch.compile: its result is computed while tracing and is a constant of the graph.
+
+    torch.compiler.assume_constant_result sets the same attribute, but imports TorchDynamo for it, which takes 2 s.
+    """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 def vmap_one_by_one(function: Callable[..., Any], info: Any, in_dims: Sequence[Any], *args: Any) -> tuple[Any, int]:
-    """torch.vmap's rule: the function of each example, stacked. (torch's own way to do so warns that it is slow.)"""
+    """The ``vmap`` rule of an operator without one of its own: calls it for each example and stacks the results.
+
+    Called by torch.vmap with the operator's arguments, and for each the dimension of the examples (``in_dims``, None
+    where they share it). Returns the result and its dimension. (torch's own fallback does the same with a warning.)
+    """
     results = []
     for i in range(info.batch_size):
-        # Contiguous: codes are in the memory order of the result, which torch.stack makes contiguous.
+        # Contiguous, as codes are in memory order and torch.stack makes a contiguous result.
         example = [
             x.select(dim, i).contiguous() if isinstance(x, Tensor) and dim is not None else x
             for x, dim in zip(args, in_dims, strict=True)

@@ -175,7 +175,7 @@ def test_the_frequency_is_read_while_the_device_is_busy(monkeypatch, tmp_path):
     assert harness.Clock("cpu").of_multiprocessors(lambda: calls.append(1)) == "1980 MHz"
     assert len(calls) == harness.BUSY_CALLS
     smi.unlink()
-    assert machine.of_gpu("clocks.sm") == "unknown"
+    assert machine.gpu_field("clocks.sm") == "unknown"
 
 
 def test_a_contender_that_fails_is_a_row():

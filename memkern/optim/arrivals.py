@@ -1,4 +1,4 @@
-"""Receives the gradients that fully_shard copies to the host in the backward pass: a thread adds or steps them."""
+"""Receives gradients that fully_shard copies to the host in the backward pass, and has a thread add or step them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .dtensor.shards import is_dtensor, local
 
-AHEAD = 2  # jobs, of one block's gradients each, that may wait for the thread; for more the backward pass waits
+MAX_WAITING = 2  # jobs, of one block's gradients each, that may wait for the thread; else the backward pass waits
 Hook = Callable[[Tensor], None]
-_at_end_of_backward = torch.autograd.Variable._execution_engine.queue_callback  # which fully_shard uses, too
+_call_at_end_of_backward = torch.autograd.Variable._execution_engine.queue_callback  # which fully_shard uses, too
 _arrivals: Any = WeakIdKeyDictionary()  # by parameter: the Arrivals object that receives its gradients
 
 
@@ -54,14 +54,14 @@ class Worker:
         self._futures: list[Future[None]] = []
 
     def step(self, function: Callable[[Any], None], job: Any) -> None:
-        """Submits ``function(job)`` when no more than ``AHEAD`` jobs are left, so that few gradients wait."""
-        wait(self._futures[-AHEAD - 1 : -AHEAD])
+        """Has the thread call ``function(job)``. Waits first while more than ``MAX_WAITING`` jobs are not done."""
+        wait(self._futures[-MAX_WAITING - 1 : -MAX_WAITING])
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, "memkern-gradients")
         self._futures.append(self._executor.submit(function, job))
 
     def join(self) -> list[Future[None]]:
-        """Waits for all jobs; returns their futures, which hold the errors that they raised."""
+        """Waits for all jobs; returns their futures, from which ``result()`` raises the jobs' errors."""
         wait(self._futures)
         futures, self._futures = self._futures, []
         return futures
@@ -72,16 +72,19 @@ class Arrivals:
 
     ``fully_shard`` begins a copy to pinned memory when a block's gradients are computed, and waits for it at the end of
     ``backward()``. Where a parameter has a gradient already, or a hook for its accumulated gradient, it waits at once,
-    and the device with it. To avoid that, gradients of former passes are held here while a pass brings new ones, and
-    hooks are called from here when the copy of a block was begun; work that needs the values runs in the thread, after
-    the copy. Adding a micro-batch's bf16 gradients takes 0.4 ns of a core per element; on the device they would take
-    the memory of all gradients until the last micro-batch.
+    so that the device has nothing to do meanwhile. To avoid that, gradients of former passes are held here while a pass
+    computes new ones, and hooks are called from here once the copy of a block was begun. Work that needs the gradients'
+    values runs in a thread, after the copy.
+
+    Micro-batches are added on the host, in 0.4 ns of a core per bf16 element. Added on the device, all gradients would
+    be in its memory until the last micro-batch.
 
     Args:
         params: returns all parameters.
-        record: returns an event of the stream of copies, or None where copies are complete already.
+        record: returns an event after the copies that were begun so far, or None where they are complete.
 
-    Backward pass of a block: :meth:`hold`, then :meth:`arrived`. :meth:`finish` is called when ``backward()`` ends.
+    In a block's backward pass first :meth:`hold` is called, then :meth:`arrived`; at the end of ``backward()``
+    :meth:`finish`.
     """
 
     def __init__(self, params: Callable[[], Iterable[Tensor]], record: Callable[[], Any]) -> None:
@@ -89,8 +92,9 @@ class Arrivals:
         self._worker = Worker()
         self._hooks: Any = WeakIdKeyDictionary()  # by parameter: its hooks, by their handles
         self._held: dict[Tensor, Tensor] = {}  # by parameter: the sum of its gradients of former passes
-        self._deferred: dict[Any, tuple[Callable[[Sequence[Tensor]], None], list[Tensor]]] = {}  # see defer()
-        self._event: Any = None  # of the copy of the gradients whose hooks are being called
+        # By the optimizer that has called defer(): its step, and the parameters of the block whose hooks are called
+        self._deferred: dict[int, tuple[Callable[[Sequence[Tensor]], None], list[Tensor]]] = {}
+        self._event: Any = None  # after the copy of the gradients whose hooks are being called
         self._pending = False  # whether a backward pass has begun and finish() has not been called
 
     def follow(self, params: Iterable[Tensor]) -> None:
@@ -99,10 +103,10 @@ class Arrivals:
             _arrivals[p] = self
 
     def register(self, p: Tensor, hook: Hook, waits: bool = True) -> Handle:
-        """Has ``hook(p)`` called when p's gradient has come.
+        """Has ``hook(p)`` called in each backward pass once p's gradient is in ``grad``. Returns a handle to remove it.
 
-        waits: whether to call it after the copy is complete. False: when the copy was begun; the hook may then
-            :meth:`defer` or :meth:`wait`.
+        waits: whether the hook is called after the copy of the gradient. Else it is called when the copy was begun, and
+            may call :meth:`wait` or :meth:`defer`.
         """
 
         def wait_and_call(p: Tensor) -> None:
@@ -114,17 +118,17 @@ class Arrivals:
     # ---- a backward pass
 
     def hold(self, params: Iterable[Tensor]) -> None:
-        """Before the gradients of ``params`` are computed: moves those of former passes out of ``grad``."""
+        """To be called before gradients of ``params`` are computed: moves those of former passes out of ``grad``."""
         if not self._pending:
             self._pending = True
             self._held.clear()  # what an interrupted pass has left
-            _at_end_of_backward(self.finish)
+            _call_at_end_of_backward(self.finish)
         for p in params:
             if p.grad is not None and p not in self._held:
                 self._held[p], p.grad = p.grad, None
 
     def arrived(self, params: Iterable[Tensor]) -> None:
-        """After the copies of the gradients of ``params`` were begun: calls hooks, and has the thread use gradients."""
+        """To be called when copies of gradients were begun: calls hooks, and has the thread step or add them."""
         with_grad = [p for p in params if p.grad is not None]
         event = self._event = self._record()
         try:
@@ -133,30 +137,30 @@ class Arrivals:
                 for hook in [*hooks.values()] if hooks else ():
                     hook(p)
             for step, deferred in self._deferred.values():
-                self._submit(step, [(p, self._taken(p)) for p in deferred], event)
+                self._submit_step(step, [(p, self._take_gradient(p)) for p in deferred], event)
         finally:
             self._event = None
             self._deferred.clear()
-        added = [(p, self._taken(p)) for p in with_grad if p in self._held and p.grad is not None]
+        added = [(p, self._take_gradient(p)) for p in with_grad if p in self._held and p.grad is not None]
         if added:
             self._worker.step(self._add, (added, event))
 
     def defer(self, owner: object, step: Callable[[Sequence[Tensor]], None], p: Tensor) -> None:
-        """In a hook: has the thread call ``step`` with p and the owner's other parameters of the block, after the copy.
+        """For hooks: has the thread call ``step`` with p, and with the owner's others of the block, after the copy.
 
         ``step`` finds the gradients in ``grad``; they are freed after it.
         """
         self._deferred.setdefault(id(owner), (step, []))[1].append(p)
 
     def wait(self) -> None:
-        """In a hook: returns when the copy is complete."""
+        """For hooks: returns when the copy of the gradient is complete."""
         if self._event is not None:
             self._event.synchronize()
 
     def finish(self) -> None:
         """At the end of ``backward()``: waits for the thread, raises its errors, and leaves the sums in ``grad``.
 
-        Takes gradients for which :meth:`arrived` was not called, such as those of an embedding, whose inputs need none.
+        Calls :meth:`arrived` for parameters for which nobody has: an embedding's, whose inputs have no gradient.
         """
         self._pending = False
         self._join()
@@ -167,11 +171,12 @@ class Arrivals:
         self._held.clear()
 
     def _join(self) -> None:
+        """Waits for the thread, and raises its errors."""
         for future in self._worker.join():
             future.result()
 
     def reset(self) -> bool:
-        """Before a forward pass: forgets a backward pass that was interrupted; returns whether there was one."""
+        """To be called before a forward pass: forgets an interrupted backward pass; returns whether there was one."""
         interrupted, self._pending = self._pending, False
         if interrupted:
             self._worker.join()
@@ -181,14 +186,17 @@ class Arrivals:
     # ---- the thread
 
     @staticmethod
-    def _taken(p: Tensor) -> Tensor:  # p's gradient, taken out of p
+    def _take_gradient(p: Tensor) -> Tensor:
+        """Moves a gradient out of ``p.grad``."""
         grad, p.grad = p.grad, None
         assert grad is not None
         return grad
 
-    def _submit(
+    def _submit_step(
         self, step: Callable[[Sequence[Tensor]], None], pairs: Sequence[tuple[Tensor, Tensor]], event: Any
     ) -> None:
+        """Has the thread step parameters by their gradients, after an event."""
+
         def run(_: Any) -> None:
             if event is not None:
                 event.synchronize()
@@ -204,6 +212,7 @@ class Arrivals:
 
     @torch.no_grad()
     def _add(self, job: tuple[Sequence[tuple[Tensor, Tensor]], Any]) -> None:
+        """In the thread: adds the gradients of parameters to those of former passes, after an event."""
         added, event = job
         if event is not None:
             event.synchronize()

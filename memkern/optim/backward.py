@@ -73,8 +73,8 @@ class StepInBackward(Optimizer):
     wraps_a_class = True  # so that no other wrapper takes the class
     frees_gradients = True  # in the backward pass
     clips_by_norm = False  # supports no max_grad_norm
-    _is_restricted = False  # whether the groups have some of the parameters only (_restricted_to)
-    _is_deferring = False  # whether a thread steps, so that the groups must not be read: they may be restricted
+    _is_restricted = False  # whether the groups have only some of the parameters now (_restricted_to)
+    _is_deferring = False  # whether a thread steps, which may restrict the groups while others would read them
     _step_supports_amp_scaling = True  # so that GradScaler leaves its grad_scale here, where step() refuses it
 
     def __new__(cls, optimizer_class: type[Optimizer], *args: Any, **options: Any) -> StepInBackward:
@@ -87,9 +87,10 @@ class StepInBackward(Optimizer):
         super().__init__(params, **options)
 
     def _start(self) -> None:
+        """Makes the attributes that copies and pickles do not have."""
         self._hooks = ParameterHooks(self._step_one, waits=False)
-        self._stepped: set[Tensor] = set()
-        self._places: dict[Tensor, tuple[dict[str, Any], int]] = {}
+        self._stepped: set[Tensor] = set()  # parameters that were stepped since the last step()
+        self._places: dict[Tensor, tuple[dict[str, Any], int]] = {}  # see _place_of()
 
     # ---- parameters
 
@@ -122,7 +123,7 @@ class StepInBackward(Optimizer):
     def _restricted_to(self, params: Sequence[Tensor]) -> Iterator[None]:
         """A ``with`` block in which the optimizer's groups have no other parameters than these.
 
-        A step then walks these alone, and leaves gradients that were set by hand for step().
+        A step then reads these gradients alone, and leaves those that were set by hand to step().
         """
         groups = self.param_groups
         by_group: dict[int, tuple[dict[str, Any], list[Tensor], list[Tensor]]] = {}  # group, all params, chosen ones
@@ -285,6 +286,7 @@ class ParameterHooks:
                     self._add(p)
 
     def remove(self, p: Tensor) -> None:
+        """Removes a parameter's hook."""
         self.handles.pop(p).remove()
 
     def _add(self, p: Tensor) -> None:

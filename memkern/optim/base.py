@@ -52,11 +52,11 @@ class BlockwiseOptimizer(Optimizer):
     __signature__: ClassVar[inspect.Signature]  # with the shared options, for help() and editors
     grad_scale: Tensor | None
     found_inf: Tensor | None
-    _snapshots: list[replaced.Snapshot]  # what the last step saw of each group
+    _snapshots: list[replaced.Snapshot]  # of each group, as it was at the last step
     _elsewhere: set[int]  # ids of DTensors on meshes without this rank, which does not step them
-    _all_ranks: collectives.AllRanks  # those that have a part of a parameter, and decide together
-    _overlaps: dict[int, int]  # of parameters that share memory: overlap_order in plan.py
-    _buffers: dict[Any, Tensor]  # by device and dtype, in which parameters with gaps are stepped
+    _all_ranks: collectives.AllRanks  # those that have a part of any parameter, and decide together
+    _overlaps: dict[int, int]  # the turns of parameters that share memory: overlap_order in plan.py
+    _buffers: dict[Any, Tensor]  # memory in which parameters with gaps are stepped, by device and dtype
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -96,6 +96,7 @@ class BlockwiseOptimizer(Optimizer):
         self._find_ranks()
 
     def _snapshot(self) -> list[replaced.Snapshot]:
+        """The groups as they are now, with the options whose changes need work before a step."""
         options = (*self.storage_options, "stochastic_rounding", "max_grad_norm", "capturable")
         return replaced.snapshots(self.param_groups, options)
 
@@ -120,7 +121,7 @@ class BlockwiseOptimizer(Optimizer):
         check_group(group, self._op_of(group))
 
     def _check_shape(self, p: Tensor, group: dict[str, Any]) -> None:
-        """Checks what the group's options ask of a parameter's shape."""
+        """Checks that a parameter has a shape that fits the group's options. By default any does."""
 
     def _check_param(self, p: Tensor, group: dict[str, Any]) -> None:
         """Checks a parameter, for a step with the group's options."""
@@ -208,7 +209,7 @@ class BlockwiseOptimizer(Optimizer):
         pairs = self._all_ranks.order.sorted(pairs)
         changed = [(p, group) for p, group in pairs if not self._state_in_format(p, group).is_as_stepped(p)]
         for p, group in changed:
-            with step_errors.of_parameter(p, self.param_groups):
+            with step_errors.naming_parameter(p, self.param_groups):
                 self._check_param(p, group)
             self._check_entries(p, group)
         for p, group in changed:
@@ -291,7 +292,7 @@ class BlockwiseOptimizer(Optimizer):
             plan = self._plan(params, group_of_each)
             on_host = params[0].is_cpu and not torch.compiler.is_compiling()
             try:
-                with threads.for_a_step() if on_host else nullcontext():
+                with threads.with_step_threads() if on_host else nullcontext():
                     plan.run(self._values(grads), self.param_groups, self._buffers)
             except step_errors.OP_ERRORS as error:
                 if torch.compiler.is_compiling():
@@ -363,6 +364,7 @@ class BlockwiseOptimizer(Optimizer):
 
     @torch._disable_dynamo
     def _untraced_step(self) -> None:
+        """A step that torch.compile does not trace, but calls."""
         BlockwiseOptimizer.step(self)
 
     # ---- loading and saving

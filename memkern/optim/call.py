@@ -22,5 +22,5 @@ class Call(NamedTuple):
     by_reference: bool  # whether the plain PyTorch reference runs in place of a kernel
     cut: bool  # whether other ranks have elements of its blocks or layers
     product_devices: Sequence[torch.device | None]  # for each of Muon's matrices, where its products run; None: its own
-    # Where states come from the host: in a plan a list of memkern.optim.offload.device.Staged, in a step one of them.
-    staged: Any  # None where they do not
+    # With states on the host, their StagedStates (offload/device.py): in a plan a list of them, in a step one
+    staged: Any  # None without

@@ -109,9 +109,9 @@ def muon_groups(
       classifier, score, qa_outputs, text_projection, visual_projection and the like, of several layers the last;
       outside of lists of layers output, out, fc, proj_out, logits, and what ends in _head, _classifier, _logits,
       _predictor. Where there is none, the Linear that the model's own modules or its last Sequential end in.
-    - Of modules that are not known (``F.linear(x, self.weight)``, ``A_log``, codebooks), and behind parametrizations
-      that are not: Muon where the parameter's own name is weight, kernel, proj, w1 or ends in them, AdamW otherwise.
-      These are doubts: ``doubts`` has their names, and ``strict`` raises.
+    - Parameters of modules of unknown classes (``F.linear(x, self.weight)``, ``A_log``, codebooks), or behind unknown
+      parametrizations: Muon where the parameter's own name is weight, kernel, proj, w1 or ends in one of these, AdamW
+      otherwise. These are doubts: ``doubts`` has their names, and ``strict`` raises.
 
     Matrices that hold several, such as those of query, key and value, are orthogonalized as one unless ``split`` gives
     their sizes; Jordan et al. found it better to take query, key and value each by itself.

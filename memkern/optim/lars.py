@@ -17,24 +17,25 @@ if TYPE_CHECKING:
 
 
 class LARS(LayerwiseOptimizer):
-    r"""LARS for large batches, with a 32-bit or block-wise 8-bit momentum; options under timm's names.
+    r"""LARS for large batches, with a 32-bit or block-wise 8-bit momentum; options have timm's names.
 
-    With gradient ``g``, all in fp32 but the norms, which are sums in fp64 (docs/numerics.md); as in the LAMB paper::
+    There are two forms. Both compute in fp32, and norms as sums in fp64 (docs/numerics.md). The first, by default, is
+    that of the LAMB paper: a step of the momentum's direction. With gradient ``g``::
 
         m = momentum * m + (1 - momentum) * (g + weight_decay * p)
         p = p - lr * |p| / |m| * m                   (trust_clip: min(1, |p| / |m|))
 
-    With a ``trust_coeff``, the classic form of the LARS paper, on SGD with momentum as in timm.optim.Lars; published
-    ResNet recipes are for this one::
+    The classic form, with a ``trust_coeff``, is that of the LARS paper and of timm.optim.Lars: SGD with momentum, whose
+    gradients are scaled. Published ResNet recipes are for this one::
 
         ratio = trust_coeff * |p| / (|g| + weight_decay * |p| + eps)     (trust_clip: min(1, ratio / lr))
         d = ratio * (g + weight_decay * p)
         m = momentum * m + (1 - dampening) * d       (first step: m = d)
         p = p - lr * m                               (nesterov: p = p - lr * (d + momentum * m))
 
-    The trust ratio is one number per tensor, or per layer of it (``layers``). It is 1 where a norm is 0 or NaN, and
-    where ``weight_decay`` is 0 unless ``always_adapt``: so for biases and norms in a group without decay. With
-    ``trust_bounds`` it is made of ``phi(|p|) = min(max(|p|, low), high)`` in place of ``|p|``.
+    The trust ratio, ``|p| / |m|`` or ``ratio``, is one number per tensor, or per layer of it (``layers``). It is 1
+    where a norm is 0 or NaN, and where ``weight_decay`` is 0 unless ``always_adapt``: so for biases and norms in a
+    group without decay. With ``trust_bounds`` it has ``phi(|p|) = min(max(|p|, low), high)`` in place of ``|p|``.
 
     Args:
         params: tensors, named tensors or groups, as for :class:`memkern.optim.Adam`.

@@ -13,7 +13,7 @@ from .trust_bounds import check_trust_bounds
 
 
 class LayerwiseOptimizer(BlockwiseOptimizer):
-    """An optimizer that scales a layer's step by a trust ratio. The state has the last step's ratios."""
+    """An optimizer that scales each layer's step by a trust ratio. The state has the last step's ratios."""
 
     storage_options = (*BlockwiseOptimizer.storage_options, "layers", "trust_bounds")
 

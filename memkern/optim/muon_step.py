@@ -1,4 +1,4 @@
-"""Takes Muon's step of many matrices: its two ops, and the matrix products between them."""
+"""Takes Muon's step of many matrices: its two element-wise ops, and the orthogonalization between them."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import torch
 from torch import Tensor
 
 from .. import _ops
-from ..reference.muon import adjusted, orthogonalize
+from ..reference.muon import lr_ratio, orthogonalize
 from ..schemas import StepArgs
 
 Group = dict[str, Any]  # a parameter group of an optimizer
 T = TypeVar("T")
 BUCKET_BYTES = 64 * 2**20
-"""Matrices are stepped together up to so many bytes of their updates, in bf16. A larger one is stepped alone."""
+"""The most bytes that the bf16 updates of matrices which are stepped together take. A larger one is stepped alone."""
 
 
-def buckets(
+def cut_into_buckets(
     numbers: Sequence[int], items: Sequence[T], bytes_of: Callable[[T], int], max_bytes: int | None = None
 ) -> Iterator[list[int]]:
-    """Cuts the numbers of items, in order, into buckets of up to ``max_bytes``, or of one item that has more.
+    """Cuts items, in order, into buckets of up to ``max_bytes`` (default BUCKET_BYTES), or of one item that has more.
 
-    max_bytes: by default BUCKET_BYTES.
+    numbers: indices in ``items`` of those to cut. Yields the indices of each bucket.
     """
     max_bytes = BUCKET_BYTES if max_bytes is None else max_bytes
     bucket: list[int] = []
@@ -46,7 +46,7 @@ def muon_step(
 
     Args:
         groups: the optimizer's.
-        devices: where each matrix's products run; None for the matrix's own device.
+        devices: where each matrix is orthogonalized; None for its own device.
     """
     own_groups = [groups[number] for number in args.group]  # of each matrix
     updates = [torch.empty_like(p, dtype=torch.bfloat16, requires_grad=False) for p in args.params]
@@ -60,14 +60,15 @@ def muon_step(
 
 
 def ratios_of(params: Sequence[Tensor], groups: Sequence[Group]) -> list[float]:
-    """The factors of the matrices' learning rates."""
-    return [adjusted(g["adjust_lr_fn"], shapes_of_parts(g, p.shape)[0]) for p, g in zip(params, groups, strict=True)]
+    """The factors of the matrices' learning rates. Parts of a ``split`` have equal ones (:func:`check_split`)."""
+    return [lr_ratio(g["adjust_lr_fn"], shapes_of_parts(g, p.shape)[0]) for p, g in zip(params, groups, strict=True)]
 
 
 # ---- parts of a matrix
 
 
-def _split_dim(group: Group, shape: Sequence[int]) -> int:  # 0: the parts are rows, 1: columns
+def _split_dim(group: Group, shape: Sequence[int]) -> int:
+    """The dimension along which the group's ``split`` cuts a matrix: 0 for rows, 1 for columns."""
     return 0 if sum(group["split"]) == shape[0] else 1
 
 
@@ -93,7 +94,7 @@ def check_split(group: Group, shape: Sequence[int]) -> None:
             f"split must have sizes that add up to the rows or the columns of each matrix of its group, got {sizes!r} "
             f"for shape {tuple(shape)}"
         )
-    ratios = {adjusted(group["adjust_lr_fn"], part) for part in shapes_of_parts(group, shape)}
+    ratios = {lr_ratio(group["adjust_lr_fn"], part) for part in shapes_of_parts(group, shape)}
     if len(ratios) > 1:
         raise ValueError(
             f"split must have parts with the same adjusted learning rate, got {sizes!r} for shape {tuple(shape)} with "
@@ -104,13 +105,13 @@ def check_split(group: Group, shape: Sequence[int]) -> None:
 # ---- orthogonalization
 
 
-def on_cpu(x: Tensor) -> bool:
-    """Whether matrices are orthogonalized one by one, so that their bits depend on no batch and no shards."""
+def is_one_by_one(x: Tensor) -> bool:
+    """Whether matrices are orthogonalized one by one, so that their bits depend on no batch: on the CPU."""
     return x.is_cpu
 
 
 def orthogonalize_(updates: Sequence[Tensor], squares: Sequence[Tensor], groups: Sequence[Group]) -> None:
-    """Orthogonalizes matrices in place: those of one shape in a batch, on the CPU one by one (:func:`on_cpu`).
+    """Orthogonalizes matrices in place: those of one shape in a batch, or one by one (:func:`is_one_by_one`).
 
     squares: of each update, the sums over its matrices.
     """
@@ -121,7 +122,7 @@ def orthogonalize_(updates: Sequence[Tensor], squares: Sequence[Tensor], groups:
         options = tuple(group["ns_coefficients"]), group["ns_steps"], float(group["eps"])
         batches.setdefault((u.shape, options), []).append(i)
     for (_, options), numbers in batches.items():
-        if len(numbers) == 1 or on_cpu(updates[numbers[0]]):
+        if len(numbers) == 1 or is_one_by_one(updates[numbers[0]]):
             for i in numbers:
                 _orthogonalize_one(updates[i], squares[i], options)
             continue
@@ -153,13 +154,13 @@ def squares_of(u: Tensor) -> Tensor:
 
 
 def _orthogonalize_one(u: Tensor, squares: Tensor, options: tuple[Any, ...]) -> None:
-    """Orthogonalizes one parameter's matrix, or matrices (stacked experts): BUCKET_BYTES at a time, on the CPU one."""
+    """Orthogonalizes one parameter's matrix, or its batch of them (experts), BUCKET_BYTES at a time or one by one."""
     if not u.numel():
         return
     if u.ndim == 2:
         u.copy_(orthogonalize(u, squares, *options))
         return
-    if u.ndim > 3 or on_cpu(u):
+    if u.ndim > 3 or is_one_by_one(u):
         for part, part_squares in zip(u, squares, strict=True):
             _orthogonalize_one(part, part_squares, options)
         return

@@ -1,8 +1,8 @@
-"""Plans a step: the calls of ops that it takes. Made when groups, states or layouts change, and run at each step.
+"""Plans a step as calls of ops. A plan is made when groups, states or layouts change, and run at each step.
 
-One call of the optimizer's op steps all parameters. Further calls step those on another device, with gaps between their
-elements, in float64, with amsgrad, over the memory of others, or whose shards first need a reduction. A parameter with
-gaps is copied to a buffer, stepped there and copied back.
+One call of the optimizer's op steps all parameters but some, for which there are further calls: those on another
+device, with gaps between their elements, in float64, with amsgrad, over the memory of others, and shards whose step
+needs a reduction over ranks. A parameter with gaps is copied to a buffer, stepped there and copied back.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .dtensor import calls as dtensor_calls
 from .dtensor import collectives, shards
 from .dtensor import muon as dtensor_muon
 from .format import Format
-from .muon_step import buckets, muon_step
+from .muon_step import cut_into_buckets, muon_step
 from .state import State, has_scales, state_args
 
 Group = dict[str, Any]  # a parameter group of an optimizer
@@ -57,7 +57,7 @@ class Values(NamedTuple):
 class Kind(NamedTuple):
     """What the parameters that one call steps have in common."""
 
-    order: int  # the turn among parameters over the same memory (overlap_order)
+    order: int  # its turn among parameters over the same memory (overlap_order)
     device: torch.device
     op: str
     by_reference: bool  # whether the plain PyTorch reference runs in place of a kernel
@@ -68,12 +68,13 @@ class Kind(NamedTuple):
 
     @classmethod
     def of(cls, entry: Entry, group: Group, order: int, ranks: shards.Ranks | None) -> Kind:
+        """The kind of a parameter. ranks: those that have other elements of it."""
         p, op = entry.param, entry.op
         is_muon = op is MUON_STEP
         cut = ranks is not None and shards.needs_reference(p, group, has_scales(entry.state))
         reduced = not is_muon and ranks is not None and (cut or op.has_trust_ratios)
         by_reference = op is AMSGRAD_STEP or p.dtype == torch.float64 or (reduced and cut)
-        # Exchanged matrices are a kind of their own, which is the same on every rank, as their buckets must be.
+        # A kind of their own, as these matrices' buckets, and so their kinds, must be the same on every rank.
         exchanged = is_muon and ranks is not None
         has_gaps = not p.is_contiguous() and not is_dense(p.shape, p.stride())
         return cls(order, p.device, op.name, by_reference, cut, reduced, exchanged, has_gaps)
@@ -119,23 +120,23 @@ class StepPlan:
             entry = entries[i]
             kind = Kind.of(entry, groups[entry.group], overlaps.get(id(entry.param), 0), self.ranks[i])
             kinds.setdefault(kind, []).append(i)
-        self.calls: list[Call] = []
-        self.exchanged: list[Call] = []
-        self.with_gaps: list[Call] = []
-        reductions: dict[Any, list[Call]] = {}  # calls of one op, or a single one whose states come from the host
+        self.calls: list[Call] = []  # that need nothing of the below
+        self.exchanged: list[Call] = []  # of Muon's matrices that are sharded
+        self.with_gaps: list[Call] = []  # of one parameter each
+        reductions: dict[Any, list[Call]] = {}  # lists of calls of one op; with states on the host, of one call
         for kind, places in sorted(kinds.items(), key=lambda item: item[0].order):
             parts = [places]
             if kind.has_gaps or (kind.reduced and kind.by_reference):
                 parts = [[i] for i in places]
             elif kind.op == MUON_STEP.name:
-                # In buckets, as its updates take another 2 bytes per parameter while its step runs.
-                parts = [*buckets(places, params, dtensor_muon.bytes_of_update)]
+                # In buckets, as a step's updates take another 2 bytes per parameter while it runs.
+                parts = [*cut_into_buckets(places, params, dtensor_muon.bytes_of_update)]
             stage = stage_of(kind.device)
             if stage is not None:
-                # Matrices stay in the batches of a step without offload: other batches' products have other bits.
+                # A bucket of matrices stays whole, as without offload: products of other batches have other bits.
                 op, states = entries[places[0]].op, [entry.state for entry in entries]
                 by_rows = not (op is MUON_STEP or op.has_trust_ratios or kind.cut or kind.has_gaps)
-                parts = stage.cut(parts, states, op is MUON_STEP, by_rows)
+                parts = stage.cut_to_regions(parts, states, op is MUON_STEP, by_rows)
             calls = [self._call(entries, part, kind, groups, stage) for part in parts]
             if kind.has_gaps:
                 self.with_gaps += calls
@@ -224,17 +225,17 @@ class StepPlan:
             self._is_checked = True
 
         for call in calls:
-            with _brought(call):
+            with _states_on_device(call):
                 self._run(call, groups)
         if exchanged:
             dtensor_muon.step_buckets(exchanged, groups)
         for reduced in reductions:
-            with _brought(reduced[0]):
+            with _states_on_device(reduced[0]):
                 dtensor_calls.step_with_reduction(reduced, groups)
         for call in with_gaps:
             (p,) = call.args.params
             dense = _buffer(buffers, p).copy_(p)
-            with _brought(call):
+            with _states_on_device(call):
                 self._run(call, groups, [dense])
             p.copy_(dense)
 
@@ -256,9 +257,10 @@ class StepPlan:
             ]
             check_step(call.op, args._replace(grads=args.params, steps=steps))
         except step_errors.OP_ERRORS as error:
-            raise self._in_words(error, call, groups) from None
+            raise self._with_parameter_names(error, call, groups) from None
 
     def _run(self, call: Call, groups: Sequence[Group], params: list[Tensor] | None = None) -> None:
+        """Calls the op. ``params``: buffers in place of parameters with gaps."""
         args = self._op_args(call, params)
         try:
             if call.op is MUON_STEP:
@@ -270,14 +272,14 @@ class StepPlan:
         except step_errors.OP_ERRORS as error:
             if torch.compiler.is_compiling():
                 raise
-            raise self._in_words(error, call, groups) from None
+            raise self._with_parameter_names(error, call, groups) from None
         if self.all_ranks.meshes:
             torch.autograd.graph.increment_version(call.args.params)
 
-    def _in_words(self, error: Exception, call: Call, groups: Sequence[Group]) -> Exception:
-        """An op's error with whole parameters in place of a call's, which may be some of their rows."""
+    def _with_parameter_names(self, error: Exception, call: Call, groups: Sequence[Group]) -> Exception:
+        """An op's error, about a parameter that the call has, or has some rows of, with the parameter's name."""
         params = [self.params[i] for i in call.places]
-        return step_errors.in_words(error, call.args._replace(params=params), groups)
+        return step_errors.with_parameter_names(error, call.args._replace(params=params), groups)
 
     # ---- numbers of a step
 
@@ -299,7 +301,7 @@ class StepPlan:
         if values.max_grad_norm is None:
             return None
         grads, device = values.grads, values.grads[0].device
-        scale = _on(values.grad_scale, device)
+        scale = _on_device(values.grad_scale, device)
         if self.all_ranks.meshes:
             own = dtensor_calls.local_grads(grads, self.params)
             return collectives.grad_norm(own, scale, self.ranks, self.all_ranks)
@@ -311,9 +313,10 @@ class StepPlan:
     def _skipped_if_not_finite(self, values: Values, norm: Tensor | None) -> Values:
         """The values with a ``found_inf`` that skips the step, on all ranks, if a gradient of Muon's is not finite.
 
-        Newton-Schulz iterations would carry a NaN to the whole matrix, and its momentum would keep it. Nothing waits
-        for the device. The gradients are read once more, 0.3 % of a step of GPT-2's matrices on a CPU. With a ``norm``
-        that of all gradients counts, as clipping by it would carry a NaN to every matrix.
+        Newton-Schulz iterations would carry a NaN to the whole matrix, and its momentum would keep it. Where gradients
+        are clipped by their ``norm``, which would carry a NaN to every matrix, it decides, and so all gradients do.
+        Without a norm Muon's gradients are read once more: 0.3 % of a step of GPT-2's matrices on a CPU. The host does
+        not wait for the device.
         """
         device = values.grads[0].device
         if norm is not None:
@@ -330,16 +333,16 @@ class StepPlan:
 
 
 def _filled(call: Call, values: Values, rates: list[Tensor], norm: Tensor | None) -> Iterator[Call]:
-    """A call with the values of a step; where states come from the host, one for each bucket of them."""
+    """A planned call with the values of a step; where states come from the host, a call for each bucket of them."""
     device = call.args.params[0].device
     grads = values.grads
     args = call.args._replace(
         grads=grads if call.takes_all else [grads[i] for i in call.places],
         lr=rates,
         hyperparameters=values.hyperparameters(call.op),
-        grad_scale=_on(values.grad_scale, device),
-        found_inf=_on(values.found_inf, device),
-        grad_norm=_on(norm, device),
+        grad_scale=_on_device(values.grad_scale, device),
+        found_inf=_on_device(values.found_inf, device),
+        grad_norm=_on_device(norm, device),
         max_grad_norm=float(values.max_grad_norm or 0.0),
     )
     if (devices := values.product_devices) is not None:
@@ -350,33 +353,33 @@ def _filled(call: Call, values: Values, rates: list[Tensor], norm: Tensor | None
         yield from (call._replace(args=staged.args(args), staged=staged) for staged in call.staged)
 
 
-def _brought(call: Call) -> AbstractContextManager[Any]:
+def _states_on_device(call: Call) -> AbstractContextManager[Any]:
     """A ``with`` block in which a call's states are on the device."""
-    return nullcontext() if call.staged is None else call.staged.bucket.brought()
+    return nullcontext() if call.staged is None else call.staged.bucket.on_device()
 
 
-def _on(x: Tensor | None, device: torch.device) -> Tensor | None:
+def _on_device(x: Tensor | None, device: torch.device) -> Tensor | None:
     return None if x is None else x.to(device)
 
 
 def _buffer(buffers: dict[Any, Tensor], p: Tensor) -> Tensor:
     """A tensor like p without gaps, in memory that all parameters of p's device and dtype share."""
-    like = torch.empty_like(p, device="meta")
     if torch.compiler.is_compiling():
         return torch.empty_like(p)
     key = p.device, p.dtype
     if key not in buffers or buffers[key].numel() < p.numel():
         with torch.inference_mode(False):
             buffers[key] = torch.empty(p.numel(), dtype=p.dtype, device=p.device)
-    return buffers[key].as_strided(like.shape, like.stride())
+    return buffers[key].as_strided(p.shape, torch.empty_like(p, device="meta").stride())
 
 
 def overlap_order(params: Sequence[Tensor]) -> dict[int, int]:
     """By a parameter's id: its turn, from 0, among parameters over the same memory. Empty where no two share any.
 
-    An op steps its tensors at the same time; those tied by ``.data`` must be stepped one after the other, as in torch.
+    An op steps its tensors at the same time. Tensors that share memory, tied by ``.data``, must be stepped one after
+    another, as torch.optim steps them.
     """
-    spans = []  # first byte, byte after the last, number of the parameter
+    spans = []  # addresses of the first byte and of the byte after the last, and the parameter's index
     for i, p in enumerate(params):
         x = shards.local(p)
         if type(x) in (Tensor, torch.nn.Parameter) and not x.is_meta and x.numel():

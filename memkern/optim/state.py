@@ -50,8 +50,8 @@ class State(dict[str, Any]):
 
     format: Format | None = None
     plan: Any = None
-    region: Any = None  # of host memory that the entries are in (memkern.optim.offload.device.Region)
-    _layout: Any = None  # that the parameter had at its last step, until an entry is replaced
+    region: Any = None  # the piece of host memory that the entries are in (memkern.optim.offload.device.Region)
+    _layout: Any = None  # the parameter's layout at its last step, until an entry is replaced
 
     __setitem__ = _forgetting_step(dict.__setitem__)
     __delitem__ = _forgetting_step(dict.__delitem__)
@@ -109,6 +109,7 @@ class State(dict[str, Any]):
 
 
 def _layout(p: Tensor) -> Any:
+    """What a plan depends on of a parameter."""
     return p.dtype, p.device, p.shape, p.stride()
 
 
@@ -129,6 +130,7 @@ def has_scales(entries: Iterable[str]) -> bool:
 
 
 def own_entries(state: dict[str, Any]) -> dict[str, Any]:
+    """The entries that are memkern's, without a wrapper's."""
     return state if ENTRIES.issuperset(state) else {key: x for key, x in state.items() if key in ENTRIES}
 
 

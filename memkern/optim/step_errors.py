@@ -1,4 +1,4 @@
-"""Rewrites errors of ops for users of an optimizer: they name a parameter by number, name and shape."""
+"""Rewrites errors of ops for users of an optimizer: they name a parameter by its number, name and shape."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ..schemas import WEIGHT_STATES, StepArgs
 OP_ERRORS = (RuntimeError, ValueError, TypeError)
 """An op raises these for arguments that it refuses, before it changes anything."""
 
-_ENTRY = re.compile(r"\b(\w+)\[(\d+)\]")  # exp_avg[3]
-# By a list of StepArgs: what errors call an entry of it. "exp_avg of parameter" and the like need no name here.
-_LISTS = {
+_ENTRY = re.compile(r"\b(\w+)\[(\d+)\]")  # such as exp_avg[3]
+# What errors call an entry of a list of StepArgs. Entries of other lists are "exp_avg of parameter" and the like.
+_NAMES_OF_ENTRIES = {
     "params": "parameter",
     "grads": "the gradient of parameter",
     "steps": "step of parameter",
@@ -47,7 +47,7 @@ def named(p: Tensor, groups: Sequence[dict[str, Any]]) -> str:
 
 
 @contextlib.contextmanager
-def of_parameter(p: Tensor, groups: Sequence[dict[str, Any]]) -> Iterator[None]:
+def naming_parameter(p: Tensor, groups: Sequence[dict[str, Any]]) -> Iterator[None]:
     """A ``with`` block for checks of p, whose errors then begin with p's number and name."""
     try:
         yield
@@ -56,10 +56,10 @@ def of_parameter(p: Tensor, groups: Sequence[dict[str, Any]]) -> Iterator[None]:
         raise type(error)(f"parameter {number}{'' if name is None else f' ({name!r})'}: {error}") from None
 
 
-def in_words(error: Exception, args: StepArgs, groups: Sequence[dict[str, Any]]) -> Exception:
-    """An op's error about ``exp_avg[3]`` as one about the exp_avg of the parameter that is at 3 in ``args``.
+def with_parameter_names(error: Exception, args: StepArgs, groups: Sequence[dict[str, Any]]) -> Exception:
+    """An op's error about ``exp_avg[3]`` as one about the exp_avg of a parameter, the one at index 3 in ``args``.
 
-    The parameter's number is that of ``state_dict()``. An error that names no entry is returned as it is.
+    The new error has the parameter's number in ``state_dict()``. An error that names no entry is returned as it is.
     """
     if type(error) not in OP_ERRORS:
         return error
@@ -74,7 +74,8 @@ def in_words(error: Exception, args: StepArgs, groups: Sequence[dict[str, Any]])
         if i >= len(args.params) or (number := numbers.get(id(args.params[i]))) is None:
             return match[0]
         name = "" if names[number] is None else f"{names[number]!r}, "
-        return f"{_LISTS.get(kind, f'{kind} of parameter')} {number} ({name}shape {tuple(args.params[i].shape)})"
+        entry_of = _NAMES_OF_ENTRIES.get(kind, f"{kind} of parameter")
+        return f"{entry_of} {number} ({name}shape {tuple(args.params[i].shape)})"
 
     text = _ENTRY.sub(entry, str(error))
     return type(error)(text) if text != str(error) else error

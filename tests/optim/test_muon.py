@@ -175,7 +175,7 @@ def test_a_large_batch_is_cut_to_buckets(shape: tuple[int, ...], monkeypatch: py
     def batch_sizes(optimizer: Any) -> list[int]:
         sizes, orthogonalize = [], muon_step.orthogonalize
         with monkeypatch.context() as patch:
-            patch.setattr(muon_step, "on_cpu", lambda x: False)  # on the CPU each matrix has its own products
+            patch.setattr(muon_step, "is_one_by_one", lambda x: False)  # on the CPU each matrix has its own products
             patch.setattr(muon_step, "orthogonalize", lambda u, *args: sizes.append(len(u)) or orthogonalize(u, *args))
             train(optimizer, optimizer.param_groups[0]["params"], 2)
         return sizes
@@ -189,7 +189,7 @@ def test_a_large_batch_is_cut_to_buckets(shape: tuple[int, ...], monkeypatch: py
 
 
 def buckets(numbers: Any, params: Any) -> list[list[int]]:
-    return [*muon_step.buckets(numbers, params, dtensor_muon.bytes_of_update)]
+    return [*muon_step.cut_into_buckets(numbers, params, dtensor_muon.bytes_of_update)]
 
 
 @pytest.mark.parametrize(

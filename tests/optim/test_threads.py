@@ -28,10 +28,10 @@ def no_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("MEMKERN_STEP_THREADS", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
     before = torch.get_num_threads()
-    threads.of_a_step.cache_clear()
+    threads.step_threads.cache_clear()
     threads.warn_of_one_core.cache_clear()
     yield
-    threads.of_a_step.cache_clear()
+    threads.step_threads.cache_clear()
     threads.warn_of_one_core.cache_clear()
     torch.set_num_threads(before)
 
@@ -66,7 +66,7 @@ def test_threads_of_a_step(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {*range(torchrun_cores if pid else cores)}, raising=False)
-    assert threads.of_a_step(current) == expected
+    assert threads.step_threads(current) == expected
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_a_step_on_one_of_many_cores_warns_once(
 def test_a_bad_number_of_threads_is_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("MEMKERN_STEP_THREADS", value)
     with pytest.raises(ValueError, match="MEMKERN_STEP_THREADS must be a whole number above 0, got"):
-        threads.of_a_step(1)
+        threads.step_threads(1)
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -135,7 +135,7 @@ def test_each_rank_under_torchrun_has_its_share_of_cores(tmp_path: Path, ranks: 
     program = tmp_path / "program.py"
     program.write_text(
         "import os, sys, torch\nfrom memkern.optim import threads\n"
-        "print('threads', torch.get_num_threads(), threads.of_a_step(torch.get_num_threads()))\n"
+        "print('threads', torch.get_num_threads(), threads.step_threads(torch.get_num_threads()))\n"
     )
     command = [*TORCHRUN_TWO[:-1], str(ranks), str(program)]
     assert command[0] == sys.executable

@@ -17,15 +17,16 @@ from .. import replaced
 from ..backward import without_hooks
 from ..base import BlockwiseOptimizer
 from ..dtensor.shards import is_dtensor, largest_shard, local, on_mesh, ranks_of
-from ..muon_step import buckets
+from ..muon_step import cut_into_buckets
 from ..state import SIGNED, State, own_entries, state_args
 from .pinned import Slabs
 from .transfers import Transfers, transfers_of
 
 BUCKET_BYTES = 64 * 2**20
-"""States are copied together up to so many bytes, 1.2 ms at 55 GB/s. A parameter with more has rows of them copied."""
+"""The most bytes of states that are copied together, in 1.2 ms at 55 GB/s. Of a larger state some rows are copied."""
 LARGE_BYTES = 4 * BUCKET_BYTES
-"""Larger buckets (states that cannot be stepped by rows) all take the first of the two buffers."""
+"""The most bytes of a bucket for which the two buffers take turns. Larger ones, of states that cannot be stepped by
+rows, all take the first buffer, so that only one is so large."""
 Places = dict[int, dict[str, tuple[int, Tensor]]]
 """By a state's id and an entry's key: the entry's offset in bytes, and a tensor of its dtype and shape."""
 ALIGNMENT = 128  # bytes; kernels read 16 at a time
@@ -36,7 +37,7 @@ class Slot:
 
     memory: Tensor
     free: Any  # the event after which the buffer may be written
-    holder: Bucket | None = None  # whose states are in the buffer
+    holder: Bucket | None = None  # the bucket whose states are in the buffer
 
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
@@ -55,10 +56,10 @@ class Slot:
 class Region:
     """States in one piece of the host's memory, of which ``optimizer.state`` has views.
 
-    They come to the device in one bucket or, if they are too many bytes, in several.
+    They come to the device in one bucket or, where they take more than ``BUCKET_BYTES``, in several.
     """
 
-    saved: Any = None  # the event after which the last step's counters are in the host's memory
+    saved: Any = None  # the event after which the host's memory has all of the last step, with the step counters
 
     def __init__(self, stage: Stage, states: Sequence[State]) -> None:
         self.stage = stage
@@ -94,14 +95,15 @@ class Region:
 class Bucket:
     """The states that are copied to the device together: a region's, or rows of its only state."""
 
-    came: Any = None  # the event of the last copy to the device
+    arrived: Any = None  # the event of the last copy to the device
     saved: Any = None  # the event of the last copy back to the host
 
     def __init__(self, region: Region, slot: Slot, rows: slice | None = None, per_block: int = 1) -> None:
-        """per_block: how many rows share a scale."""
+        """rows: of the region's only state, None for the whole region. per_block: how many rows share a scale."""
         self.region, self.slot, self.rows = region, slot, rows
-        self.places, self.size, self.is_last = region.places, region.size, True
-        self.copies = self.copies_back = [(region.host, 0)]  # host memory, and its offset in the slot
+        self.places, self.size = region.places, region.size
+        self.is_last = True  # of the region's buckets
+        self.copies = self.copies_back = [(region.host, 0)]  # pieces of host memory, each with its offset in the slot
         if rows is not None:
             self._restrict_to(rows, slice(rows.start // per_block, -(-rows.stop // per_block)))
         self._views: dict[int, dict[str, Tensor]] = {}
@@ -110,7 +112,7 @@ class Bucket:
         region.buckets.append(self)
 
     def _restrict_to(self, rows: slice, scales: slice) -> None:
-        """Restricts the bucket to these rows of the only state's entries, and to their scales."""
+        """Restricts the bucket to these rows of the only state's entries, and to these of the scales."""
         [(state_id, entries)] = self.region.places.items()
         self.is_last = rows.stop == max(len(x) for _, x in entries.values() if x.dim())
         self.places, self.size, self.copies, self.copies_back = {state_id: {}}, 0, [], []
@@ -118,7 +120,7 @@ class Bucket:
             part = x if key == "step" else x[scales if key.endswith("_scale") else rows]
             self.places[state_id][key] = self.size, part
             self.copies.append((part.view(-1).view(torch.uint8), self.size))
-            if key != "step" or self.is_last:  # all buckets must begin with the same step counter
+            if key != "step" or self.is_last:  # the counter is that of the whole state: all buckets read the old one
                 self.copies_back.append(self.copies[-1])
             self.size += _aligned(part.nbytes)
 
@@ -139,15 +141,15 @@ class Bucket:
             after = {self.slot.free, self.saved, self.region.saved} - {None}
             for host, offset in self.copies:
                 memory = self.slot.memory[offset : offset + host.nbytes]
-                self.came = self.region.stage.transfers.to_device(memory, host, *after)
+                self.arrived = self.region.stage.transfers.to_device(memory, host, *after)
             self.slot.holder = self
 
     @contextlib.contextmanager
-    def brought(self) -> Iterator[None]:
-        """A ``with`` block in which the states are on the device; afterwards begins the copy back."""
+    def on_device(self) -> Iterator[None]:
+        """A ``with`` block in which the states are on the device. At its end the copy back begins."""
         transfers, slot = self.region.stage.transfers, self.slot
         self.bring()
-        transfers.device_waits(self.came)
+        transfers.device_waits(self.arrived)
         try:
             yield
         except BaseException:
@@ -157,11 +159,11 @@ class Bucket:
             self.saved = slot.free = transfers.to_host(host, slot.memory[offset : offset + host.nbytes])
         if self.is_last:
             self.region.saved = self.saved
-        self.region.stage.stepped(self)
+        self.region.stage.bring_next(self)
 
 
-class Staged:
-    """The states of one call of an op: some or all states of a bucket."""
+class StagedStates:
+    """The states of one call of an op, on the device: some or all states of a bucket."""
 
     def __init__(self, bucket: Bucket, op: StepOp, states: Sequence[State]) -> None:
         self.bucket, self.op, self.state_ids = bucket, op, [*map(id, states)]
@@ -180,10 +182,10 @@ class Staged:
 
 
 class Stage:
-    """Copies states to a device and back, through two buffers and with a stream of copies for each direction.
+    """Copies states to a device and back, through two buffers (slots), with a stream of copies for each direction.
 
-    While one bucket is stepped, the one before goes back and the next one comes: the bucket that followed in the last
-    pass. A pass is a step, or a backward pass that steps. The host waits for nothing.
+    While one bucket is stepped, the one before goes back to the host and the next one comes: the bucket that followed
+    in the last pass. A pass is a step, or a backward pass that steps. The host waits for nothing.
     """
 
     def __init__(self, device: torch.device, transfers: Transfers) -> None:
@@ -200,13 +202,13 @@ class Stage:
 
     @torch.no_grad()
     @torch.inference_mode(False)
-    def cut(
+    def cut_to_regions(
         self, parts: Sequence[Sequence[int]], states: Sequence[State], whole: bool, by_rows: bool
     ) -> list[list[int]]:
-        """Cuts the parts of a step so that the states of each are in one region. States that are in none get new ones.
+        """Cuts the parts of a step so that the states of each part are in one region; makes regions that are missing.
 
         Args:
-            parts: numbers of states.
+            parts: lists of indices in ``states``.
             whole: whether a part's states that are in no region get one region, and not one for each ``BUCKET_BYTES``.
             by_rows: whether the op can step some rows of a parameter by themselves.
         """
@@ -214,14 +216,15 @@ class Stage:
         result: list[list[int]] = []
         new_parts: list[list[int]] = []
         for part in parts:
-            by_region: dict[Any, list[int]] = {}  # None: states that need a new region
+            by_region: dict[Any, list[int]] = {}  # key None: states that need a new region
             for i in part:
                 region = states[i].region
                 is_in_region = region is not None and region.stage is self and region.has(states[i])
                 is_kept = is_in_region and (by_rows or len(region.buckets) == 1)
                 by_region.setdefault(region if is_kept else None, []).append(i)
             unplaced = by_region.pop(None, [])
-            added = [unplaced] if whole and unplaced else [*buckets(unplaced, states, _bytes_of_largest, BUCKET_BYTES)]
+            cut = cut_into_buckets(unplaced, states, _bytes_of_largest, BUCKET_BYTES)
+            added = [unplaced] if whole and unplaced else [*cut]
             new_parts += added
             result += [*by_region.values(), *added]
         self.slabs.plan(sum(bytes_of(states[i]) for i in part) for part in new_parts)
@@ -234,12 +237,14 @@ class Stage:
 
     def _slot_for(self, size: int) -> Slot:
         """The slot for a bucket of so many bytes: the two in turn, but the first one for large buckets."""
-        self._count += size <= LARGE_BYTES
-        return self.slots[self._count % 2 if size <= LARGE_BYTES else 0]
+        if size > LARGE_BYTES:
+            return self.slots[0]
+        self._count += 1
+        return self.slots[self._count % 2]
 
-    def staged(self, op: StepOp, states: Sequence[State]) -> list[Staged]:
+    def staged(self, op: StepOp, states: Sequence[State]) -> list[StagedStates]:
         """The states of a call, which are in one region, for each of the region's buckets."""
-        return [Staged(bucket, op, states) for bucket in states[0].region.buckets]
+        return [StagedStates(bucket, op, states) for bucket in states[0].region.buckets]
 
     # ---- copies
 
@@ -249,8 +254,8 @@ class Stage:
             slot.holder = None
         self._next, self._next_now, self._last = self._next_now or self._next, {}, None
 
-    def stepped(self, bucket: Bucket) -> None:
-        """After a bucket's step, when the copy back was begun: begins to bring the next bucket."""
+    def bring_next(self, bucket: Bucket) -> None:
+        """To be called when a bucket's copy back was begun: begins the copy of the bucket that is expected next."""
         self._saved = bucket.saved
         if self._last is not None:
             self._next_now[self._last] = bucket
@@ -266,19 +271,20 @@ class Stage:
 
 
 def _aligned(size: int) -> int:
+    """The bytes that an entry of so many bytes takes in a region."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def bytes_of(state: State) -> int:
-    """Bytes of a state in a bucket."""
+    """The bytes that a state takes in a region."""
     return sum(_aligned(local(x).nbytes) for x in own_entries(state).values())
 
 
 def _rows_of(state: State) -> list[tuple[slice | None, int]]:
-    """The rows of a state that come to the device at a time, None for all, each with how many rows share a scale.
+    """Slices of the rows of a state that come to the device at a time (None for all), and how many rows share a scale.
 
-    Blocks begin with a row, and the random bits of rounding depend on the place in a block: rows that end where a block
-    ends are stepped as in the whole tensor.
+    A slice ends where a block ends. As random bits of rounding depend on the place in a block alone, its rows are
+    stepped as in the whole tensor.
     """
     format, moment, size = state.format, next(x for key, x in state.items() if key in SIGNED), bytes_of(state)
     if size <= BUCKET_BYTES or is_dtensor(moment) or not moment.is_contiguous() or not moment.dim():
@@ -291,14 +297,14 @@ def _rows_of(state: State) -> list[tuple[slice | None, int]]:
 
 
 def _bytes_of_largest(state: State) -> int:
-    """Bytes of a state's largest shards, so that every rank has the same buckets."""
+    """Bytes of a state's largest shards on any rank, so that every rank has the same buckets."""
     return sum(math.prod(largest_shard(x)) * x.element_size() for x in own_entries(state).values())
 
 
 def _view(memory: Tensor, offset: int, like: Tensor, by_itself: bool = False) -> Tensor:
     """A tensor in ``memory`` with the dtype, shape and memory format of ``like``; a DTensor if ``like`` is one.
 
-    by_itself: gives it a storage of its own, as torch.save writes whole storages, each of one dtype.
+    by_itself: whether it gets a storage of its own: torch.save writes whole storages, each of one dtype.
     """
     own = local(like)
     stride = torch.empty_like(own, device="meta").stride()

@@ -35,7 +35,7 @@ from .weight import Weight, has_gradient
 HOST_WEIGHT = "host_weight"
 """The key of the host's weight in a parameter's state in ``state_dict()``, where it has another dtype."""
 _TAKES_OTHER_GRADIENTS = hasattr(Tensor, "grad_dtype")  # torch 2.11: p.grad may have another dtype than p
-# Attributes that copies and pickles have in addition to torch.optim's.
+# Attributes that copies and pickles contain beside torch.optim's.
 _COPIED = ("_inner", "_class", "_options", "_hooks_gradients", "_weights")
 
 
@@ -266,10 +266,12 @@ class HostOffload(Optimizer):
         self._hook_parameters()
 
     def _hook_parameters(self) -> None:
+        """With ``offload_gradients``, hooks the parameters that need a gradient and have no hook yet."""
         if self._hooks_gradients:
             self._hooks.follow(w.p for w in self._weights.values() if not w.frozen)
 
     def _make_buckets(self) -> None:
+        """Cuts the weights into buckets: into one where the step needs all gradients at once."""
         self._is_clipping = self.defaults.get("max_grad_norm") is not None
         in_one_bucket = self._is_clipping or not steps_each_by_itself(self._class)
         self._weights.make_buckets(in_one_bucket, Order(self.param_groups))
@@ -279,7 +281,7 @@ class HostOffload(Optimizer):
     def _take(self, w: Weight) -> None:
         """Begins the copy of a gradient to the host, or takes it where memory is shared; adds it to an earlier one."""
         self._finish_addition()
-        self._addition = w.take(self._weights.transfers(w.p))
+        self._addition = w.take_gradient(self._weights.transfers(w.p))
         if self._hooks_gradients:
             w.p.grad = None
 
@@ -300,6 +302,7 @@ class HostOffload(Optimizer):
             addition()
 
     def _forget_gradients(self) -> None:
+        """Frees the gradients on the host, which a step has used."""
         self._has_followed, self._addition = False, None
         for w in self._weights.values():
             w.gradient = None
@@ -369,10 +372,9 @@ class HostOffload(Optimizer):
         elif ready:
             threads.warn_of_one_core()
         for i, bucket in enumerate(buckets):
-            first_not_begun = i + 1 if i > 0 else 0
-            for next_bucket in buckets[first_not_begun : i + 2]:
+            for next_bucket in buckets[i + 1 if i > 0 else 0 : i + 2]:  # before the first, the copies of two begin
                 for w in next_bucket:
-                    w.fetch(self._weights.transfers(w.p))
+                    w.copy_to_host(self._weights.transfers(w.p))
                     if w.p.grad is not None:
                         self._take(w)
             self._finish_addition()
@@ -384,7 +386,7 @@ class HostOffload(Optimizer):
         for w in bucket:
             if w.arrived is not None:
                 self._weights.transfers(w.p).host_waits(w.arrived)
-            w.renew()
+            w.adopt_edits()
         self._step_inner(bucket)
         for w in bucket:
             w.gradient = None
@@ -410,7 +412,7 @@ class HostOffload(Optimizer):
                 w.host_param.grad = None
 
     def _scale_inner(self, scaled: bool = True) -> None:
-        """Hands what a GradScaler set for this step to the inner optimizer, on the host; or takes it from there."""
+        """Gives the inner optimizer what a GradScaler has set for this step, on the host; with False takes it away."""
         for name in ("grad_scale", "found_inf"):
             if scaled and (value := getattr(self, name, None)) is not None:
                 setattr(self._inner, name, torch.as_tensor(value, dtype=torch.float32, device="cpu"))

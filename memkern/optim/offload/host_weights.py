@@ -15,10 +15,10 @@ from .transfers import Transfers
 from .weight import Options, Weight, elements_of, frozen_weight_of, host_weight_of, put_in_place
 
 BUCKET_ELEMENTS = 2**22
-"""The least elements of a bucket, whose tensors one call of the inner optimizer steps while others are copied.
+"""Elements from which on a bucket is full. One call of the inner optimizer steps it while others are copied.
 
-A call costs 0.2 ms on top of its kernel: with 2^20 elements an AdamW step on the CPU takes 13 % longer than without
-buckets, with 2^22 5 %.
+A call takes 0.2 ms beside its kernel: an AdamW step on the CPU takes 13 % longer than without buckets where they have
+2^20 elements, and 5 % longer where they have 2^22.
 """
 
 
@@ -60,7 +60,7 @@ class HostWeights(dict[Tensor, Weight]):
     # ---- weights
 
     def are_in_states(self, group: Options) -> bool:
-        """Whether bf16 weights of the group and errors in states ("bf16+16") serve in place of fp32 weights."""
+        """Whether a group has bf16 weights on the host and errors in its states ("bf16+16"), not fp32 weights."""
         options = {**self.options, **group}
         return (
             issubclass(self.optimizer_class, BlockwiseOptimizer)
@@ -119,6 +119,7 @@ class HostWeights(dict[Tensor, Weight]):
         return {w.p for w in self.values() if w.frozen and (w.p.requires_grad or w.p.grad is not None)}
 
     def thaw(self, p: Tensor, group: Options, inner: Optimizer) -> None:
+        """Makes the weight of such a parameter one that is stepped."""
         old = self[p]
         self[p] = new = self.new(p, group)
         put_in_place(inner, old.host_param, new.host_param)
@@ -132,7 +133,7 @@ class HostWeights(dict[Tensor, Weight]):
     # ---- buckets
 
     def make_buckets(self, in_one: bool, order: Order) -> None:
-        """Cuts the weights, in order, into buckets. ``in_one``: into one, for a norm of all gradients."""
+        """Cuts the weights, in order, into buckets; with ``in_one`` into a single one."""
         self.buckets = [[]]
         elements = 0
         for w in (w for _, w in order.sorted(self.items()) if not w.frozen):

@@ -10,17 +10,17 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-SLAB = 2**30  # bytes of the largest slab, unless a tensor needs a larger one
-UNIT = 512  # bytes; each tensor takes a multiple
+SLAB = 2**30  # bytes of the largest slab, unless one tensor needs more
+UNIT = 512  # bytes, of which each tensor takes a multiple
 
 
 class Slabs:
-    """Host memory for tensors that stay, cut from slabs whose sizes are powers of two.
+    """Host memory for tensors that are never freed, cut from slabs whose sizes are powers of two.
 
-    torch's allocator of pinned memory rounds each tensor up to a power of two: 170 MiB to 256. So slabs of a GiB, and
-    smaller ones for what is left, are allocated when they are needed. Places are planned: the largest tensor first,
-    each in the smallest gap that is large enough. A tensor that was not planned takes such a gap, too, or another slab,
-    as large as all slabs before it.
+    torch's allocator of pinned memory rounds each tensor up to a power of two: 170 MiB to 256. Here tensors share slabs
+    of a GiB, and smaller slabs at the end, each of which is allocated when the first tensor in it is taken. Places are
+    planned: the largest tensor first, each in the smallest gap that is large enough. A tensor that was not planned
+    takes such a gap, too, or a new slab as large as all slabs before it.
 
     Args:
         sizes: bytes of the tensors that will come, in any order.
@@ -29,15 +29,14 @@ class Slabs:
 
     def __init__(self, sizes: Iterable[int] = (), allocate: Callable[[int], Tensor] | None = None) -> None:
         self._allocate = allocate or _pinned
-        self._made: dict[int, Tensor] = {}  # the slabs that were allocated, by number
-        self.slabs: list[int] = []
-        """The sizes of all slabs, by number."""
-        self._places: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)  # by size: slab, offset
+        self.slabs: list[int] = []  # the sizes of all slabs, allocated or not; a slab's number is its index
+        self._allocated: dict[int, Tensor] = {}  # slabs, by number
+        self._places: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)  # planned ones by size: slab, offset
         self._gaps: list[tuple[int, int, int]] = []  # size, slab and offset, the smallest first
         self.plan(sizes)
 
     def plan(self, sizes: Iterable[int]) -> None:
-        """Finds places for tensors that will come."""
+        """Reserves places for tensors of these sizes, which later calls of :meth:`take` get."""
         aligned = sorted(map(_aligned, sizes), reverse=True)
         remaining = sum(aligned)
         for size in aligned:
@@ -45,7 +44,10 @@ class Slabs:
             remaining -= size
 
     def _reserve(self, size: int, remaining: int) -> tuple[int, int]:
-        """Reserves so many bytes; returns their slab and offset. A new slab has up to ``remaining`` bytes or a GiB."""
+        """Reserves ``size`` bytes; returns their slab and offset. ``remaining``: these bytes and those still to come.
+
+        Where no gap is large enough, it adds a slab of a GiB, or of the largest power of two up to ``remaining``.
+        """
         index = bisect.bisect_left(self._gaps, (size, 0, 0))
         if index == len(self._gaps):
             power_above, power_below = 1 << (size - 1).bit_length(), 1 << (remaining.bit_length() - 1)
@@ -60,9 +62,9 @@ class Slabs:
         size = _aligned(nbytes)
         places = self._places[size]
         slab, offset = places.pop(0) if places else self._reserve(size, max(size, sum(self.slabs)))
-        if slab not in self._made:
-            self._made[slab] = self._allocate(self.slabs[slab])
-        return self._made[slab][offset : offset + nbytes]
+        if slab not in self._allocated:
+            self._allocated[slab] = self._allocate(self.slabs[slab])
+        return self._allocated[slab][offset : offset + nbytes]
 
     def copy_of(self, x: Tensor) -> Tensor:
         """A contiguous copy of a tensor."""
@@ -70,6 +72,7 @@ class Slabs:
 
 
 def _aligned(size: int) -> int:
+    """The bytes that a tensor of so many bytes takes."""
     return -(-max(size, 1) // UNIT) * UNIT
 
 

@@ -1,4 +1,4 @@
-"""Copies tensors between a device and the host, ordered by events."""
+"""Copies tensors between a device and the host; events order the copies and the work on the tensors."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Transfers:
         """Waits on the host until an event is complete."""
 
     def device_waits(self, event: Any) -> None:
-        """Makes the current stream's work from now on begin after an event."""
+        """Makes the current stream's further work begin after an event."""
 
 
 class StreamTransfers(Transfers):

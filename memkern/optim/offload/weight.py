@@ -48,7 +48,7 @@ class Weight:
         return {**vars(self), "current": None, "buffer": None, "gradient": None, "arrived": None}
 
     def follow(self, transfers: Transfers) -> None:
-        """Gives host_param the memory, shape and memory format that p has now."""
+        """Makes host_param fit p, whose memory, shape or memory format may have changed since the last step."""
         p, host_param = local(self.p).detach(), local(self.host_param)
         if not self.separate:
             if (
@@ -63,8 +63,8 @@ class Weight:
             values = p if host_param.shape != p.shape else host_param.detach()
             _set_data(self.host_param, transfers.empty_like(p, host_param.dtype).copy_(values))
 
-    def fetch(self, transfers: Transfers) -> None:
-        """Begins the copy of p's values to the host: a step starts from them, also if they were edited or loaded."""
+    def copy_to_host(self, transfers: Transfers) -> None:
+        """Begins the copy of p's values to the host. A step starts from them: they may have been edited."""
         if not self.separate:
             return
         p, host_param = local(self.p).detach(), local(self.host_param)
@@ -77,15 +77,15 @@ class Weight:
                 self.current = transfers.empty_like(p)
             self.arrived = transfers.to_host(self.current, p)
 
-    def renew(self) -> None:
-        """Writes p's values, whose copy has arrived, into host_param where it does not round to them."""
+    def adopt_edits(self) -> None:
+        """Takes over edits of p, whose values are on the host now: where host_param does not round to them."""
         if self.separate and self.current is not None:
             host_param, p = local(self.host_param).data, self.current
             rounded = host_param.to(p.dtype)
             if not torch.equal(rounded, p):
                 torch.where(rounded == p, host_param, p.to(host_param.dtype), out=host_param)
 
-    def take(self, transfers: Transfers) -> Callable[[], None] | None:
+    def take_gradient(self, transfers: Transfers) -> Callable[[], None] | None:
         """Begins the copy of p's gradient to the host, or takes p's gradient itself where memory is shared.
 
         If an earlier gradient is on the host already, returns a function that adds this one to it, which must be called
@@ -170,4 +170,5 @@ def elements_of(p: Tensor) -> int:
 
 
 def has_gradient(w: Weight) -> bool:
+    """Whether there is a gradient, on the host or on the device."""
     return w.gradient is not None or w.p.grad is not None
