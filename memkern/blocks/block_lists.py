@@ -1,4 +1,4 @@
-"""Finds a model's blocks: lists of like modules, such as a transformer's layers."""
+"""Finds a model's blocks: lists of modules of one class, such as a transformer's layers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import nn
 def block_lists(model: nn.Module) -> Iterator[list[nn.Module]]:
     """Yields the lists of like blocks, such as a transformer's layers; of nested lists the outermost.
 
-    Blocks are modules that can be called: a list of lists has none itself. Entries that are None are left out, and a
-    block that occurs several times, as where layers share their weights, is yielded once.
+    Blocks are modules that can be called, not lists. Entries that are None are left out. A block that occurs several
+    times, as where layers share their weights, is yielded once.
     """
     inside: set[nn.Module] = set()
     for module in model.modules():

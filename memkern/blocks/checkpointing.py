@@ -85,10 +85,11 @@ def _run(
 ) -> Any:
     """Runs a block in a checkpoint, which saves the first argument, or its codes, and holds the others.
 
-    With codes both the forward pass and the recomputation use the decoded values: both are one function, and decide
-    alike in a router, a mask or a top-k. The gradient of the argument is that of its decoded values.
-    first: the argument's name. With a cache that is filled already the block runs without a checkpoint: to run it again
-    would append to the cache again.
+    With codes both the forward pass and the recomputation use the decoded values, so that both compute the same, and a
+    router, a mask or a top-k decides alike. The gradient of the argument is that of its decoded values. With a cache
+    that is filled already the block runs without a checkpoint: to run it again would append to the cache again.
+
+    first: the name of the first argument.
     """
     if not torch.is_grad_enabled() or any(map(is_filled, caches_of(args, kwargs))):
         return forward(block, *args, **kwargs)
@@ -123,10 +124,12 @@ def _unbound(block: nn.Module) -> Callable[..., Any]:
 
 
 def _call_without_block(forward: Callable[..., Any], block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Calls a ``forward`` that was set on a block and is no method of it."""
     return forward(*args, **kwargs)
 
 
 def _blocks_of(model: nn.Module, name: str) -> list[list[nn.Module]]:
+    """The model's lists of blocks. Raises OptionError, about the option ``name``, where it has none."""
     lists = list(block_lists(model))
     if not lists:
         raise OptionError(name, "'blocks' given, and the model has no list of like blocks")
@@ -170,5 +173,5 @@ def checkpoint_blocks(model: nn.Module, blocks: str = "blocks", *, bits: int | N
     for block_list in _blocks_of(model, "blocks"):
         for index, block in enumerate(block_list):
             first = next(iter(inspect.signature(block.forward).parameters), "")
-            # An object and no closure, so that a copy of the model runs its own blocks.
+            # A partial object, not a closure, so that a copy of the model runs its own blocks.
             block.forward = functools.partial(_run, block, _unbound(block), first, bits, index % every == 0)

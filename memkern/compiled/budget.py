@@ -22,7 +22,7 @@ from .nodes import CODEC, NOT_AGAIN, arguments, number, value, views
 from .peaks import Backward
 from .torch_internals import HINT, MinCutOptions, functorch_config, guard_or_false, partitioners
 
-_LIFTED = {  # torch's bans on recomputation that do not hold here
+_LIFTED = {  # bans on recomputation that torch's cut has by default and this one has not
     # torch saves an elementwise result that a product needs; here it is computed again.
     "ban_recompute_materialized_backward": False,
     # torch finds reductions by comparing sizes, and ours are those of codes: _save_reductions marks them before.
@@ -131,6 +131,7 @@ def storages(saved: Iterable[fx.Node], held_by_caller: set[fx.Node]) -> set[fx.N
 
 
 def size_of(nodes: Iterable[fx.Node]) -> int:
+    """The bytes of nodes' values."""
     return sum(partitioners._size_of(node) for node in nodes)
 
 
@@ -148,7 +149,7 @@ class Choice:
 
     @contextlib.contextmanager
     def replacing_torch(self) -> Iterator[None]:
-        """Takes the place of torch's choice, for the whole process: TorchDynamo compiles in one thread at a time."""
+        """A ``with`` block in which torch's cut asks this object, in all threads: one of them compiles at a time."""
         partitioners.choose_saved_values_set = self.__call__
         try:
             yield

@@ -53,7 +53,7 @@ def is_candidate(x: Any) -> bool:
 
 
 def has_known_blocks(x: Tensor) -> bool:
-    """Whether blocks of codes are laid over rows of x alike at all sizes; with a guard for rows of a symbolic length.
+    """Whether rows of x are cut into blocks in the same way at all sizes; with a guard for rows of a symbolic length.
 
     Several shorter rows share a block, and the number of blocks would have a division by the symbolic length.
     """
@@ -62,7 +62,7 @@ def has_known_blocks(x: Tensor) -> bool:
 
 
 def _is_decision(x: Any) -> bool:
-    """Whether a value is a comparison's result, which was allowed where it was made."""
+    """Whether a value is the result of a comparison. Whether that may be made of codes was decided there."""
     return isinstance(x, Tensor) and not x.dtype.is_floating_point
 
 
@@ -110,7 +110,7 @@ def _is_softmax(node: fx.Node) -> bool:
 
 
 def _comes_in_16_bits(probabilities: fx.Node) -> bool:
-    """Whether logits are there in 16 bits: at the peak they take no more than codes and the making of codes."""
+    """Whether a softmax is of 16-bit logits. These take no more memory at the peak than codes and their encoding."""
     node: Any = probabilities
     while packet(node) in (aten.exp, aten.sub) or packet(node) in VIEWS:
         node = node.args[0]
@@ -119,7 +119,7 @@ def _comes_in_16_bits(probabilities: fx.Node) -> bool:
 
 
 def _is_result(operations: Operations, node: fx.Node, op: Operation) -> bool:
-    """Whether a node is what an operation gives, also if its last step is a view, as stack's; not a step before."""
+    """Whether a node is an operation's result, and not a step before it; a last step may be a view, as stack's is."""
     users = [u for u in node.users if u.op == "output" or not is_backward(u)]
     return not users or any(
         u.op == "output" or operations.of(u).seq != op.seq or (packet(u) in VIEWS and _is_result(operations, u, op))

@@ -43,7 +43,7 @@ def backend_for(x: Tensor, name: str | None) -> str:
 
 
 class Codec(NamedTuple):
-    """encode: a tensor to its codes and scales. decode: these to a tensor of a dtype. bytes: of an element, about."""
+    """encode: makes codes and scales of a tensor. decode: makes a tensor of them. bytes: per element, about."""
 
     encode: Callable[[Tensor], tuple[Tensor, ...]]
     decode: Callable[[Sequence[Tensor], torch.dtype], Tensor]
@@ -134,6 +134,7 @@ def inline(graph: fx.Graph, function: Callable[..., Any], *nodes: fx.Node) -> An
 
 
 def encode(graph: fx.Graph, x: fx.Node, codec: str, backend: str) -> tuple[fx.Node, ...]:
+    """Adds the encoding of a value to a graph; returns the nodes of its codes and scales."""
     function: Callable[[Tensor], tuple[Tensor, ...]] = BY_BACKEND[backend][codec].encode
     if not _can_be_in_blocks(value(x)):
         function = functools.partial(_encode_copy, function)
@@ -145,4 +146,5 @@ def _encode_copy(function: Callable[[Tensor], tuple[Tensor, ...]], x: Tensor) ->
 
 
 def decode(graph: fx.Graph, data: Sequence[fx.Node], codec: str, backend: str, dtype: torch.dtype) -> fx.Node:
+    """Adds the decoding of codes and scales to a graph; returns the node of the value."""
     return inline(graph, lambda *parts: BY_BACKEND[backend][codec].decode(parts, dtype), *data)

@@ -25,10 +25,10 @@ from .rules import PROBABILITY, TANH
 
 
 class Limits(NamedTuple):
-    """How results and distances follow from one another.
+    """How an operation's results y and their distances from the nearer limit follow from one another.
 
-    root: of results, the square roots of their distances. sides: the bits of each result that tell its nearer limit.
-    result: from roots and bits.
+    root: computes the square roots of the distances from y. sides: the table that gives the bits that tell the nearer
+    limit. result: computes y from roots and bits.
     """
 
     root: Callable[[Tensor], Tensor]
@@ -43,7 +43,7 @@ def _root(y: Tensor) -> Tensor:
 
 
 def _result(limit: Sequence[float], sign: Sequence[float]) -> Callable[[Tensor, Tensor], Tensor]:
-    """limit + sign * distance, both by the bits."""
+    """The function limit + sign * distance of roots and bits. limit, sign: by the value of the bits."""
 
     def result(root: Tensor, bits: Tensor) -> Tensor:
         distance = _ops.few_bit_backward(root * root, bits, sign)
@@ -52,7 +52,7 @@ def _result(limit: Sequence[float], sign: Sequence[float]) -> Callable[[Tensor, 
     return result
 
 
-# Gray codes: 0 and 1 for [0, 1]; for [-1, 1] from below 0, 1, 3, 2.
+# The bits are Gray codes of intervals of y: in ascending order 0, 1 for limits 0 and 1, and 0, 1, 3, 2 for -1 and 1.
 LIMITS = {
     PROBABILITY: Limits(_root, Levels(1, (), (0.5,), (1,)), _result((0.0, 1.0), (1.0, -1.0))),
     TANH: Limits(

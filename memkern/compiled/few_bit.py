@@ -1,7 +1,7 @@
-"""Saves codes of an activation's derivative where a compiled graph would save its input for nothing else.
+"""Saves codes of an activation's derivative in place of its input, where a compiled graph saves that for nothing else.
 
 memkern's modules save the same codes (:mod:`memkern.functions.activation`); here no module is swapped. Where the
-backward pass uses the input for anything else, the input stays saved: the derivative is then computed from it.
+backward pass uses the input for anything else too, the input stays saved and the derivative is computed from it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NAMES = {
     aten.hardswish: "hardswish",
     aten.log_sigmoid_forward: "logsigmoid",
 }
-"""Activations without parameters: those of others cannot be read off decomposed nodes."""
+"""Activations without parameters, by their operations. Others' parameters cannot be read off decomposed nodes."""
 
 
 def check(bits: int | None) -> None:
@@ -62,7 +62,7 @@ def _levels(operation: Operation, bits: int) -> Levels | None:
 
 
 def _unused_without(result: fx.Node, gradient: fx.Node) -> set[fx.Node]:
-    """Nodes that nothing uses once something else takes the place of a result."""
+    """The nodes, a result among them, that nothing uses any more once something else takes the result's place."""
     unused = {result}
     for node in reversed(result.graph.nodes):
         if node is not gradient and node.users and unused.issuperset(node.users):

@@ -10,7 +10,6 @@ from torch import fx
 
 from .nodes import is_sum_of_gradients, numel, packet, tangents, value
 from .operations import Operation, Operations
-from .rules import User
 from .torch_internals import guard_or_false
 
 # How large the gradient that comes to an operation's output may be, by the operations after it.
@@ -19,18 +18,19 @@ BOUNDED = 1  # of a product, a norm or a loss: an error of codes stays as large 
 REDUCED = 2  # of a division or logarithm of a sum or mean over many elements
 AMPLIFIED = 3  # of a division, a logarithm or an unknown operation: errors may be divided by small values
 
-# The gradient's elements. log_softmax's gradient is g - p * sum(g): of a SPARSE g that is p and the small 1 - p, of
-# soft targets q it is p - q. So codes of p serve losses of classes, and not soft targets, to which p comes close.
-NOT_TOLD = 0
+# Which elements of the gradient are not 0. log_softmax's backward pass computes g - p * sum(g). With a SPARSE g of a
+# loss of classes its elements are p and the small 1 - p, for which codes of p serve. With soft targets q it is p - q, a
+# difference of close numbers, for which they do not.
+ANY_ELEMENTS = 0  # not known
 SPARSE = 1  # a few of each row: of a loss of classes, or gathered
 DENSE = 2
 
-_PICKING = ("nll_loss", "nll_loss2d", "gather")  # operations that read a few elements of each row
-_MANY = 32  # elements of a mean, each of them a small part of it
+_READS_FEW_OF_EACH_ROW = ("nll_loss", "nll_loss2d", "gather")  # operations
+_MANY = 32  # elements from which on a mean is one of many: each is a small part of it
 
 
 def _is_square(operation: Operation) -> bool:
-    """x ** 2 or x * x: with a mean over many it is a norm, whose gradient is bounded by the norm itself."""
+    """Whether it is x ** 2 or x * x. With a mean over many it is a norm, which bounds its own gradient."""
     args = operation.nodes[0].args
     if operation.name == "pow":
         return bool(args[1] == 2)
@@ -45,7 +45,7 @@ def _is_mean_of_many(operation: Operation) -> bool:
     return bool(guard_or_false(source.numel() >= _MANY * mean.numel()))
 
 
-def _passed_on(operation: Operation, state: int) -> int:
+def _state_at_inputs(operation: Operation, state: int) -> int:
     """How large the gradient may be at an operation's inputs, given that at its output (UNKNOWN to AMPLIFIED)."""
     kind = operation.row.kind
     if kind == "product":
@@ -59,11 +59,11 @@ def _passed_on(operation: Operation, state: int) -> int:
     return state
 
 
-def _spread(row: User, name: str, elements: int) -> int:
-    """Which elements the gradient at an operation's inputs has (NOT_TOLD to DENSE), given that at its output."""
-    if name in _PICKING:
+def _elements_at_inputs(operation: Operation, elements: int) -> int:
+    """Which elements the gradient at an operation's inputs has, given that at its output (ANY_ELEMENTS to DENSE)."""
+    if operation.name in _READS_FEW_OF_EACH_ROW:
         return SPARSE
-    return DENSE if row.kind != "linear" or name == "mean" else elements
+    return DENSE if operation.row.kind != "linear" or operation.name == "mean" else elements
 
 
 _WORSE = {BOUNDED: 0, REDUCED: 1, UNKNOWN: 2, AMPLIFIED: 3}  # the order in which _worst compares
@@ -71,7 +71,7 @@ _WORSE = {BOUNDED: 0, REDUCED: 1, UNKNOWN: 2, AMPLIFIED: 3}  # the order in whic
 
 @dataclasses.dataclass(frozen=True)
 class Gradient:
-    """How large a gradient may be (BOUNDED to AMPLIFIED), and which elements it has (NOT_TOLD, SPARSE or DENSE)."""
+    """How large a gradient may be (BOUNDED to AMPLIFIED), and which elements it has (ANY_ELEMENTS, SPARSE or DENSE)."""
 
     state: int
     elements: int
@@ -83,13 +83,13 @@ def _worst(gradients: Iterable[Gradient]) -> Gradient:
 
 
 class Gradients:
-    """The gradient that comes to the output of each operation of a joint graph."""
+    """The gradients at the outputs and inputs of each operation of a joint graph."""
 
     def __init__(self, graph: fx.Graph, operations: Operations) -> None:
         self.nodes = tangents(graph)
         self.operations = operations
-        self.coming: dict[fx.Node, Gradient] = {}  # to the output of a node's operation
-        self._leaving: dict[fx.Node, Gradient] = {}
+        self.at_output: dict[fx.Node, Gradient] = {}  # by node: the gradient at the output of its operation
+        self._at_inputs: dict[fx.Node, Gradient] = {}
         for node in graph.nodes:
             if node in self.nodes:
                 self._add(node)
@@ -98,19 +98,20 @@ class Gradients:
         return (a for a in node.all_input_nodes if a in self.nodes)
 
     def _add(self, node: fx.Node) -> None:
-        """Notes the gradient at the output of a node's operation (coming), and at its inputs (leaving)."""
+        """Notes the gradients at the output of a node's operation, and at its inputs."""
         if node.op == "placeholder":
-            self.coming[node] = self._leaving[node] = Gradient(BOUNDED if numel(node) == 1 else UNKNOWN, NOT_TOLD)
+            state = BOUNDED if numel(node) == 1 else UNKNOWN
+            self.at_output[node] = self._at_inputs[node] = Gradient(state, ANY_ELEMENTS)
             return
         if is_sum_of_gradients(node) or packet(node) is operator.getitem:
-            self.coming[node] = self._leaving[node] = _worst(self._leaving[s] for s in self.sources(node))
+            self.at_output[node] = self._at_inputs[node] = _worst(self._at_inputs[s] for s in self.sources(node))
             return
         op = self.operations.of(node)
         inside = [s for s in self.sources(node) if self._is_inside(s, op)]
-        outside = [self._leaving[s] for s in self.sources(node) if s not in inside]
-        self.coming[node] = _worst([*outside, *(self.coming[s] for s in inside)])
-        passed = (Gradient(_passed_on(op, g.state), _spread(op.row, op.name, g.elements)) for g in outside)
-        self._leaving[node] = _worst([*(self._leaving[s] for s in inside), *passed])
+        outside = [self._at_inputs[s] for s in self.sources(node) if s not in inside]
+        self.at_output[node] = _worst([*outside, *(self.at_output[s] for s in inside)])
+        passed_on = (Gradient(_state_at_inputs(op, g.state), _elements_at_inputs(op, g.elements)) for g in outside)
+        self._at_inputs[node] = _worst([*(self._at_inputs[s] for s in inside), *passed_on])
 
     def _is_inside(self, source: fx.Node, op: Operation) -> bool:
         return (
@@ -122,9 +123,10 @@ class Gradients:
 
     def bears_codes(self, node: fx.Node) -> bool:
         """Whether what an elementwise operation uses in this node may be in codes."""
-        state = self.coming[node].state
+        state = self.at_output[node].state
         op = self.operations.of(node)
         return state == BOUNDED or (state == REDUCED and bool(op.nodes) and _is_square(op))
 
     def is_sparse(self, node: fx.Node) -> bool:
-        return self.coming[node].elements == SPARSE
+        """Whether the gradient at the output of a node's operation is that of a few elements of each row."""
+        return self.at_output[node].elements == SPARSE

@@ -1,9 +1,9 @@
-"""Keeps the layout of inputs that are saved for the backward pass, such as a convolution's weights.
+"""Saves inputs for the backward pass in their own layout, such as a convolution's weights.
 
-Where a graph has convolutions Inductor saves four-dimensional inputs as copies in channels_last, beside the inputs that
-the caller holds anyway: 44.7 MiB for ResNet-18, where eager torch saves 3.5 MiB of computed values. So the forward pass
-reads such an input through ``as_strided``, whose inputs keep their layout in Inductor: the input itself is saved, and
-the backward pass makes the copy again where a convolution needs one.
+Where a graph has convolutions, Inductor saves four-dimensional inputs as copies in channels_last, beside the inputs
+that the caller holds anyway: 44.7 MiB for ResNet-18, where eager torch saves 3.5 MiB of computed values. Here the
+forward pass reads such an input through ``as_strided``, whose input Inductor leaves as it is. So the input itself is
+saved, and the backward pass makes the copy again where a convolution needs one.
 """
 
 from __future__ import annotations

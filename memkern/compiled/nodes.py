@@ -20,14 +20,15 @@ VIEWS = {
 }  # fmt: skip
 
 
+# Keys in a node's ``meta``
 CODEC = "memkern_codec"
-"""The key in a node's ``meta`` of the name of the codec in which its value could be saved."""
+"""The name of the codec in which the value may be saved."""
 NOT_AGAIN = "memkern_not_again"
-"""The key of values that must not be computed again from codes."""
+"""True for a value that must not be computed again from codes."""
 NOT_CODED = "memkern_not_coded"
-"""The key of values that contain a norm's mean: codes are too coarse for their difference from the mean."""
+"""True for a value that contains a norm's mean: codes are too coarse for its difference from the mean."""
 _SYMBOL = 2**12
-"""The number for a symbol of a size, in place of its hint: the first call's sizes must not decide for later ones."""
+"""The size that stands for a symbolic one. Its hint is that of the first call, which must not decide for later ones."""
 
 
 def packet(node: Any) -> Any:
@@ -45,7 +46,7 @@ def value(node: Any) -> Any:
 
 
 def views(node: fx.Node) -> list[fx.Node]:
-    """The chain of nodes from the one that a node is a view of, to the node itself."""
+    """The chain of views from the node that has the memory of a node to the node itself."""
     bases = [node]
     while packet(last := bases[-1]) in VIEWS and len(last.all_input_nodes) == 1:
         source = last.all_input_nodes[0]
@@ -86,6 +87,7 @@ def numel(node: Any) -> int:
 
 
 def is_backward(node: fx.Node) -> bool:
+    """Whether a node is of the backward pass."""
     return node.meta.get("partitioner_tag") == "is_backward"
 
 

@@ -27,8 +27,8 @@ from .operations import Operations, out_of_place
 from .rules import MIN_NUMEL
 from .torch_internals import CustomPartitionerFn, functorch_config, get_hash_for_files, partitioners
 
-_WORTH_A_WARNING = 2**20
-"""Bytes above a budget that cause no warning: small graphs, as of a loss, must save what they need."""
+_NO_WARNING = 2**20
+"""Bytes above a budget up to which there is no warning: small graphs, such as a loss, must save what they need."""
 
 
 def _save_reductions(graph: fx.Graph) -> None:
@@ -106,13 +106,13 @@ class Partitioner(CustomPartitionerFn):
             fw, bw = partitioners.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
         written.drop_unsaved_copies(fw)
         if self.activations is not None:
-            _Saved(fw, bw, kwargs["num_fwd_outputs"], operations).derive(self.activations)
-        saved = _Saved(fw, bw, kwargs["num_fwd_outputs"], operations)
+            _SavedValues(fw, bw, kwargs["num_fwd_outputs"], operations).use_few_bits(self.activations)
+        saved = _SavedValues(fw, bw, kwargs["num_fwd_outputs"], operations)
         if choice.coded:
             saved.encode(choice.limit, self.codec_backend)
-        if choice.limit is not None and (left := saved.bytes()) > choice.limit + _WORTH_A_WARNING:
+        if choice.limit is not None and (saved_bytes := saved.bytes()) > choice.limit + _NO_WARNING:
             warnings.warn(
-                f"a compiled graph saves {left:,} bytes, and not the {choice.limit:,} of"
+                f"a compiled graph saves {saved_bytes:,} bytes, and not the {choice.limit:,} of"
                 f" memory_budget={self.memory_budget}: what saves less has no lower peak",
                 stacklevel=2,
             )
@@ -126,7 +126,7 @@ class Partitioner(CustomPartitionerFn):
         return fw, bw
 
 
-class _Saved:
+class _SavedValues:
     """The values that a forward graph saves for its backward graph, and their replacement by codes."""
 
     def __init__(self, fw: fx.GraphModule, bw: fx.GraphModule, returned: int, operations: Operations) -> None:
@@ -139,10 +139,10 @@ class _Saved:
         self.returned = list(zip(outputs[:returned], descriptions[:returned], strict=True))  # (node, description)
         self.saved = list(zip(outputs[returned:], descriptions[returned:], strict=True))
         self.held_by_caller = {views(o)[0] for o, _ in self.returned if isinstance(o, fx.Node)}
-        self.holders = {n.name: n for n in bw.graph.find_nodes(op="placeholder")}  # the backward graph's inputs
-        # of each saved value: the nodes of the forward graph that stand for it, with their inputs of the backward graph
+        self.holders = {n.name: n for n in bw.graph.find_nodes(op="placeholder")}  # inputs of the backward graph
+        # By saved value: the nodes that the forward graph saves for it, each with the backward graph's input for it
         self.pairs = {n: [(n, self.holders[n.name])] for n, _ in self.saved if n.name in self.holders}
-        self.decoded: set[fx.Node] = set()  # nodes of the backward graph
+        self.decoded: set[fx.Node] = set()  # values decoded from codes, in the backward graph
 
     def bytes(self) -> int:
         """The bytes that are saved, without inputs and what the caller holds anyway."""
@@ -150,7 +150,7 @@ class _Saved:
         saved = (n for n in outputs[len(self.returned) :] if isinstance(n, fx.Node))
         return size_of(storages(saved, self.held_by_caller))
 
-    def derive(self, bits: int) -> None:
+    def use_few_bits(self, bits: int) -> None:
         """Saves codes of activations' derivatives in place of tensors that are saved for these alone."""
         gradients = self.rules.gradients.nodes
         for derivative in few_bit.derivatives(self.fw.graph, self.bw.graph, self.operations, gradients, bits):
@@ -212,6 +212,7 @@ class _Saved:
         return sorted(candidates, key=cost) if in_order else candidates
 
     def _goes_to_attention(self, node: fx.Node) -> bool:
+        """Whether attention uses a value, also as a view or in another dtype."""
         return any(
             self.operations.of(user).name in FORWARD
             or ((packet(user) in VIEWS or packet(user) in CASTS) and self._goes_to_attention(user))
@@ -308,6 +309,7 @@ class _Saved:
 
 
 def _ancestors(node: fx.Node) -> set[fx.Node]:
+    """All nodes that a node is computed from."""
     ancestors: set[fx.Node] = set()
     waiting = [node]
     while waiting:

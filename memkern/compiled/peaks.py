@@ -12,7 +12,7 @@ from .torch_internals import partitioners
 
 
 class Backward:
-    """A joint graph's backward pass. info: torch's NodeInfo. base: what a node is a view of. size: bytes of bases."""
+    """A joint graph's backward pass. info: torch's NodeInfo. base: by node, what it is a view of. size: of bases."""
 
     def __init__(self, graph: fx.Graph, info: Any) -> None:
         self.info, ops = info, partitioners.get_default_op_list()

@@ -44,7 +44,7 @@ COMPUTED_FROM_CODES = frozenset(
 )
 """Elementwise functions that may be computed again from codes of their input: their errors are at most the input's."""
 MOST_EXPONENT = 4
-"""The largest exponent of a power of codes: its derivative is off by so many times, less one, what codes are off."""
+"""The largest exponent n of a power of codes: its derivative has n - 1 times the relative error of the codes."""
 
 # ---- what an operation uses in its backward pass
 
@@ -52,10 +52,10 @@ MOST_EXPONENT = 4
 class User(NamedTuple):
     """What an operation uses in its backward pass.
 
-    kind: "product" (products, norms, attention, losses: a relative error in what it uses is one in its result, however
-    large the gradient), "smooth" (elementwise with bounded derivatives: codes only where the gradient that comes is
-    BOUNDED), "linear" (passes gradients on, and uses nothing, or exactly), "singular" (divides or takes a logarithm).
-    coded: the arguments that may be coded; of "linear" ones those of which only the shape is used.
+    kind: "product" (products, norms, attention, losses: a relative error of what it uses is one of its result, however
+    large the gradient is), "smooth" (element-wise with bounded derivatives: codes only where the gradient at its output
+    is BOUNDED), "linear" (passes gradients on, and uses nothing, or exact values), "singular" (divides or takes a
+    logarithm). coded: the arguments that may be in codes; of "linear" ones those of which only the shape is used.
     """
 
     kind: str
@@ -102,7 +102,7 @@ USERS: dict[str, User] = {
     **_rows("linear", (), "native_dropout", "upsample_nearest2d", "upsample_bilinear2d", "upsample_bicubic2d"),
     **_rows("linear", (), "pixel_shuffle", "sort", "topk", "max"),
     **_rows("linear", ("self",), "max_pool2d_with_indices", "avg_pool2d", "adaptive_avg_pool2d", "avg_pool3d"),
-    # compared or looked at for a sign, always exactly
+    # read for comparisons or signs, always exactly
     **_rows("linear", (), "amax", "amin", "abs", "clamp", "clamp_min", "clamp_max", "exp", "maximum", "minimum"),
     **_rows("linear", (), "sin", "cos", "mse_loss", "smooth_l1_loss", "var", "prelu_kernel"),
     **_rows("linear", (), "binary_cross_entropy_with_logits"),

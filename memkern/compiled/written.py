@@ -59,7 +59,7 @@ def read_copies(graph: fx.Graph, returned: int) -> None:
 
 
 def claim_copies(graph: fx.Graph, info: Any) -> None:
-    """Tells torch's NodeInfo that copies are of the forward pass, also where nothing else there needs them."""
+    """Tells torch's NodeInfo that the copies are of the forward pass, also where no other node of it needs them."""
     for node in graph.nodes:
         if _COPY in node.meta and not info.is_required_fw(node):
             info._required_fw_nodes.add(node)

@@ -81,7 +81,7 @@ def _activation(name: str, bits: int, keep: str, a: float = 0.0, b: float = 0.0,
 
 @assume_constant_result
 def in_dtype(number: float, dtype: torch.dtype) -> float:
-    """A number rounded to a dtype."""
+    """A Python number rounded to a dtype."""
     return torch.tensor(number, dtype=dtype, device="cpu").item()
 
 

@@ -24,7 +24,7 @@ REACH = 8  # standard deviations of the widest normal: 1e-15 lies beyond
 
 
 class Fit(NamedTuple):
-    """levels: the table. errors: mean squared error of the derivative for each normal of the mixture, by its sigma."""
+    """A fitted table, and the derivative's mean squared error by the sigma of each normal of the mixture."""
 
     levels: Levels
     errors: dict[float, float]
@@ -37,7 +37,7 @@ def mixture(x: Tensor, sigmas: Sequence[float]) -> Tensor:
 
 
 def _grid(sigmas: Sequence[float]) -> tuple[Tensor, float]:
-    """Midpoints of equal steps, symmetric around 0 (which is not among them); and the step."""
+    """Points in x, the midpoints of equal steps, symmetric around 0 (which is none of them); and the step."""
     half = math.ceil(REACH * max(sigmas)) * PER_UNIT
     return (torch.arange(-half, half, dtype=torch.float64) + 0.5) / PER_UNIT, 1 / PER_UNIT
 

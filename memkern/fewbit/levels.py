@@ -1,9 +1,9 @@
 """The quantizer of an activation's derivative: a table of levels, and the thresholds in x that choose among them.
 
-With ``u = x``, or ``u = |x|`` where the derivative is symmetric, the code of an element is the XOR of ``flips[i]``
-over all ``thresholds[i] < u`` (in fp32); where the derivative is odd about a value, ``x < 0`` flips the top bit. The
-backward pass takes ``levels[code]`` for the derivative. So the backward kernel is the same for every activation, and
-an activation adds a table.
+With ``u = x``, or ``u = |x|`` where the derivative is even or odd about a value, the code of an element is the XOR of
+``flips[i]`` over all i with ``thresholds[i] < u`` (in fp32). Where the derivative is odd about a value, ``x < 0`` also
+flips the code's top bit. The backward pass takes ``levels[code]`` for the derivative. So the backward kernel is the
+same for every activation, and an activation adds a table.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class Levels(NamedTuple):
 
 
 class TwoBranch(NamedTuple):
-    """The derivative of an activation with one minimum, from its output y and the bit ``x > at``.
+    """The derivative of an activation with one minimum, at ``at``, from its output y and the bit ``x > at``.
 
     On each side it is a polynomial in ``z = 2 min(s, reach) / reach - 1`` with ``s = sqrt(max(y - minimum, 0))``: as a
-    function of s the derivative is smooth at the minimum. ``falling`` has the coefficients for x <= at, ``rising``
-    those for x > at, from the highest power down, equally many.
+    function of s the derivative is smooth at the minimum. ``falling`` has the coefficients for x <= at, ``rising`` as
+    many for x > at, from the highest power down.
     """
 
     at: float

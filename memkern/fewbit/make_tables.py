@@ -158,6 +158,7 @@ def _main() -> None:
 
 
 def _wrapped(numbers: Sequence[float] | float) -> list[str]:
+    """The source lines of an argument: eight numbers a line."""
     if isinstance(numbers, float):
         return [f"        {numbers},"]
     rows = [", ".join(map(repr, numbers[i : i + 8])) for i in range(0, len(numbers), 8)]

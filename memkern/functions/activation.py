@@ -14,8 +14,8 @@ from ..fewbit.levels import check_bits
 from ..quant.layout import FLOATS, is_dense, same_layout
 from .autograd import SavesLess, apply, is_eager, needs_gradient, no_second_derivative
 
-# A user's function, what autocast runs in fp32 (torch's op is dispatched through autocast, the fused op is not), and
-# what has other strides than its input: torch's log-sigmoid, contiguous on a CPU.
+# Activations that the fused op does not compute: a user's function (""); softplus, which autocast runs in fp32, but not
+# the fused op; and log-sigmoid, whose result on a CPU is contiguous whatever its input's strides.
 _NOT_FUSED = ("", "softplus", "logsigmoid")
 
 

@@ -55,12 +55,12 @@ def _no_jvp(reason: str, ctx: Any, *tangents: Any) -> Any:
     raise RuntimeError(f"{reason} for the backward pass, so forward-mode AD is not possible; {_WAY_OUT}")
 
 
-@assume_constant_result  # TorchDynamo, which one of ONNX' ways of export runs, would not look
+@assume_constant_result  # TorchDynamo, which runs in some ONNX exports, cannot trace the function that tells so
 def _exports_to_onnx() -> bool:
     return torch.onnx.is_in_onnx_export()
 
 
-@assume_constant_result  # TorchDynamo of torch 2.10 takes it for True under torch.compile too
+@assume_constant_result  # traced by the TorchDynamo of torch 2.10, is_exporting() is True under torch.compile too
 def _is_exporting() -> bool:
     return torch.compiler.is_exporting()
 

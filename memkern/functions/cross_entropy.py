@@ -20,7 +20,7 @@ MIN_CHUNK = 128  # with fewer columns a matrix product is slow
 
 
 class _Rows(NamedTuple):
-    """The target and the factors of each row's loss; float tensors of shape (tokens,)."""
+    """The target and the factors of each row's loss; tensors of shape (tokens,)."""
 
     target: Tensor
     """The class, 0 where the row is ignored."""
@@ -102,11 +102,12 @@ def _finite(highest: Tensor) -> Tensor:
 
 
 def _times(factor: Tensor, grad: Tensor) -> Tensor:
-    """factor * grad, but 0 where the factor is 0: where all rows are ignored the mean's gradient is infinite."""
+    """factor * grad, but 0 where the factor is 0: the mean's gradient is infinite where all rows are ignored."""
     return torch.where(factor == 0, 0, factor * grad)
 
 
 def _chunks(linear_weight: Tensor, chunk_size: int) -> Sequence[slice]:
+    """The ranges of classes whose logits are computed together."""
     classes = len(linear_weight)
     return [slice(start, min(start + chunk_size, classes)) for start in range(0, classes, chunk_size)]
 

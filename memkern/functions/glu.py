@@ -95,6 +95,7 @@ def check(gate: Tensor, up: Tensor | None) -> None:
 
 
 def glu(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
+    """``activation(gate) * up``; without ``up``, gate holds both."""
     check(gate, up)
     if needs_gradient(gate) or needs_gradient(up):
         return apply(Glu, gate, up, activation)

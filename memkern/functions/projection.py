@@ -35,8 +35,8 @@ from torch import Tensor
 from ..quant.layout import arithmetic
 from .autograd import constant
 
-WORD = 0xFFFFFFFF  # mask of 32 bits
-CHUNK = 1 << 22  # elements of S, or of a transformed slice, that exist at a time
+WORD = 0xFFFFFFFF  # the mask of a 32-bit word
+CHUNK = 1 << 22  # elements of S, or of a transformed slice, that are in memory at a time
 
 
 def draw_seed(device: torch.device, generator: torch.Generator | None = None) -> Tensor:
@@ -54,11 +54,12 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def words(seed: Tensor, stream: Tensor | int, position: Tensor) -> Tensor:
-    """Random 32-bit words as int64, one for each position of a stream (the two are broadcast)."""
+    """Random 32-bit words as int64, one for each pair of a stream's number and a position, which are broadcast."""
     return _mix(_mix(position ^ _mix(seed[0] ^ stream)) ^ seed[1])
 
 
 def _signs(seed: Tensor, stream: int, n: int, dtype: torch.dtype) -> Tensor:
+    """n random signs."""
     bits = words(seed, stream, torch.arange(n, device=seed.device)) & 1
     return bits.to(dtype) * 2 - 1
 
@@ -69,11 +70,12 @@ def _sample(seed: Tensor, stream: int, n: int, k: int) -> Tensor:
 
 
 def _rows(x: Tensor, k: int, seed: Tensor, dtype: torch.dtype) -> Tensor:
+    """k rows of x."""
     return x.index_select(0, _sample(seed, 0, len(x), k)).to(dtype)
 
 
 def _dct(x: Tensor, k: int, seed: Tensor, dtype: torch.dtype) -> Tensor:
-    """k rows of a DCT-II, after Makhoul: one real FFT of the tokens, even ones first, odd ones reversed after them."""
+    """k rows of the DCT-II of x, by Makhoul's algorithm: an FFT of the even tokens and then the reversed odd ones."""
     n = len(x)
     wide = arithmetic(x.dtype)  # FFTs take bf16 on no device
     index = torch.arange(n, device=x.device)
@@ -95,7 +97,7 @@ def _dct(x: Tensor, k: int, seed: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _normals(seed: Tensor, rows: Tensor, first: int, count: int) -> Tensor:
-    """Box and Muller's transform: a pair of words to a pair of normals."""
+    """Normals in columns ``first`` and following of rows of S, by Box and Muller: a pair of words gives a pair."""
     pair = torch.arange(first // 2, (first + count + 1) // 2, device=seed.device)
     radius = ((words(seed, rows, 2 * pair) + 1) * 2.0**-32).log().mul(-2).sqrt()
     angle = words(seed, rows, 2 * pair + 1) * (2 * constant(math.pi) * 2.0**-32)
@@ -103,7 +105,7 @@ def _normals(seed: Tensor, rows: Tensor, first: int, count: int) -> Tensor:
 
 
 def _bits(seed: Tensor, rows: Tensor, first: int, count: int) -> Tensor:
-    """The bits of each word as 32 signs."""
+    """Signs in columns ``first`` and following of rows of S: a word gives 32."""
     word = words(seed, rows, torch.arange(first // 32, (first + count + 31) // 32, device=seed.device))
     bits = word.unsqueeze(-1) >> torch.arange(32, device=seed.device) & 1
     return bits.flatten(1)[:, :count] * 2 - 1

@@ -36,7 +36,7 @@ class ShardedWeights:
         The root's weights are always there. Where the trace has no clocks of blocks, all buffers are, too.
         """
         if not trace.block_clocks:
-            blocks = (3 + self.unreleased) * self.block
+            blocks = (3 + self.unreleased) * self.block  # weights, all-gather's output, reduce-scatter's input
             return [self.root + blocks] * trace.end + [self.root + max(blocks, self.root_shard)]
         forward_begins, backward_ends = zip(*trace.block_clocks, strict=True)
         last_forward_end, last_backward_begin, second_end = forward_begins[-1], backward_ends[-1], trace.forward_end
@@ -85,6 +85,7 @@ class WeightsOnHost:
         """
         embedding, block, output_layer = self.embedding, self.block, self.output_layer
         if not trace.block_clocks:
+            # Two groups' weights, two buffers of gradients, and a tensor's temporary copy of up to a group's size
             return [self.root + 5 * max(embedding, block, output_layer)] * (trace.end + 1)
         forward_begins, backward_ends = zip(*trace.block_clocks, strict=True)
         last_forward_end = trace.forward_end
@@ -93,7 +94,8 @@ class WeightsOnHost:
         output_end = self._output_layer_end(trace)
         output_begin = min(output_end, trace.forward_end if trace.output_begin is None else trace.output_begin)
         counted = [self.root + 2 * embedding] * (trace.end + 1)
-        for begin, end, size, first_more in (  # clocks, bytes between them, and further bytes of the first operator
+        # Clocks, bytes between them, and further bytes at the first operator. Previous and next: in the model's order
+        for begin, end, size, first_more in (
             # Forward pass of the embedding: its weights and the first block's, which are being copied
             (0, forward_begins[0], embedding + block, self.block_tensor),
             # Forward pass of a block: its weights and the next one's
@@ -104,13 +106,12 @@ class WeightsOnHost:
             (last_forward_end, output_begin, output_layer or block, 0),
             # Backward pass of the output layer: its weights and the last block's
             (output_begin, output_end, output_layer + block, 0),
-            # Backward pass of the last block: its weights, the previous one's, two buffers of the output layer's
-            # gradients
+            # Backward pass of the last block: its weights, the previous one's, two buffers of the output's gradients
             (output_end, backward_ends[-1], 2 * block + 2 * output_layer, 0),
             # Backward pass of another block: its weights, the previous one's, two buffers of the next one's gradients
             *((a, b, 4 * block, 0) for b, a in itertools.pairwise(backward_ends)),
-            # Backward pass of the embedding, which needs no weights: two buffers of the first block's gradients, one of
-            # which the buffer of the embedding's own replaces
+            # Backward pass of the embedding, which needs no weights: two buffers of the first block's gradients, or one
+            # of them beside the embedding's own
             (backward_ends[0], trace.end, block + max(embedding, block), 0),
         ):
             counted[begin + 1 : end + 1] = [self.root + size] * (end - begin)
@@ -122,9 +123,9 @@ class WeightsOnHost:
 
     @staticmethod
     def _output_layer_end(trace: Trace) -> int:
-        """The clock when the output layer's backward pass ends; that of the forward pass where there is none.
+        """The clock when the output layer's backward pass ends; where there is none, the forward pass's end.
 
-        Taken for it: the last gradient outside of the blocks that is accumulated before the last one of the last block.
+        That is when the last gradient outside of the blocks is accumulated, of those before the last block's end.
         """
         begin, last_block_end = trace.forward_end, trace.block_clocks[-1][1]
         outside = [clock for s, clock in trace.accumulated.items() if s not in trace.block_ends]

@@ -260,17 +260,11 @@ def record(
         handle.remove()
     storages = _in_place_sums(live.storages, firsts, accumulated)
     model.zero_grad(set_to_none=True)
-    return Trace(
-        storages,
-        accumulated,
-        operators,
-        forward_end,
-        block_clocks=tuple(
-            (forward_begins[b], backward_ends[b]) for b in blocks if b in forward_begins and b in backward_ends
-        ),
-        block_ends={storage: backward_ends[block] for storage, block in block_of_gradient.items()},
-        output_begin=max(output_begins, default=None),
-    )
+    run = [b for b in blocks if b in forward_begins and b in backward_ends]
+    block_clocks = tuple((forward_begins[b], backward_ends[b]) for b in run)
+    block_ends = {storage: backward_ends[block] for storage, block in block_of_gradient.items()}
+    output_begin = max(output_begins, default=None)
+    return Trace(storages, accumulated, operators, forward_end, block_clocks, block_ends, output_begin)
 
 
 def _shapes(out: Any) -> list[torch.Size]:

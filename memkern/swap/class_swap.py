@@ -6,8 +6,9 @@ from typing import Any
 
 from torch import nn
 
-ORIGINAL = "_memkern_original"  # (class, attributes that were overwritten, names of all that were set)
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))  # names of attributes
+ORIGINAL = "_memkern_original"
+"""The attribute of a swapped module: its class before, attributes that were overwritten, names of all that were set."""
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
@@ -17,7 +18,7 @@ def original_class(module: nn.Module) -> type[nn.Module]:
 
 def attributes_of(module: nn.Module) -> dict[str, Any]:
     """A module's own attributes, without those of every torch.nn.Module."""
-    return {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
+    return {name: value for name, value in vars(module).items() if name not in _MODULE_ATTRIBUTES}
 
 
 def become(module: nn.Module, cls: type[nn.Module], attributes: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from ..nn.linear import RandomizedConv1D, RandomizedLinear
 from .class_swap import original_class
 
 Maker = Callable[..., nn.Module]
-"""(module, bits, keep) -> a new counterpart of the module."""
+"""Makes a counterpart of a module. Called as (module, bits, keep), the last two as of memkern.nn.GELU."""
 
 TORCH: dict[type[nn.Module], Maker] = {
     nn.GELU: lambda m, bits, keep: ours.GELU(m.approximate, bits=bits, keep=keep),
@@ -45,7 +45,7 @@ TORCH: dict[type[nn.Module], Maker] = {
 }
 """The counterparts of torch.nn's activations."""
 
-# torch saves their output, and so does the layer that usually follows: codes would come on top.
+# torch saves the outputs of these, and so does the layer that usually follows: codes would be saved beside them.
 SAVE_THEIR_OUTPUT = (nn.ReLU, nn.Tanh, nn.Sigmoid)
 
 
@@ -55,7 +55,7 @@ _QUICK_GELU: Maker = lambda m, bits, keep: ours.QuickGELU(bits=bits)  # noqa: E7
 _SILU: Maker = lambda m, bits, keep: ours.SiLU(bits=bits, keep=keep)  # noqa: E731
 _MISH: Maker = lambda m, bits, keep: ours.Mish(bits=bits)  # noqa: E731
 
-OF_LIBRARIES: dict[tuple[str, str], Maker] = {
+LIBRARY_CLASSES: dict[tuple[str, str], Maker] = {
     ("transformers.activations", "GELUActivation"): _GELU,
     ("transformers.activations", "GELUTanh"): _GELU_TANH,
     ("transformers.activations", "NewGELUActivation"): _GELU_TANH,
@@ -72,17 +72,17 @@ OF_LIBRARIES: dict[tuple[str, str], Maker] = {
     ("timm.layers.activations", "Mish"): _MISH,
     ("timm.layers.activations", "HardSwish"): lambda m, bits, keep: ours.Hardswish(bits=bits),
 }
-"""Classes of other libraries, by module and name; another class of the same name is not known."""
-_NAMES = {name for _, name in OF_LIBRARIES} | {"NewGELU"}
+"""The counterparts of other libraries' activations, by the class's module and name."""
+_NAMES = {name for _, name in LIBRARY_CLASSES} | {"NewGELU"}
 
 
 def _maker(cls: type[nn.Module]) -> Maker | None:
-    """What makes the counterpart of a class, which is known by identity; None for other classes."""
+    """The maker for a class; None for others, also for one that only has the name of a known class."""
     if cls in TORCH:
         return TORCH[cls]
     key = (cls.__module__, cls.__name__)
-    known = key in OF_LIBRARIES and getattr(sys.modules.get(cls.__module__), cls.__name__, None) is cls
-    return OF_LIBRARIES[key] if known else None
+    known = key in LIBRARY_CLASSES and getattr(sys.modules.get(cls.__module__), cls.__name__, None) is cls
+    return LIBRARY_CLASSES[key] if known else None
 
 
 def _is_as_defined(cls: type[nn.Module]) -> bool:
@@ -96,7 +96,7 @@ NO_COUNTERPART = (
     *(nn.RNNBase, nn.MultiheadAttention),
 )
 
-# Functions whose input torch saves; compress cannot change calls of them. Without threshold, a name of much else.
+# Functions whose input torch saves, and whose calls compress cannot change. Not threshold: much else has that name.
 FUNCTIONS = frozenset(
     {
         *("gelu", "silu", "mish", "hardswish", "softplus", "leaky_relu", "hardtanh", "relu6"),
@@ -189,7 +189,10 @@ def _names_in_forward(cls: type[nn.Module]) -> Iterator[str]:
 
 
 def called_in_forward(module: nn.Module) -> str | None:
-    """The function of FUNCTIONS that a module's forward, or a method that it calls, names or holds, if any is seen."""
+    """The name of one of FUNCTIONS that a module's forward, or a method that it calls, calls; None where none is seen.
+
+    Seen are names in the methods' code, and functions that are attributes of the module.
+    """
     if type(module) in TORCH or is_own(type(module)):
         return None
     children = dict(module.named_children())
@@ -203,12 +206,12 @@ def called_in_forward(module: nn.Module) -> str | None:
     return next(named, None) or next(held, None)
 
 
-# Names by which a method may reach children that it does not name.
+# Names in a method's code with which it may reach children that it does not name.
 _ANY_CHILD = frozenset({"children", "named_children", "modules", "named_modules", "_modules", "getattr"})
 
 
 class CalledNames:
-    """The names in the code of a model's methods: a child that no method names is not called."""
+    """The names in the code of a model's methods, by which it is told whether a child may be called."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         classes = {type(module) for module in modules} | {original_class(module) for module in modules}
@@ -217,10 +220,11 @@ class CalledNames:
             codes = [code for method in _methods(cls).values() for code in _codes(method)]
             texts = {constant for code in codes for constant in code.co_consts if isinstance(constant, str)}
             self.names[cls] = texts.union(*(code.co_names for code in codes))
-        self.all: set[str] = set().union(*self.names.values())
+        self.all_names: set[str] = set().union(*self.names.values())
 
     def may_call(self, parent: nn.Module, child: str) -> bool:
+        """Whether a child may be called: some method of the model has its name, or its parent reaches any child."""
         cls = original_class(parent)
         if cls.__module__.startswith("torch.") or "forward" in vars(parent) or self.names[cls] & _ANY_CHILD:
             return True
-        return child in self.all
+        return child in self.all_names

@@ -1,4 +1,4 @@
-"""Does what ``memkern.compress`` does: chooses modules, swaps them, and notes what each saves before and after."""
+"""Carries out ``memkern.compress``: chooses modules, swaps them, and notes what each saves before and after."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ Predicate = Callable[[str, nn.Module], bool]
 MARKED = "_memkern_marked"  # the attribute of an embedding that compress has marked for 32-bit states
 DEFAULT_BITS = 3  # per element
 OUTPUT = "output"  # in place of bits: GELU and SiLU save their output
-_PROBE = 1 << 14  # elements; the few bytes that a call saves beside its codes round away
+_PROBE = 1 << 14  # elements of a test input: so many that the few bytes which a call saves beside codes round away
 
 
 # ---- bytes of one module
 
 
 def _saved_per_element(cls: type[nn.Module], module: nn.Module, dtype: torch.dtype) -> float:
-    """Bytes that an activation saves per element, its input or output included; measured, to an eighth."""
+    """Bytes that an activation saves per element, its input or output included; measured, rounded to an eighth."""
     x = torch.zeros(_PROBE, dtype=dtype, device="cpu", requires_grad=True)
     with torch.enable_grad():
         saved = saved_bytes(lambda: cls.forward(module, x * 1))  # times 1: an in-place one may change it
@@ -72,7 +72,7 @@ def _owners(model: nn.Module) -> dict[int, list[str]]:
 
 
 class Compression:
-    """One call of compress."""
+    """One call of compress: the model's modules and names, and what was done so far."""
 
     def __init__(self, model: nn.Module, predicate: Predicate | None) -> None:
         self.predicate = predicate
@@ -91,9 +91,11 @@ class Compression:
         self.marked: list[str] = []
 
     def modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Each module once, with its first name."""
         return ((names[0], module) for module, names in self.names.items())
 
     def _may_be_called(self, name: str) -> bool:
+        """Whether a method of the model may call the module of that name."""
         parent, _, child = name.rpartition(".")
         return not name or self.called.may_call(self.by_name[parent], child)
 
@@ -113,7 +115,7 @@ class Compression:
         return False
 
     def activations(self, mode: int | str) -> None:
-        """mode: bits, or OUTPUT."""
+        """Swaps activations. mode: bits, or OUTPUT."""
         for name, module in self.modules():
             self._swap_activation(name, module, mode)
 
@@ -174,6 +176,7 @@ class Compression:
                 self.swapped.append(Swap(tuple(names), cls.__name__, now, before, after, width))
 
     def embeddings(self) -> None:
+        """Marks embeddings for 32-bit optimizer states."""
         for name, module in self.modules():
             if not isinstance(module, nn.Embedding) or state_bits_of(module) is not None:
                 continue

@@ -23,7 +23,7 @@ def weight_dtype(techniques: Techniques) -> torch.dtype:
 
 
 def autocast(techniques: Techniques, device: str) -> contextlib.AbstractContextManager[Any]:
-    """The context of a forward pass on a type of device."""
+    """The ``with`` block for a forward pass on a type of device: torch.autocast, where the techniques ask for it."""
     if techniques.autocast is None:
         return contextlib.nullcontext()
     return torch.autocast(device, {"bf16": torch.bfloat16, "fp16": torch.float16}[techniques.autocast])
@@ -87,7 +87,7 @@ def apply(
 
 
 def streaming_device(device: torch.device | str | None) -> torch.device:
-    """The device that weights of the host go to. Raises OptionError for one that is none of the CPU and CUDA."""
+    """The device that weights of the host are copied to. Raises OptionError unless it is the CPU or a CUDA device."""
     name = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         parsed = torch.device(name)
@@ -168,7 +168,7 @@ def _on_host(
 
 
 class OneDevice(Mapping[Tensor, torch.device]):
-    """The device of every tensor: where Muon computes products of weights that are on the host."""
+    """A mapping with one device for every tensor: where Muon computes products of weights that are on the host."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

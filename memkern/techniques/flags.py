@@ -21,6 +21,7 @@ def flag(name: str) -> str:
 
 
 def _choice(allowed: tuple[Any, ...]) -> Callable[[str], Any]:
+    """argparse's type for an option with choices."""
     values = {spelled(value): value for value in allowed}
 
     def parse(text: str) -> Any:
@@ -32,6 +33,8 @@ def _choice(allowed: tuple[Any, ...]) -> Callable[[str], Any]:
 
 
 def _number(kind: type, optional: bool) -> Callable[[str], Any]:
+    """argparse's type for a number, or "none" where that is allowed."""
+
     def parse(text: str) -> Any:
         return None if optional and text == "none" else kind(text)
 

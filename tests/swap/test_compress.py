@@ -106,7 +106,7 @@ OF_LIBRARIES: dict[tuple[str, str], tuple[type[nn.Module], dict[str, Any]]] = {
 
 
 def test_every_class_of_other_libraries_is_tried() -> None:
-    assert {*OF_LIBRARIES} == {*match.OF_LIBRARIES}
+    assert {*OF_LIBRARIES} == {*match.LIBRARY_CLASSES}
 
 
 @pytest.mark.parametrize("key", OF_LIBRARIES, ids=lambda key: key[1])
