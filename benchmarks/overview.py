@@ -15,7 +15,8 @@ from . import RESULTS, machine, report
 from .plot import OTHERS, OURS
 
 PICTURE = machine.ROOT / "docs" / "assets" / "time-and-peak.png"
-XL_PARAMETERS, FP32_ADAMW_BYTES = 1_557_611_200, 16  # of GPT-2-XL; 4 each for weight, gradient and two moments
+XL_PARAMETERS = 1_557_611_200  # of GPT-2-XL
+FP32_ADAMW_BYTES = 16  # a parameter: 4 each for weight, gradient and two moments
 # topic, case, contender of memkern, peer: the usual comparisons, and the cases in which memkern loses
 TIMES = (
     ("optim", "AdamW, one tensor", "memkern AdamW8bit", "torch AdamW fused"),
@@ -97,7 +98,7 @@ def savings() -> Iterator[tuple[str, str, tuple[str, float], list[tuple[str, flo
             ],
         )
     if (RESULTS / "gpt2-xl.csv").exists():
-        run = _last("gpt2-xl.csv", "run").get(("a",))
+        run = _last("gpt2-xl.csv", "run").get(("xl-9GiB",))
         if run:
             yield (
                 "GPT-2-XL, peak of the process (before: weights, gradients and states alone)",

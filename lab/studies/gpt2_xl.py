@@ -1,9 +1,9 @@
-"""Trains GPT-2-XL on a CPU in 9 and in 12 GiB, by python -m memkern train, and measures its peak and times.
+"""Trains GPT-2-XL in 9 and in 12 GiB of a CPU's memory by ``python -m memkern train``: peaks and seconds per step.
 
-Each run is a process with random weights and real text. Its peak resident set, counted by the operating system, stands
-beside the planner's prediction. ``hand``: one micro-batch of 256 tokens by a loop of a few lines and by the recipe with
-the same techniques, in processes that alternate. ``--model gpt2 --seq-len 64`` tries the runs on a small model, without
-their memory limits.
+Each run is a process that trains from random weights on text. Its row has the peak of its resident set, as counted by
+the operating system, and the planner's prediction. The run ``by-hand`` compares times: steps of 256 tokens by a short
+loop, on random tokens, and by ``train`` with the same techniques, in processes that alternate. ``--model gpt2 --seq-len
+64`` tries the runs on a small model, without their memory limits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ GIB = 2**30
 
 
 class Run(NamedTuple):
-    """A run of the recipe: its model, its limit, and the other arguments."""
+    """A run of ``train``: its model, its memory limit (``--fit``), tokens per sequence, and the other arguments."""
 
     model: str
     limit: str
@@ -36,20 +36,23 @@ class Run(NamedTuple):
 
 
 RUNS = {
-    "a": Run("gpt2-xl", "9GiB", 1024, ("--batch-size", "1", "--steps", "30", "--warmup", "3")),
-    "b": Run(
+    "xl-9GiB": Run("gpt2-xl", "9GiB", 1024, ("--batch-size", "1", "--steps", "30", "--warmup", "3")),
+    "xl-12GiB-accumulated": Run(
         "gpt2-xl", "12GiB", 1024,
         ("--micro-batch", "1", "--accumulation", "64", "--steps", "2", "--clip", "1", "--warmup", "0"),
     ),
-    "c": Run("gpt2-xl", "12GiB", 128, ("--batch-size", "8", "--steps", "30", "--clip", "1", "--warmup", "3")),
-    "medium": Run("gpt2-medium", "3GiB", 1024, ("--batch-size", "1", "--steps", "30", "--warmup", "3")),
+    "xl-12GiB-short": Run(
+        "gpt2-xl", "12GiB", 128, ("--batch-size", "8", "--steps", "30", "--clip", "1", "--warmup", "3")
+    ),
+    "medium-3GiB": Run("gpt2-medium", "3GiB", 1024, ("--batch-size", "1", "--steps", "30", "--warmup", "3")),
 }  # fmt: skip
-ALWAYS = (
+BY_HAND = "by-hand"  # the name of the comparison, which is no run of RUNS
+COMMON_ARGUMENTS = (
     *("--from-config", "--bytes", "--dropout", "0", "--device", "cpu", "--eval-every", "1000", "--eval-tokens", "1024"),
 )
-# The techniques of by_hand()'s loop.
-BY_HAND = ("--precision", "bf16", "--activation-bits", "3", "--checkpointing", "blocks", "--clip", "0")
-HAND_STEPS = 6
+# The techniques of train_by_hand(), as arguments of ``train``.
+TECHNIQUES_BY_HAND = ("--precision", "bf16", "--activation-bits", "3", "--checkpointing", "blocks", "--clip", "0")
+STEPS_BY_HAND = 6  # the first, which warms up, is not counted
 COLUMNS = (
     *("run", "arguments", "techniques", "limit_gib", "predicted_gib", "peak_rss_gib", "steps", "first_loss"),
     *("last_loss", "validation_loss", "median_step_s", "median_micro_batch_s"),
@@ -57,33 +60,33 @@ COLUMNS = (
 
 
 def command(run: Run, out: Path, model: str | None, seq_len: int | None, data: Sequence[str]) -> list[str]:
-    """The recipe's command line; without the limit where the model is not the run's."""
+    """The command line of ``train``; without the limit where ``model`` is another one than the run's."""
     is_other = model is not None and model != run.model
     fit = ["--precision", "bf16", "--checkpointing", "blocks"] if is_other else ["--fit", run.limit]
     return [
-        *(sys.executable, "-m", "memkern", "train", "--model", model or run.model, *ALWAYS, *fit),
+        *(sys.executable, "-m", "memkern", "train", "--model", model or run.model, *COMMON_ARGUMENTS, *fit),
         *("--seq-len", str(seq_len or run.seq_len), *run.arguments, "--out", str(out)),
         *(("--data", *data) if data else ()),
     ]
 
 
-def peak_of(words: Sequence[str]) -> int:
-    """Runs a command; returns the peak of its resident set in bytes."""
+def run_and_measure_peak(words: Sequence[str]) -> int:
+    """Runs a command line in a process; returns the peak of its resident set in bytes."""
     print("$", *words, flush=True)
     process = subprocess.Popen(words, cwd=ROOT)
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise SystemExit(f"ended with status {process.returncode}")
-    return usage.ru_maxrss * 1024
+    return usage.ru_maxrss * 1024  # Linux counts KiB
 
 
-def measured(name: str, model: str | None, seq_len: int | None, data: Sequence[str]) -> dict[str, str]:
-    """Makes a run; returns its row of the results."""
+def row_of(name: str, model: str | None, seq_len: int | None, data: Sequence[str]) -> dict[str, str]:
+    """Makes the run of RUNS with this name; returns its row of the results."""
     run = RUNS[name]
     with tempfile.TemporaryDirectory() as folder:
         words = command(run, Path(folder), model, seq_len, data)
-        peak = peak_of(words)
+        peak = run_and_measure_peak(words)
         results = json.loads((Path(folder) / "results.json").read_text())
     [result] = results["runs"]
     config, plan = results["config"], results["plan"]
@@ -107,8 +110,8 @@ def measured(name: str, model: str | None, seq_len: int | None, data: Sequence[s
     }
 
 
-def by_hand(model: str, seq_len: int) -> None:
-    """The loop that the recipe is compared with; prints the seconds of each step."""
+def train_by_hand(model: str, seq_len: int) -> None:
+    """The loop that ``train`` is compared with; prints the seconds of each step."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -121,7 +124,7 @@ def by_hand(model: str, seq_len: int) -> None:
     gpt.gradient_checkpointing_enable({"use_reentrant": False})
     memkern.compress(gpt, 3)
     optimizer = memkern.optim.AdamW8bit(gpt.parameters(), lr=3e-4)
-    for _ in range(HAND_STEPS):
+    for _ in range(STEPS_BY_HAND):
         tokens = torch.randint(config.vocab_size, (1, seq_len + 1))
         start = time.perf_counter()
         logits = gpt(input_ids=tokens[:, :-1], use_cache=False).logits
@@ -131,52 +134,55 @@ def by_hand(model: str, seq_len: int) -> None:
         print("seconds", time.perf_counter() - start, flush=True)
 
 
-def hand_seconds(model: str, seq_len: int) -> float:
-    """The median step of by_hand() in a process of its own."""
+def seconds_by_hand(model: str, seq_len: int) -> float:
+    """The median seconds of a step of train_by_hand(), in a process of its own."""
     words = [sys.executable, "-m", "lab.studies.gpt2_xl", "--by-hand", model, str(seq_len)]
     process = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
     seconds = [float(line.split()[1]) for line in process.stdout.splitlines() if line.startswith("seconds")]
-    return statistics.median(seconds[1:])
+    return statistics.median(seconds[1:])  # without the first step, which warms up
 
 
-def recipe_seconds(model: str, seq_len: int, data: Sequence[str]) -> float:
+def seconds_by_train(model: str, seq_len: int, data: Sequence[str]) -> float:
+    """The median seconds of a step of ``train`` with the same techniques."""
     with tempfile.TemporaryDirectory() as folder:
         words = [
-            *(sys.executable, "-m", "memkern", "train", "--model", model, *ALWAYS, *BY_HAND, "--batch-size", "1"),
-            *("--seq-len", str(seq_len), "--steps", str(HAND_STEPS + 1), "--warmup", "0", "--out", folder),
+            *(sys.executable, "-m", "memkern", "train", "--model", model, *COMMON_ARGUMENTS, *TECHNIQUES_BY_HAND),
+            *("--batch-size", "1", "--seq-len", str(seq_len), "--steps", str(STEPS_BY_HAND + 1)),
+            *("--warmup", "0", "--out", folder),
             *(("--data", *data) if data else ()),
         ]
-        peak_of(words)
+        run_and_measure_peak(words)
         [result] = json.loads((Path(folder) / "results.json").read_text())["runs"]
-    return statistics.median(result["history"]["seconds"][1:-1])  # the last step counts saved bytes too, and is slower
+    # Without the first step, which warms up, and the last, which is slower as it counts saved bytes too.
+    return statistics.median(result["history"]["seconds"][1:-1])
 
 
 def compare(model: str, seq_len: int, rounds: int, data: Sequence[str]) -> dict[str, str]:
-    """A micro-batch by hand and by the recipe, in processes that alternate."""
-    pairs = [(hand_seconds(model, seq_len), recipe_seconds(model, seq_len, data)) for _ in range(rounds)]
-    hand, recipe = (statistics.median(column) for column in zip(*pairs, strict=True))
+    """A row: the seconds of a step by hand and by ``train``, in processes that alternate."""
+    pairs = [(seconds_by_hand(model, seq_len), seconds_by_train(model, seq_len, data)) for _ in range(rounds)]
+    by_hand, by_train = (statistics.median(column) for column in zip(*pairs, strict=True))
     return {
         "model": model,
         "seq_len": str(seq_len),
         "rounds": str(rounds),
-        "by_hand_s": f"{hand:.3f}",
-        "recipe_s": f"{recipe:.3f}",
-        "ratio": f"{statistics.median(b / a for a, b in pairs):.3f}",
+        "by_hand_s": f"{by_hand:.3f}",
+        "recipe_s": f"{by_train:.3f}",
+        "ratio": f"{statistics.median(train / hand for hand, train in pairs):.3f}",
     }
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = study.parser("gpt2_xl", __doc__, RESULTS)
-    choices = [*RUNS, "hand"]
+    choices = [*RUNS, BY_HAND]
     parser.add_argument("runs", nargs="*", metavar="RUN", help=f"of {', '.join(choices)} (default: all)")
     parser.add_argument("--model", help="another model for all runs")
     parser.add_argument("--seq-len", type=int, help="another length for all runs")
-    parser.add_argument("--rounds", type=int, default=3, help="of the comparison with a loop by hand (default: 3)")
+    parser.add_argument("--rounds", type=int, default=3, help=f"rounds of {BY_HAND} (default: 3)")
     parser.add_argument("--data", nargs="+", default=[], help="text (default: Python's standard library)")
     parser.add_argument("--by-hand", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.by_hand:
-        by_hand(args.by_hand[0], int(args.by_hand[1]))
+        train_by_hand(args.by_hand[0], int(args.by_hand[1]))
         return
     if unknown := set(args.runs) - set(choices):
         parser.error(f"{', '.join(sorted(unknown))} given; allowed: {', '.join(choices)}")
@@ -184,12 +190,12 @@ def main(argv: list[str] | None = None) -> None:
 
     provenance = machine.provenance("cpu")
     for name in args.runs or choices:
-        if name == "hand":
+        if name == BY_HAND:
             row = compare(args.model or "gpt2-xl", args.seq_len or 256, args.rounds, args.data)
             report.append(args.out / "gpt2-xl-by-hand.csv", [provenance | row], (*provenance, *row))
             print(row)
             continue
-        row = measured(name, args.model, args.seq_len, args.data)
+        row = row_of(name, args.model, args.seq_len, args.data)
         report.append(args.out / "gpt2-xl.csv", [provenance | row], (*provenance, *COLUMNS))
         print({key: value for key, value in row.items() if key != "arguments"})
 
