@@ -18,7 +18,7 @@ from memkern.compiled import fused
 from memkern.planner import fake_cuda
 from memkern.quant.codec import CODECS
 from tests.support.helpers import FLOATS
-from tests.support.values import hostile
+from tests.support.values import hard_to_quantize
 
 pytestmark = [
     pytest.mark.full,
@@ -109,7 +109,7 @@ def _same_bits(actual: Tensor, expected: Tensor) -> bool:
 def test_bits_are_those_of_the_op(
     programs: dict[str, str], dtype: torch.dtype, signed: bool, architecture: int
 ) -> None:
-    x, y = hostile(SHAPE, dtype), torch.randn(SHAPE, generator=torch.Generator().manual_seed(1))
+    x, y = hard_to_quantize(SHAPE, dtype), torch.randn(SHAPE, generator=torch.Generator().manual_seed(1))
     codes, scale = reference.quantize_blockwise(x, POWER, signed, BLOCK, None, True)
     expected = reference.dequantize_blockwise(codes, scale, POWER, BLOCK, torch.float32)
     with mock.patch.object(triton_ptx, "ARCHITECTURE", architecture), triton_ptx.emulated():

@@ -13,16 +13,16 @@ from memkern import reference
 from memkern.compiled import fused
 from memkern.quant.codec import CODECS
 from tests.support.partitioned import backend, relative_error, step
-from tests.support.values import hostile
+from tests.support.values import hard_to_quantize
 
 BLOCK, POWER = 128, CODECS["power"]
 WIDTH = 128
 
 
-def _same(found: Tensor, expected: Tensor) -> bool:
+def _have_equal_bits(actual: Tensor, expected: Tensor) -> bool:
     nan = expected.isnan()
     integer = {4: torch.int32, 2: torch.int16}[expected.element_size()]
-    return torch.equal(found.isnan(), nan) and torch.equal(found[~nan].view(integer), expected[~nan].view(integer))
+    return torch.equal(actual.isnan(), nan) and torch.equal(actual[~nan].view(integer), expected[~nan].view(integer))
 
 
 ROWS, SHORT_ROWS = (96, 256), (768, 32)  # shapes
@@ -43,18 +43,18 @@ ROWS, SHORT_ROWS = (96, 256), (768, 32)  # shapes
 def test_inductors_bits_are_those_of_the_op(
     dtype: torch.dtype, signed: bool, shape: tuple[int, ...], transposed: bool
 ) -> None:
-    def both(x: Tensor) -> tuple[Tensor, Tensor]:
+    def round_trip(x: Tensor) -> tuple[Tensor, Tensor]:
         codes, unit = fused.encode(x, signed, BLOCK)
         return codes, fused.decode(codes, unit, BLOCK, dtype)
 
-    x = hostile(shape, dtype)
+    x = hard_to_quantize(shape, dtype)
     if transposed:
         x = x.transpose(0, 1)
     torch._dynamo.reset()
-    codes, decoded = torch.compile(both, fullgraph=True)(x)
+    codes, decoded = torch.compile(round_trip, fullgraph=True)(x)
     expected, scale = reference.quantize_blockwise(x, POWER, signed, BLOCK, None, True)
     assert torch.equal(codes, expected)
-    assert _same(decoded, reference.dequantize_blockwise(expected, scale, POWER, BLOCK, dtype))
+    assert _have_equal_bits(decoded, reference.dequantize_blockwise(expected, scale, POWER, BLOCK, dtype))
 
 
 def _gradient(rows: int, codec_backend: str, f: Any = torch.nn.functional.gelu) -> tuple[Tensor, set[str], int]:
@@ -80,22 +80,22 @@ def _gradient(rows: int, codec_backend: str, f: Any = torch.nn.functional.gelu) 
     return w.grad, ops, saved
 
 
-def test_no_op_is_in_the_graph() -> None:
+def test_graphs_have_no_ops_and_save_as_many_bytes() -> None:
     expected, ops, saved = _gradient(512, "ops")
-    found, ops_left, saved_by_inductor = _gradient(512, "inductor")
+    actual, ops_left, saved_by_inductor = _gradient(512, "inductor")
     assert len(ops) == 2
     assert (ops_left, saved_by_inductor) == (set(), saved)
     # eager torch.sqrt is off by one unit in the last place for some values, by which a code may be off by one
-    assert relative_error(found, expected) < 1e-4
+    assert relative_error(actual, expected) < 1e-4
 
 
 @pytest.mark.full
-def test_distances_from_limits() -> None:
+def test_graphs_of_tanh_have_the_ops_for_distances_from_a_limit_alone() -> None:
     expected, ops, saved = _gradient(512, "ops", torch.tanh)
-    found, ops_left, saved_by_inductor = _gradient(512, "inductor", torch.tanh)
+    actual, ops_left, saved_by_inductor = _gradient(512, "inductor", torch.tanh)
     assert saved_by_inductor == saved
     assert {name.split(".")[1] for name in ops - ops_left} == {"quantize_blockwise", "dequantize_blockwise"}
-    assert relative_error(found, expected) < 1e-4
+    assert relative_error(actual, expected) < 1e-4
 
 
 def test_a_block_that_is_not_full_has_ops() -> None:
@@ -104,7 +104,7 @@ def test_a_block_that_is_not_full_has_ops() -> None:
 
 
 @pytest.mark.full
-def test_symbolic_sizes() -> None:
+def test_both_codec_backends_give_the_same_gradients_as_sizes_change() -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
@@ -114,7 +114,7 @@ def test_symbolic_sizes() -> None:
     for rows in (64, 33):
         x = torch.randn(rows, WIDTH)
         gradients = [step(model, x, compiled)[1] for compiled in compiled_by_backend.values()]
-        # the same codes; decoded in the loop of a sum, which then has another order
+        # The codes are the same; decoding is in the loop of a sum, which then has another order.
         assert relative_error(gradients[1], gradients[0]) < 1e-6
 
 

@@ -23,9 +23,9 @@ from memkern import optim
 from memkern.optim.offload import host_weights
 from tests.support.helpers import assert_same
 from tests.support.schedulers import SCHEDULERS
-from tests.support.sharded import whole
+from tests.support.sharded import full_tensor
 
-# A program draws from these optimizers, shapes and values of options.
+# What a program draws from: optimizers, shapes of parameters, values of options.
 BUILDS: list[Any] = [
     optim.AdamW8bit, optim.Adam, optim.Lion8bit, optim.SGD8bit, optim.LAMB8bit, optim.LARS8bit, optim.Muon8bit,
     optim.Muon,
@@ -42,7 +42,7 @@ OPTIONS: dict[str, list[Any]] = {
     "max_grad_norm": [None, 0.1],
     "amsgrad": [False, True],
 }
-STEPS = 5
+STEPS = 5  # of a program
 Place = Callable[[Tensor], Tensor]
 
 
@@ -71,7 +71,7 @@ class Program:
     def __init__(self, seed: int, places: list[Place] | None) -> None:
         self.rng, self.generator = random.Random(seed), torch.Generator().manual_seed(seed)
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.is_alone = places is None  # whole tensors, without other ranks
+        self.is_unsharded = places is None  # whole tensors, without other ranks
         self.results: list[Any] = []
         self.drawn_place: dict[int, int] = {}  # by a parameter's number
         self.number_of: dict[Tensor, int] = {}
@@ -142,13 +142,13 @@ class Program:
                 # Runs on whole tensors have a fault of one rank's plain tensor where it reaches all ranks: by Muon's
                 # matrices or a norm to clip by. NaN, as an infinite norm clips finite gradients to 0, others to NaN.
                 clips = self.optimizer.param_groups[0]["max_grad_norm"] is not None
-                affects_all = not is_plain or (self.is_alone and ((self.is_muon and p.dim() >= 2) or clips))
+                affects_all = not is_plain or (self.is_unsharded and ((self.is_muon and p.dim() >= 2) or clips))
                 if affects_all or self.rank == rank:
                     g.view(-1)[element] = torch.nan if is_plain else value
             elif p is victim and fault < 0.2:
                 missing = is_plain and not self.can_clip and self.rank == rank
-            skipped = self.rng.random() >= 0.9  # all ranks lack this gradient
-            p.grad = None if missing or skipped else self._placed(g, number)
+            all_lack_it = self.rng.random() >= 0.9
+            p.grad = None if missing or all_lack_it else self._placed(g, number)
 
     # ---- edits between two steps
 
@@ -165,16 +165,16 @@ class Program:
             if name in group:
                 group[name] = value
 
-    def load(self) -> None:
+    def load_own_state_dict(self) -> None:
         self.optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
 
-    def load_whole(self) -> None:
+    def load_unsharded_state_dict(self) -> None:
         """Loads the state_dict of whole tensors, as one process saves it; nothing where parameters are named."""
         if self.is_named:
             return  # ranks would gather tensors in different orders
         state_dict = self.optimizer.state_dict()
         for state in state_dict["state"].values():
-            state.update({key: whole(x) for key, x in state.items()})
+            state.update({key: full_tensor(x) for key, x in state.items()})
         self.optimizer.load_state_dict(copy.deepcopy(state_dict))
 
     def deepcopy(self) -> None:
@@ -188,6 +188,7 @@ class Program:
             group["params"].reverse()
 
     def move_to_a_group(self) -> None:
+        """Moves a group's last parameter to a new group."""
         params = self.rng.choice(self.optimizer.param_groups)["params"]
         if len(params) > 1 and not self.is_muon and not self.offloads and not self.is_named:
             self.optimizer.state_dict()  # so that it notices replaced parameters before one of them is moved
@@ -209,16 +210,18 @@ class Program:
         self.scheduler = SCHEDULERS[self.rng.choice([*SCHEDULERS])](self.optimizer)
 
     def export(self) -> None:
+        """Converts the states to those of torch's optimizer, which are a result; Adam's alone."""
         if self.is_named:
             return
         inner = getattr(self.optimizer, "inner", self.optimizer)
         if not isinstance(inner, optim.Adam):
             return
         states = [*optim.to_torch_state_dict(inner)["state"].values()]
-        self.results.append([[whole(x) for x in state.values()] for state in states])
+        self.results.append([[full_tensor(x) for x in state.values()] for state in states])
 
     ACTS = (  # set_option is twice as likely
-        set_option, set_option, load, load_whole, deepcopy, reorder, move_to_a_group, replace, schedule, export,
+        set_option, set_option, load_own_state_dict, load_unsharded_state_dict, deepcopy, reorder, move_to_a_group,
+        replace, schedule, export,
     )  # fmt: skip
 
     # ---- the program
@@ -235,7 +238,7 @@ class Program:
     def step(self) -> None:
         skipped, rank = self.rng.random() < 0.1, self.rng.randrange(self.world)
         if skipped:  # as with a GradScaler that finds an infinite gradient on one rank
-            found_inf = float(self.rank == rank or self.is_alone)
+            found_inf = float(self.rank == rank or self.is_unsharded)
             self.optimizer.grad_scale, self.optimizer.found_inf = torch.tensor(1.0), torch.tensor(found_inf)
         self.optimizer.step()
         if skipped:
@@ -251,9 +254,9 @@ class Program:
             self.set_gradients()
             self.attempt(self.step)
             self.results.append([float(group["lr"]) for group in self.optimizer.param_groups])
-            self.results.append([whole(p.detach()).clone() for p in self.params])
+            self.results.append([full_tensor(p.detach()).clone() for p in self.params])
         states = [self.optimizer.state.get(p, {}) for p in self.params]
-        self.results.append([{key: whole(x) for key, x in sorted(state.items())} for state in states])
+        self.results.append([{key: full_tensor(x) for key, x in sorted(state.items())} for state in states])
         return self.results
 
 
@@ -267,13 +270,14 @@ def _assert_near(results: Any, expected: Any, start: list[Tensor]) -> None:
             finite = b.isfinite()
             error, moved = (a - b)[finite].abs().float(), (b - first)[finite].abs().float()
             rounding = 2.0**-8 * b[finite].abs().float().mean() if b.dtype == torch.bfloat16 else 1e-6
+            # A percent of the way from the start: one code in a hundred elements may be another.
             assert not finite.any() or error.mean() <= 1e-2 * moved.mean() + rounding
 
 
-def _run_seed(seed: int, placers: list[Place]) -> None:
-    program, alone = Program(seed, placers), Program(seed, None)
-    start = [p.detach().clone() for p in alone.params]
-    results, expected = program.run(), alone.run()
+def _assert_seed_as_in_one_process(seed: int, placers: list[Place]) -> None:
+    program, program_in_one_process = Program(seed, placers), Program(seed, None)
+    start = [p.detach().clone() for p in program_in_one_process.params]
+    results, expected = program.run(), program_in_one_process.run()
     if program.is_exact:
         assert_same(results, expected)
     else:
@@ -286,7 +290,7 @@ def run(first: int, count: int) -> str:
     placers, seed = places(), first
     try:
         for seed in range(first, first + count):
-            _run_seed(seed, placers)
+            _assert_seed_as_in_one_process(seed, placers)
     except (AssertionError, RuntimeError, ValueError, TypeError):
         return f"seed {seed}: {traceback.format_exc()}"
     return ""

@@ -15,7 +15,7 @@ from memkern import optim
 from tests.support.dcp import load, state_of
 from tests.support.helpers import assert_same
 from tests.support.ranks import Ranks
-from tests.support.sharded import Odd, alone, everything, gpt, in_shards, new_muon, steps
+from tests.support.sharded import Odd, full_params_and_states, gpt, in_shards, new_muon, run_in_one_process, steps
 
 OPTIONS = {"min_8bit_size": 0, "weight_decay": 0.1}
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -23,19 +23,20 @@ FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
 
 def make(build: Any, new: Any, shards: bool = True) -> Any:
+    """The model ``build()``, under fully_shard if ``shards``, and its optimizer of class ``new``."""
     model = in_shards(build()) if shards else build()
     return model, new(model.parameters(), **OPTIONS)
 
 
-def resume(build: Any, new: Any, shards: bool, path: str, first: int, last: int, save_to: str = "") -> Any:
-    """Loads the checkpoint at ``path`` where one is given, and steps from ``first`` to ``last``."""
+def resume(build: Any, new: Any, shards: bool, path: str, first: int, end: int, save_to: str = "") -> Any:
+    """Loads the checkpoint at ``path`` where one is given, and takes steps number ``first`` to ``end - 1``."""
     model, optimizer = make(build, new, shards)
     if path:
         load(model, optimizer, path)
-    steps(model, optimizer, first, last)
+    steps(model, optimizer, first, end)
     if save_to:
         dcp.save(state_of(model, optimizer), checkpoint_id=save_to)
-    return everything(model, optimizer)
+    return full_params_and_states(model, optimizer)
 
 
 @pytest.mark.feature(
@@ -47,9 +48,9 @@ def resume(build: Any, new: Any, shards: bool, path: str, first: int, last: int,
     ("build", "new"),
     [(gpt, optim.AdamW8bit), (Odd, optim.AdamW8bit), (Odd, optim.Lion8bit), (Odd, new_muon)],
 )
-def test_resharding(ranks: Ranks, tmp_path: Path, build: Any, new: Any) -> None:
+def test_other_numbers_of_ranks_resume_bit_for_bit(ranks: Ranks, tmp_path: Path, build: Any, new: Any) -> None:
     """The ranks resume each other's checkpoints under fully_shard; one rank also without it."""
-    expected = alone(build, new, OPTIONS, 8)
+    expected = run_in_one_process(build, new, OPTIONS, 8)
     a, b, c = (str(tmp_path / name) for name in "abc")
     ranks(2, resume, build, new, True, "", 0, 2, a)
     ranks(3, resume, build, new, True, a, 2, 4, b)
@@ -59,7 +60,7 @@ def test_resharding(ranks: Ranks, tmp_path: Path, build: Any, new: Any) -> None:
     if build is gpt:
         return
     assert_same(ranks(4, resume, build, new, True, a, 2, 8)[3], expected)
-    expected = alone(build, new, OPTIONS, 9)
+    expected = run_in_one_process(build, new, OPTIONS, 9)
     assert_same(ranks(3, resume, build, new, True, c, 8, 9)[1], expected)
 
 
@@ -77,16 +78,16 @@ def save_or_resume_full_dict(build: Any, new: Any, path: str, options: Any) -> A
     set_model_state_dict(model, state["model"], options=options)
     set_optimizer_state_dict(model, optimizer, optim_state_dict=state["optim"], options=options)
     steps(model, optimizer, 2, 4)
-    return everything(model, optimizer)
+    return full_params_and_states(model, optimizer)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("new", [optim.AdamW8bit, optim.AdamW])
 @pytest.mark.parametrize("options", [FULL, FROM_RANK_0], ids=["full", "from rank 0"])
-def test_full_state_dict(ranks: Ranks, tmp_path: Path, new: Any, options: Any) -> None:
+def test_a_full_state_dict_resumes_bit_for_bit(ranks: Ranks, tmp_path: Path, new: Any, options: Any) -> None:
     path = str(tmp_path / "full.pt")
     ranks(2, save_or_resume_full_dict, Odd, new, path, FULL)
-    expected = alone(Odd, new, OPTIONS, 4)
+    expected = run_in_one_process(Odd, new, OPTIONS, 4)
     for rank in ranks(3, save_or_resume_full_dict, Odd, new, path, options):
         assert_same(rank, expected)
 
@@ -110,7 +111,7 @@ def test_codes_are_not_loaded_as_floats(ranks: Ranks, tmp_path: Path) -> None:
         assert "state_bits=8" in message
 
 
-def save_async(path: str) -> Any:
+def save_async_and_resume(path: str) -> Any:
     model, optimizer = make(Odd, optim.AdamW8bit)
     steps(model, optimizer, 0, 2)
     group = dist.new_group()  # its collectives and the steps' run at the same time
@@ -119,12 +120,12 @@ def save_async(path: str) -> Any:
     future.result()
     load(model, optimizer, path)
     steps(model, optimizer, 2, 5)
-    return everything(model, optimizer)
+    return full_params_and_states(model, optimizer)
 
 
 @pytest.mark.feature("torch", "`torch.distributed.checkpoint.async_save`")
 @pytest.mark.full
-def test_async_save(ranks: Ranks, tmp_path: Path) -> None:
-    expected = alone(Odd, optim.AdamW8bit, OPTIONS, 5)
-    for rank in ranks(2, save_async, str(tmp_path)):
+def test_an_async_save_has_the_states_of_its_call(ranks: Ranks, tmp_path: Path) -> None:
+    expected = run_in_one_process(Odd, optim.AdamW8bit, OPTIONS, 5)
+    for rank in ranks(2, save_async_and_resume, str(tmp_path)):
         assert_same(rank, expected)

@@ -13,43 +13,46 @@ from memkern.optim import muon_step
 from memkern.optim.dtensor import muon as dtensor_muon
 from tests.support.helpers import assert_same
 from tests.support.ranks import Ranks
-from tests.support.sharded import Odd, alone, everything, gpt, in_shards, mesh, new_muon, steps
+from tests.support.sharded import Odd, full_params_and_states, gpt, in_shards, mesh, new_muon, run_in_one_process, steps
 
 
-def run(sizes: tuple[int, ...], build: Any, options: dict[str, Any], last: int, bucket: int) -> Any:
+def train_sharded(sizes: tuple[int, ...], build: Any, options: dict[str, Any], count: int, bucket_bytes: int) -> Any:
+    """Parameters and states of ``build()`` on a mesh of these sizes after ``count`` steps of Muon."""
     model = in_shards(build(), mesh=mesh(*sizes))
     optimizer = new_muon(model.parameters(), **options)
-    with patch.object(muon_step, "BUCKET_BYTES", bucket):
-        steps(model, optimizer, 0, last)
-    return everything(model, optimizer)
+    with patch.object(muon_step, "BUCKET_BYTES", bucket_bytes):
+        steps(model, optimizer, 0, count)
+    return full_params_and_states(model, optimizer)
 
 
 @pytest.mark.feature("torch", "Muon8bit with `fully_shard` on 2 processes: bits of one process")
-@pytest.mark.parametrize("bucket", [2**26, 0])  # bytes: all matrices in one bucket, or each in its own
-def test_bits_of_one_process(ranks: Ranks, bucket: int) -> None:
+@pytest.mark.parametrize("bucket_bytes", [2**26, 0])  # all matrices in one bucket, or each in its own
+def test_bits_of_one_process(ranks: Ranks, bucket_bytes: int) -> None:
     options = {"min_8bit_size": 0}
-    expected = alone(Odd, new_muon, options, 4)
-    for rank in ranks(2, run, (2,), Odd, options, 4, bucket):
+    expected = run_in_one_process(Odd, new_muon, options, 4)
+    for rank in ranks(2, train_sharded, (2,), Odd, options, 4, bucket_bytes):
         assert_same(rank, expected)
 
 
-SHARDED = [(2,), (3,), (2, 2)]
+# (ranks,), or HSDP's (replicas, shards); with three ranks the third has no elements of a matrix
+MESH_SIZES = [(2,), (3,), (2, 2), *(pytest.param(sizes, marks=pytest.mark.long) for sizes in [(1,), (4,)])]
 
 
 @pytest.mark.parametrize("state_bits", [8, pytest.param(32, marks=pytest.mark.long)])
-@pytest.mark.parametrize("sizes", [*SHARDED, *(pytest.param(sizes, marks=pytest.mark.long) for sizes in [(1,), (4,)])])
-@pytest.mark.parametrize(("build", "last"), [(gpt, 10), (Odd, 100)])
+@pytest.mark.parametrize("sizes", MESH_SIZES)
+@pytest.mark.parametrize(("build", "count"), [(gpt, 10), (Odd, 100)])
 @pytest.mark.full
-def test_100_steps(ranks: Ranks, build: Any, last: int, sizes: Any, state_bits: int) -> None:
-    """With three ranks the third has no elements of a matrix. ``sizes``: ranks, or HSDP's replicas and shards."""
+def test_many_steps_have_the_bits_of_one_process(
+    ranks: Ranks, build: Any, count: int, sizes: Any, state_bits: int
+) -> None:
     options = {"min_8bit_size": 0, "state_bits": state_bits}
-    expected = alone(build, new_muon, options, last)
-    for rank in ranks(torch.Size(sizes).numel(), run, sizes, build, options, last, 2**14):
+    expected = run_in_one_process(build, new_muon, options, count)
+    for rank in ranks(torch.Size(sizes).numel(), train_sharded, sizes, build, options, count, 2**14):
         assert_same(rank, expected)
 
 
 def count_exchanges() -> Any:
-    """The exchanges of a step, and the shapes of the matrices that this rank orthogonalizes in each call."""
+    """How many exchanges a step has, and for each call the shapes of the matrices that this rank orthogonalizes."""
     model = in_shards(gpt())
     optimizer = new_muon(model.parameters(), min_8bit_size=0)
     exchanges, shapes, all_to_all, orthogonalize_ = 0, [], dist.all_to_all_single, dtensor_muon.orthogonalize_
@@ -69,12 +72,14 @@ def count_exchanges() -> Any:
 
 
 def test_each_matrix_has_one_owner(ranks: Ranks) -> None:
-    def cost(shape: tuple[int, int]) -> int:
-        return min(shape) ** 2 * (2 * max(shape) + min(shape))  # multiplications in an iteration of Newton-Schulz
+    def multiplications(shape: tuple[int, int]) -> int:
+        """Those of an iteration of Newton-Schulz."""
+        return min(shape) ** 2 * (2 * max(shape) + min(shape))
 
     results = ranks(2, count_exchanges)
-    assert [exchanges for exchanges, _ in results] == [2, 2]  # there and back
+    assert [exchanges for exchanges, _ in results] == [2, 2]  # to the owner and back
     owned = [shapes for _, (shapes,) in results]  # by rank, which orthogonalizes all of its matrices in one call
     shapes = sorted(owned[0] + owned[1])
     assert shapes == sorted(tuple(p.shape) for p in gpt().parameters() if p.dim() >= 2)
-    assert abs(sum(map(cost, owned[0])) - sum(map(cost, owned[1]))) <= max(map(cost, shapes))
+    costs = [sum(map(multiplications, of_rank)) for of_rank in owned]
+    assert abs(costs[0] - costs[1]) <= max(map(multiplications, shapes))  # no two ranks differ by more than a matrix

@@ -18,13 +18,16 @@ from tests.support.dcp import load, state_of
 from tests.support.helpers import assert_same
 from tests.support.late_transfers import LateHostOffload
 from tests.support.ranks import Ranks
-from tests.support.sharded import Odd, everything, gradient, in_shards, mesh, muon_groups
+from tests.support.sharded import Odd, full_params_and_states, gradient, in_shards, mesh, muon_groups
 
 MICRO_BATCHES = 2
 
 
 class Given(Odd):
-    """A model whose backward pass gives known gradients, zero on all ranks but the first: sums over ranks are exact."""
+    """A model whose backward pass gives the gradients of sharded.gradient() on the first rank and zeros on the others.
+
+    Sums over ranks are therefore exact.
+    """
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -32,20 +35,22 @@ class Given(Odd):
         self.to(dtype)
 
     def forward(self, step: int) -> Tensor:
-        first = not dist.is_initialized() or dist.get_rank() == 0
-        products = [(p * gradient(p, i, step) * first).sum() for i, p in enumerate(self.parameters())]
+        is_first_rank = not dist.is_initialized() or dist.get_rank() == 0
+        products = [(p * gradient(p, i, step) * is_first_rank).sum() for i, p in enumerate(self.parameters())]
         return torch.stack(products).sum()
 
 
 def sharded(model: nn.Module, *sizes: int) -> nn.Module:
+    """The model under fully_shard on a mesh of these sizes, whose ranks' gradients are summed."""
     in_shards(model, mesh=mesh(*sizes))
     model.set_gradient_divide_factor(1.0)
     model.set_force_sum_reduction_for_comms(True)  # gloo has no averages
     return model
 
 
-def steps(model: nn.Module, optimizer: Any, first: int, last: int) -> None:
-    for step in range(first, last):
+def steps(model: nn.Module, optimizer: Any, first: int, end: int) -> None:
+    """Steps number ``first`` to ``end - 1``, each after MICRO_BATCHES backward passes."""
+    for step in range(first, end):
         for micro in range(MICRO_BATCHES):
             model(MICRO_BATCHES * step + micro).backward()
         optimizer.step()
@@ -55,34 +60,37 @@ def steps(model: nn.Module, optimizer: Any, first: int, last: int) -> None:
 def make(
     build: Any, model: nn.Module, options: dict[str, Any], wrapper: Any = None, **wrapper_options: Any
 ) -> torch.optim.Optimizer:
+    """The model's optimizer of class ``build``, in a ``wrapper`` such as HostOffload where one is given."""
     params: Any = model.parameters()
     if build is optim.Muon8bit:
         params = muon_groups(params)
     return build(params, **options) if wrapper is None else wrapper(build, params, **wrapper_options, **options)
 
 
-def alone(build: Any, options: dict[str, Any], last: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    model = Given(dtype)
+def run_in_one_process(build: Any, options: dict[str, Any], count: int) -> dict[str, Any]:
+    """Parameters and states after ``count`` steps without HostOffload."""
+    model = Given()
     optimizer = make(build, model, options)
-    steps(model, optimizer, 0, last)
-    return everything(model, optimizer)
+    steps(model, optimizer, 0, count)
+    return full_params_and_states(model, optimizer)
 
 
 def train_offloaded(
-    build: Any, options: dict[str, Any], last: int, sizes: tuple[int, ...], dtype: torch.dtype, wrappers: Any
+    build: Any, options: dict[str, Any], count: int, sizes: tuple[int, ...], dtype: torch.dtype, wrappers: Any
 ) -> list[dict[str, Any]]:
-    """Parameters and states after the steps of each wrapper."""
-    host_weights.BUCKET_ELEMENTS = 2000
+    """Parameters and states after ``count`` steps on a mesh of these sizes, for each wrapper of ``wrappers``."""
+    host_weights.BUCKET_ELEMENTS = 2000  # so that there are several
     results = []
     for wrapper, wrapper_options in wrappers:
         model = sharded(Given(dtype), *sizes)
         optimizer = make(build, model, options, wrapper, **wrapper_options)
         assert len(optimizer._weights.buckets) > 1 or "max_grad_norm" in options
-        steps(model, optimizer, 0, last)
-        results.append(everything(model, optimizer))
+        steps(model, optimizer, 0, count)
+        results.append(full_params_and_states(model, optimizer))
     return results
 
 
+# class, options
 WRAPPERS = [
     (wrapper, {"offload_gradients": offload_gradients})
     for wrapper in (HostOffload, LateHostOffload)
@@ -92,7 +100,7 @@ EIGHT_BITS = {"min_8bit_size": 0, "lr": 1e-2}
 
 
 def test_two_steps_have_the_bits_of_one_process(ranks: Ranks) -> None:
-    expected = alone(optim.AdamW8bit, EIGHT_BITS, 2)
+    expected = run_in_one_process(optim.AdamW8bit, EIGHT_BITS, 2)
     for rank in ranks(2, train_offloaded, optim.AdamW8bit, EIGHT_BITS, 2, (), torch.float32, WRAPPERS[-1:]):
         assert_same(rank, [expected])
 
@@ -111,12 +119,12 @@ def test_two_steps_have_the_bits_of_one_process(ranks: Ranks) -> None:
         (torch.optim.AdamW, None),
     ],
 )
-def test_has_the_bits_of_one_process(ranks: Ranks, build: Any, options: Any, sizes: Any) -> None:
-    """With clipping and two backward passes a step, although norms of shards are summed in another order."""
+def test_three_steps_have_the_bits_of_one_process(ranks: Ranks, build: Any, options: Any, sizes: Any) -> None:
+    """Also where they clip by norms, which are summed over shards in another order."""
     options = {"lr": 1e-2} if options is None else {**EIGHT_BITS, **options}
-    expected = alone(build, options, 3)
+    expected = run_in_one_process(build, options, 3)
     if "max_grad_norm" in options:
-        unclipped = alone(build, {**options, "max_grad_norm": None}, 3)
+        unclipped = run_in_one_process(build, {**options, "max_grad_norm": None}, 3)
         assert not torch.equal(expected["table"]["exp_avg_scale"], unclipped["table"]["exp_avg_scale"])
     world = torch.Size(sizes).numel()
     for rank in ranks(world, train_offloaded, build, options, 3, sizes, torch.float32, WRAPPERS):
@@ -127,13 +135,13 @@ def test_has_the_bits_of_one_process(ranks: Ranks, build: Any, options: Any, siz
 @pytest.mark.full
 @pytest.mark.parametrize("build", [optim.AdamW8bit, torch.optim.AdamW])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_half_precision_models(ranks: Ranks, build: Any, dtype: torch.dtype) -> None:
+def test_half_precision_models_step_as_in_one_process(ranks: Ranks, build: Any, dtype: torch.dtype) -> None:
     """The fp32 weights on the host, and all else, are those of HostOffload in one process."""
     options = {"lr": 1e-2} if build is torch.optim.AdamW else EIGHT_BITS
     model = Given(dtype)
     optimizer = HostOffload(build, model.parameters(), **options)
     steps(model, optimizer, 0, 3)
-    expected = everything(model, optimizer)
+    expected = full_params_and_states(model, optimizer)
     for rank in ranks(2, train_offloaded, build, options, 3, (), dtype, WRAPPERS):
         for result in rank:
             assert_same(result, expected)
@@ -142,16 +150,17 @@ def test_half_precision_models(ranks: Ranks, build: Any, dtype: torch.dtype) -> 
 # ---- saved and loaded
 
 
-def resume(build: Any, options: Any, dtype: torch.dtype, path: str, first: int, last: int, save_to: str) -> Any:
+def resume(build: Any, options: Any, dtype: torch.dtype, path: str, first: int, end: int, save_to: str) -> Any:
+    """Loads the checkpoint at ``path`` unless it is "", takes steps number ``first`` to ``end - 1`` and saves them."""
     host_weights.BUCKET_ELEMENTS = 2000
     model = sharded(Given(dtype))
     optimizer = LateHostOffload(build, model.parameters(), **options)
     if path:
         load(model, optimizer, path)
-    steps(model, optimizer, first, last)
+    steps(model, optimizer, first, end)
     if save_to:
         dcp.save(state_of(model, optimizer), checkpoint_id=save_to)
-    return everything(model, optimizer)
+    return full_params_and_states(model, optimizer)
 
 
 @pytest.mark.feature("torch", "`HostOffload` under `fully_shard`: saved by 2, loaded by 3, then by 1, bit for bit")
@@ -165,7 +174,9 @@ def resume(build: Any, options: Any, dtype: torch.dtype, path: str, first: int, 
         (optim.AdamW8bit, {"step_on": "device", **EIGHT_BITS}, torch.float32),
     ],
 )
-def test_resharding(ranks: Ranks, tmp_path: Path, build: Any, options: Any, dtype: torch.dtype) -> None:
+def test_other_ranks_resume_bit_for_bit(
+    ranks: Ranks, tmp_path: Path, build: Any, options: Any, dtype: torch.dtype
+) -> None:
     model = Given(dtype)
     optimizer = HostOffload(build, model.parameters(), **options)
     steps(model, optimizer, 0, 6)
@@ -173,10 +184,10 @@ def test_resharding(ranks: Ranks, tmp_path: Path, build: Any, options: Any, dtyp
     ranks(2, resume, build, options, dtype, "", 0, 2, a)
     ranks(3, resume, build, options, dtype, a, 2, 4, b)
     (result,) = ranks(1, resume, build, options, dtype, b, 4, 6, "")
-    assert_same(result, everything(model, optimizer))
+    assert_same(result, full_params_and_states(model, optimizer))
     if dtype == torch.float32:
         options = {key: x for key, x in options.items() if key != "step_on"}
-        assert_same(result, alone(build, options, 6))
+        assert_same(result, run_in_one_process(build, options, 6))
 
 
 # ---- step_on="device"
@@ -192,7 +203,7 @@ class Rows(Given):
 
 
 def step_on_the_device(build: Any, options: dict[str, Any], in_backward: bool) -> Any:
-    device.BUCKET_BYTES = 3000
+    device.BUCKET_BYTES = 3000  # so that there are several
     model = sharded(Rows() if in_backward else Given())
     optimizer: Any = make(build, model, options, LateHostOffload, step_on="device", step_in_backward=in_backward)
     for step in range(3):
@@ -201,7 +212,7 @@ def step_on_the_device(build: Any, options: dict[str, Any], in_backward: bool) -
         optimizer.step()
         optimizer.zero_grad()
     assert in_backward or len({state.region for state in optimizer.state.values()}) > 1
-    return everything(model, optimizer)
+    return full_params_and_states(model, optimizer)
 
 
 @pytest.mark.full
@@ -216,7 +227,7 @@ def test_steps_on_the_device_have_the_bits_of_one_process(ranks: Ranks, build: A
         optimizer.step()
         optimizer.zero_grad()
     for rank in ranks(3, step_on_the_device, build, options, in_backward):
-        assert_same(rank, everything(model, optimizer))
+        assert_same(rank, full_params_and_states(model, optimizer))
 
 
 def assert_muon_raises() -> None:

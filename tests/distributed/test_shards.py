@@ -17,8 +17,9 @@ from memkern import optim, report
 from tests.support import sharded
 from tests.support.helpers import assert_same
 from tests.support.ranks import Ranks
-from tests.support.sharded import Odd, alone, everything, gpt, in_shards, mesh, new_muon, steps
+from tests.support.sharded import Odd, full_params_and_states, gpt, in_shards, mesh, new_muon, run_in_one_process, steps
 
+# name: class, options
 LAYERWISE = {
     "LAMB8bit": (optim.LAMB8bit, {}),
     "LAMB decoupled, clipped": (optim.LAMB, {"decoupled_decay": True, "trust_clip": True}),
@@ -34,15 +35,12 @@ class OddBF16(Odd):
         self.bfloat16()
 
 
-def run(build: Any, new: Any, options: dict[str, Any], last: int, shard_options: Any = None) -> Any:
-    model = in_shards(build(), **(shard_options or {}))
+def run_sharded(sizes: tuple[int, ...], build: Any, new: Any, options: dict[str, Any], count: int) -> Any:
+    """Parameters and states after ``count`` steps of the model ``build()``, sharded over a mesh of these sizes."""
+    model = in_shards(build(), mesh=mesh(*sizes))
     optimizer = new(model.parameters(), **options)
-    steps(model, optimizer, 0, last)
-    return everything(model, optimizer)
-
-
-def run_on(sizes: tuple[int, ...], *args: Any) -> Any:
-    return run(*args, {"mesh": mesh(*sizes)})
+    steps(model, optimizer, 0, count)
+    return full_params_and_states(model, optimizer)
 
 
 MANY_STEPS = pytest.mark.feature("torch", "`fully_shard` on 2 and 3 processes: 200 steps with the bits of one process")
@@ -53,10 +51,10 @@ BLOCKS_OF_64 = {"min_8bit_size": 0, "block_size": 64}
 BIT_CASES: list[Any] = [
     pytest.param((2,), Odd, optim.AdamW8bit, DECAY, 3),
     *(
-        pytest.param((world,), build, new, DECAY | options, last, marks=[pytest.mark.full, MANY_STEPS])
+        pytest.param((world,), build, new, DECAY | options, count, marks=[pytest.mark.full, MANY_STEPS])
         for world in (2, 3)
         for new in (optim.AdamW8bit, optim.Lion8bit)
-        for build, options, last in ((gpt, {"min_8bit_size": 4096}, 200), (Odd, {}, 30))
+        for build, options, count in ((gpt, {"min_8bit_size": 4096}, 200), (Odd, {}, 30))
     ),
     *(
         pytest.param((2, 2), Odd, new, BLOCKS_OF_64 | {"codec": codec}, 3, marks=[pytest.mark.full, HSDP])
@@ -70,11 +68,11 @@ BIT_CASES: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize(("sizes", "build", "new", "options", "last"), BIT_CASES)
-def test_bits_of_one_process(ranks: Ranks, sizes: Any, build: Any, new: Any, options: Any, last: int) -> None:
-    expected = alone(build, new, options, last)
+@pytest.mark.parametrize(("sizes", "build", "new", "options", "count"), BIT_CASES)
+def test_bits_of_one_process(ranks: Ranks, sizes: Any, build: Any, new: Any, options: Any, count: int) -> None:
+    expected = run_in_one_process(build, new, options, count)
     assert new is optim.AdamW or any(state["exp_avg"].dtype == torch.int8 for state in expected.values())
-    for rank in ranks(torch.Size(sizes).numel(), run_on, sizes, build, new, options, last):
+    for rank in ranks(torch.Size(sizes).numel(), run_sharded, sizes, build, new, options, count):
         assert_same(rank, expected)
 
 
@@ -88,13 +86,13 @@ def run_placed(
     optimizer = new(holder.parameters(), min_8bit_size=0, master_weights=master_weights)
     steps(holder, optimizer, 0, 4)
     scales = next(x for key, x in optimizer.state[holder[0]].items() if key.endswith("_scale"))
-    return everything(holder, optimizer), scales.placements
+    return full_params_and_states(holder, optimizer), scales.placements
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("new", "master_weights"), [(optim.AdamW8bit, None), (new_muon, None), (new_muon, "bf16+8")])
 @pytest.mark.parametrize(
-    ("sizes", "shape", "placements", "scales"),
+    ("sizes", "shape", "placements", "scales"),  # of the mesh, the tensors, their placements and those of their scales
     [
         ((2,), (40, 512), [Shard(1)], [Shard(1)]),  # whole blocks; tensor parallelism by columns
         ((3,), (40, 500), [Shard(1)], [Replicate()]),
@@ -111,7 +109,7 @@ def run_placed(
         ((1, 2), (41, 500), [Shard(1), Shard(0)], [Shard(1), Shard(0)]),
     ],
 )
-def test_placements(
+def test_bits_and_placements_of_scales_by_placement(
     ranks: Ranks, sizes: Any, shape: Any, placements: Any, scales: Any, new: Any, master_weights: str | None
 ) -> None:
     expected = ranks(1, run_placed, (1,), shape, [Replicate()], new, master_weights)[0][0]
@@ -127,14 +125,14 @@ def test_placements(
     ("build", "case", "world"),
     [(gpt, case, 3) for case in LAYERWISE] + [(Odd, case, 2) for case in LAYERWISE if "row" not in case],
 )
-def test_trust_ratios(ranks: Ranks, build: Any, case: str, world: int) -> None:
+def test_trust_ratios_are_those_of_one_process(ranks: Ranks, build: Any, case: str, world: int) -> None:
     new, options = LAYERWISE[case]
     options = {"min_8bit_size": 0 if build is Odd else 4096, "always_adapt": True, **options}
-    expected = alone(build, new, options, 1)
-    results = ranks(world, run, build, new, options, 1)
+    expected = run_in_one_process(build, new, options, 1)
+    results = ranks(world, run_sharded, (), build, new, options, 1)
     for rank in results:
         for name, state in rank.items():
-            ratio = expected[name]["trust_ratio"]
+            ratio = expected[name]["trust_ratio"]  # the norms' squares are summed in another order
             torch.testing.assert_close(state["trust_ratio"], ratio, rtol=1e-6, atol=0)
             torch.testing.assert_close(state["param"], expected[name]["param"], rtol=1e-6, atol=1e-8)
         assert_same(rank, results[0])
@@ -143,13 +141,13 @@ def test_trust_ratios(ranks: Ranks, build: Any, case: str, world: int) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("new", [optim.AdamW8bit, optim.Lion, optim.LAMB8bit])
 @pytest.mark.parametrize("sizes", [(3,), (2, 2)])
-def test_max_grad_norm(ranks: Ranks, new: Any, sizes: Any) -> None:
+def test_all_ranks_clip_by_the_norm_of_one_process(ranks: Ranks, new: Any, sizes: Any) -> None:
     options = {"min_8bit_size": 0, "max_grad_norm": 0.05, "lr": 1e-2}
-    expected = alone(Odd, new, options, 1)
-    unclipped = alone(Odd, new, {**options, "max_grad_norm": None}, 1)
+    expected = run_in_one_process(Odd, new, options, 1)
+    unclipped = run_in_one_process(Odd, new, {**options, "max_grad_norm": None}, 1)
     entry = "exp_avg" if new is optim.Lion else "exp_avg_scale"
     assert not torch.equal(expected["long"][entry], unclipped["long"][entry])
-    for rank in ranks(torch.Size(sizes).numel(), run_on, sizes, Odd, new, options, 1):
+    for rank in ranks(torch.Size(sizes).numel(), run_sharded, sizes, Odd, new, options, 1):
         for name, state in rank.items():
             for key in ("param", *(key for key in state if key.endswith("_scale"))):
                 torch.testing.assert_close(state[key], expected[name][key], rtol=1e-6, atol=1e-8)
@@ -185,7 +183,7 @@ def count_collectives(new: Any, options: dict[str, Any]) -> list[int]:
         (optim.LARS8bit, {"max_grad_norm": 1.0}, [3, 2, 2]),
     ],
 )
-def test_collectives_of_a_step(ranks: Ranks, new: Any, options: dict[str, Any], expected: list[int]) -> None:
+def test_all_reduces_of_a_step(ranks: Ranks, new: Any, options: dict[str, Any], expected: list[int]) -> None:
     """LAMB and LARS compare the order of parameters on all ranks in the first step alone."""
     assert ranks(2, count_collectives, new, options) == [expected] * 2
 
@@ -200,8 +198,8 @@ def train(new: Any, options: dict[str, Any], shards: bool, policy: Any = None) -
     for step in range(8):
         generator = torch.Generator().manual_seed(step)
         tokens = torch.randint(0, 256, (12, 33), generator=generator) // 8
-        own = tokens.chunk(world)[rank]
-        loss = F.cross_entropy(model(own[:, :-1]).flatten(0, 1).float(), own[:, 1:].flatten())
+        own_tokens = tokens.chunk(world)[rank]
+        loss = F.cross_entropy(model(own_tokens[:, :-1]).flatten(0, 1).float(), own_tokens[:, 1:].flatten())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -217,14 +215,14 @@ def train(new: Any, options: dict[str, Any], shards: bool, policy: Any = None) -
 )
 @pytest.mark.full
 @pytest.mark.parametrize("new", [optim.AdamW8bit, optim.Lion8bit, optim.LAMB8bit])
-def test_losses_end_to_end(ranks: Ranks, new: Any) -> None:
+def test_losses_are_those_of_one_process(ranks: Ranks, new: Any) -> None:
     options = {"lr": 1e-3, "max_grad_norm": 1.0}
     expected = ranks(1, train, new, options, False)[0][0]
     assert expected[-1] < expected[0]
     for world, shards in ((2, False), (2, True), (3, True)):
         results = ranks(world, train, new, options, shards)
         for losses, params in results:
-            torch.testing.assert_close(losses, expected, rtol=1e-3, atol=0)
+            torch.testing.assert_close(losses, expected, rtol=1e-3, atol=0)  # torch sums gradients in another order
             if not shards:
                 assert_same(params, results[0][1])  # DDP's replicas
 
@@ -240,7 +238,7 @@ def test_losses_end_to_end(ranks: Ranks, new: Any) -> None:
     ],
     ids=["mixed precision", "offload", "no reshard"],
 )
-def test_policies(ranks: Ranks, policy: Any) -> None:
+def test_losses_under_a_policy_are_those_of_one_process(ranks: Ranks, policy: Any) -> None:
     options = {"lr": 1e-3}
     expected = ranks(1, train, optim.AdamW8bit, options, False)[0][0]
     rtol = 2e-2 if "mp_policy" in policy else 1e-3  # bf16 in the forward and backward pass
@@ -248,7 +246,7 @@ def test_policies(ranks: Ranks, policy: Any) -> None:
         torch.testing.assert_close(losses, expected, rtol=rtol, atol=0)
 
 
-# The options that are set before each step.
+# The options that are set before each of five steps.
 CHANGES = [{}, {"block_size": 64}, {"state_bits": 32}, {"state_bits": 8}, {"codec": "dynamic"}]
 
 
@@ -258,7 +256,7 @@ def run_with_changes(shards: bool) -> Any:
     for step, change in enumerate(CHANGES):
         optimizer.param_groups[0].update(change)
         steps(model, optimizer, step, step + 1)
-    return everything(model, optimizer)
+    return full_params_and_states(model, optimizer)
 
 
 @pytest.mark.full
@@ -288,15 +286,15 @@ def step_with_replicated_gradient() -> Any:
     optimizer = optim.AdamW8bit([p], min_8bit_size=0)
     p.grad = distribute_tensor(sharded.gradient(p, 0, 0), mesh(), [Replicate()])
     optimizer.step()
-    return sharded.whole(p.detach()), optimizer.state[p]["exp_avg"].placements, report()["distributed"]
+    return sharded.full_tensor(p.detach()), optimizer.state[p]["exp_avg"].placements, report()["distributed"]
 
 
 @pytest.mark.full
-def test_gradients_of_other_placements(ranks: Ranks) -> None:
-    ((expected, _, alone_report),) = ranks(1, step_with_replicated_gradient)
-    assert alone_report["process_group"] == "gloo, rank 0 of 1"
+def test_a_replicated_gradient_steps_a_shard_and_report_names_its_scales(ranks: Ranks) -> None:
+    ((expected, _, report_of_one_rank),) = ranks(1, step_with_replicated_gradient)
+    assert report_of_one_rank["process_group"] == "gloo, rank 0 of 1"
     line = "(9,40): replicated scales, stepped on the reference"
-    assert line not in alone_report["shards_end_inside_blocks"]
+    assert line not in report_of_one_rank["shards_end_inside_blocks"]
     for rank, (result, placements, rank_report) in enumerate(ranks(2, step_with_replicated_gradient)):
         assert_same(result, expected)
         assert placements == (Shard(0),)
@@ -305,7 +303,7 @@ def test_gradients_of_other_placements(ranks: Ranks) -> None:
 
 
 def train_in_bf16() -> Any:
-    """The share of weight errors that are not 0. A warning, as of weights changed from outside, is an error."""
+    """The share of weight errors that are not 0. A warning, such as of weights changed from outside, is an error."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         warnings.filterwarnings("ignore", module="torch")
@@ -316,14 +314,14 @@ def train_in_bf16() -> Any:
             model(tokens[:, :-1]).float().square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-    errors = [sharded.whole(optimizer.state[p]["weight_error"]) for p in model.parameters()]
+    errors = [sharded.full_tensor(optimizer.state[p]["weight_error"]) for p in model.parameters()]
     return sum(int(x.count_nonzero()) for x in errors) / sum(x.numel() for x in errors)
 
 
 @pytest.mark.full
 def test_weight_errors_are_kept_under_fully_shard(ranks: Ranks) -> None:
     for share in ranks(2, train_in_bf16):
-        assert share > 0.5
+        assert share > 0.5  # four steps round most weights; errors that are lost are all 0
 
 
 def fp32_weights_of(build: Any, master_weights: str, shards: bool) -> Any:
@@ -339,12 +337,12 @@ def fp32_weights_of(build: Any, master_weights: str, shards: bool) -> Any:
     optim.load_fp32_state_dict(model, optimizer, state_dicts[0])
     steps(model, optimizer, 3, 4)
     state_dicts.append(optim.to_fp32_state_dict(model, optimizer))
-    return [{name: sharded.whole(x) for name, x in state_dict.items()} for state_dict in state_dicts]
+    return [{name: sharded.full_tensor(x) for name, x in state_dict.items()} for state_dict in state_dicts]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("master_weights", ["bf16+16", "bf16+8"])
-def test_fp32_state_dicts(ranks: Ranks, master_weights: str) -> None:
+def test_fp32_state_dicts_are_those_of_one_process(ranks: Ranks, master_weights: str) -> None:
     expected = fp32_weights_of(OddBF16, master_weights, False)
     assert all(x.dtype == torch.float32 for state_dict in expected for x in state_dict.values())
     for rank in ranks(2, fp32_weights_of, OddBF16, master_weights, True):

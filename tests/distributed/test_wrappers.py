@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from memkern import optim
 from tests.support.helpers import assert_same
 from tests.support.ranks import Ranks
-from tests.support.sharded import alone, everything, gpt, in_shards, muon_groups, steps
+from tests.support.sharded import full_params_and_states, gpt, in_shards, muon_groups, run_in_one_process, steps
 
 
 def train(new: Any, in_backward: bool) -> Any:
@@ -26,13 +26,13 @@ def train(new: Any, in_backward: bool) -> Any:
         freed.append(all(p.grad is None for p in model.parameters()))
         optimizer.step()
         optimizer.zero_grad()
-    return everything(model, optimizer), freed
+    return full_params_and_states(model, optimizer), freed
 
 
 @pytest.mark.feature("torch", "`StepInBackward` under `fully_shard`: bits of the step after the backward pass")
 @pytest.mark.full
 @pytest.mark.parametrize("new", [optim.AdamW8bit, optim.LAMB8bit, optim.Muon8bit])
-def test_step_in_backward(ranks: Ranks, new: Any) -> None:
+def test_a_step_in_backward_has_the_bits_of_one_after_it(ranks: Ranks, new: Any) -> None:
     after_backward, in_backward = ranks(2, train, new, False), ranks(2, train, new, True)
     for (expected, freed_after), (result, freed_in) in zip(after_backward, in_backward, strict=True):
         assert_same(result, expected)
@@ -46,11 +46,11 @@ def shard_after_two_steps(new: Any, options: dict[str, Any]) -> Any:
     in_shards(model)
     optimizer.param_groups[0]["params"] = [*model.parameters()]
     steps(model, optimizer, 2, 4)
-    return everything(model, optimizer)
+    return full_params_and_states(model, optimizer)
 
 
 @pytest.mark.full
 def test_states_move_to_the_shards_of_a_model(ranks: Ranks) -> None:
-    expected = alone(gpt, optim.AdamW8bit, {"lr": 1e-3}, 4)
+    expected = run_in_one_process(gpt, optim.AdamW8bit, {"lr": 1e-3}, 4)
     for rank in ranks(2, shard_after_two_steps, optim.AdamW8bit, {"lr": 1e-3}):
         assert_same(rank, expected)

@@ -1,4 +1,8 @@
-"""bf16 parameters for tests, and the options that keep their rounding errors or round them stochastically."""
+"""bf16 parameters for tests, and the options that keep their rounding errors or round them stochastically.
+
+A test that is marked with ``over_master_weights`` runs for each kind of kept errors, and one with ``over_options`` for
+each of these and with stochastic rounding.
+"""
 
 from typing import Any
 
@@ -10,12 +14,12 @@ from memkern import optim
 from tests.support.helpers import make_params
 
 BF16 = torch.bfloat16
-KEPT: dict[str, dict[str, Any]] = {
-    "bf16+16": {"master_weights": "bf16+16"},
-    "bf16+8": {"master_weights": "bf16+8"},
+MASTER_WEIGHTS = ("bf16+16", "bf16+8")
+OPTIONS: dict[str, dict[str, Any]] = {
+    **{master_weights: {"master_weights": master_weights} for master_weights in MASTER_WEIGHTS},
+    "stochastic": {"stochastic_rounding": True},
 }
-OPTIONS = {**KEPT, "stochastic": {"stochastic_rounding": True}}
-over_kept = pytest.mark.parametrize("kept", KEPT)
+over_master_weights = pytest.mark.parametrize("master_weights", MASTER_WEIGHTS)
 over_options = pytest.mark.parametrize("option", OPTIONS)
 
 

@@ -1,4 +1,4 @@
-"""For the tests of the state converters: parameters, training, comparison."""
+"""For the tests of the converters of optimizer states: parameters of many shapes, training, comparison."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from memkern import dequantize_blockwise
 
 State = dict[str, Any]
 
-# Rows of a multiple of 256, of a divisor, and of neither; one row; 1-D, large and small; other strides; a scalar.
+# Rows whose length is a multiple of 256, a divisor of 256, and neither; one row; 1-D, large and small; other strides;
+# a scalar.
 SHAPES: dict[str, Callable[[], Tensor]] = {
     "long_rows": lambda: torch.randn(10, 512),
     "short_rows": lambda: torch.randn(200, 64),
@@ -48,6 +49,7 @@ def copies_of(params: list[nn.Parameter]) -> list[nn.Parameter]:
 
 
 def give_gradients(params: list[nn.Parameter], seed: int, *others: list[nn.Parameter]) -> None:
+    """Random gradients, the same for the parameters of each list."""
     generator = torch.Generator().manual_seed(seed)
     for same_params in zip(params, *others, strict=True):
         grad = torch.randn(same_params[0].shape, generator=generator).to(same_params[0].dtype)
@@ -62,7 +64,7 @@ def train(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], steps: i
 
 
 def value(state: dict[str, Tensor], name: str, group: State) -> Tensor:
-    """A moment of a memkern optimizer as floats, decoded by dequantize_blockwise."""
+    """The moment ``name`` of a parameter's state in a memkern optimizer, decoded to floats."""
     if state[name].dtype == torch.float32:
         return state[name]
     x = dequantize_blockwise(state[name], state[f"{name}_scale"], codec=group["codec"], block_size=group["block_size"])
@@ -81,20 +83,20 @@ def assert_steps_agree(
     a.step()
     b.step()
     for old, x, y in zip(before, params_a, params_b, strict=True):
-        bound = 1e-6 * (old.abs() + 10 * HYPER["lr"])
+        bound = 1e-6 * (old.abs() + 10 * HYPER["lr"])  # 8 roundings of 2^-23 of the weight and of an update of 10 lr
         assert bool(((x - y).abs() <= bound).all())
         assert not torch.equal(x, old)
 
 
-DROP = object()  # as a value of changed()
+DROP = object()  # a value of with_value_at() that removes the entry
 
 
-def changed(tree: Any, path: tuple[Any, ...], value: Any) -> Any:
-    """A copy of nested dicts and lists with the value at one place replaced, or dropped."""
+def with_value_at(tree: Any, path: tuple[Any, ...], value: Any) -> Any:
+    """A copy of nested dicts and lists in which ``value`` is at the place of these keys, or nothing if it is DROP."""
     copy = dict(tree) if isinstance(tree, dict) else list(tree)
-    key, *rest = path
-    if rest:
-        copy[key] = changed(copy[key], tuple(rest), value)
+    key, *inner_path = path
+    if inner_path:
+        copy[key] = with_value_at(copy[key], tuple(inner_path), value)
     elif value is DROP:
         del copy[key]
     else:

@@ -25,9 +25,9 @@ COMMON: dict[str, Options] = {
 }
 OF_8_BITS = ("default", "8 bits", "dynamic")  # the cases of the classes with 8-bit states
 CASES = [
-    *((s.cls, name, options) for s in SPECS.values() for name, options in (COMMON | s.generic).items()),
-    *((s.cls8bit, name, COMMON[name]) for s in SPECS.values() for name in OF_8_BITS),
-]
+    *((spec.cls, name, options) for spec in SPECS.values() for name, options in (COMMON | spec.generic).items()),
+    *((spec.cls8bit, name, COMMON[name]) for spec in SPECS.values() for name in OF_8_BITS),
+]  # class, the options' name, options
 
 
 def linear(dtype: torch.dtype = torch.float32, strided: bool = False) -> tuple[Parameter, Parameter, Tensor]:
@@ -40,6 +40,8 @@ def linear(dtype: torch.dtype = torch.float32, strided: bool = False) -> tuple[P
 
 
 def closure_of(optimizer: torch.optim.Optimizer, w: Tensor, b: Tensor, x: Tensor) -> Callable[[], Tensor]:
+    """A closure for step(): the sum of squares of w x + b, with its gradients. ``.loss_of`` computes the loss alone."""
+
     def loss_of() -> Tensor:
         return (w.mv(x) + b).pow(2).sum()
 
@@ -49,7 +51,7 @@ def closure_of(optimizer: torch.optim.Optimizer, w: Tensor, b: Tensor, x: Tensor
         loss.backward()
         return loss
 
-    closure.loss_of = loss_of  # without a backward pass, which may step
+    closure.loss_of = loss_of  # without a backward pass, in which StepInBackward steps
     return closure
 
 
@@ -68,10 +70,11 @@ def clones(*params: Tensor) -> list[Parameter]:
 
 
 def named(params: list[Parameter], names: bool) -> Any:
+    """The parameters, with ``names`` as (name, parameter)."""
     return [(f"name{i}", p) for i, p in enumerate(params)] if names else params
 
 
-def saved(x: Any) -> Any:
+def saved_and_loaded(x: Any) -> Any:
     """x after torch.save and torch.load."""
     file = io.BytesIO()
     torch.save(x, file)

@@ -2,7 +2,7 @@
 
 Each test has a fixture ``new``, which builds an optimizer with the options of a case, or ``plain``, which builds one of
 each class. They are collected for the classes (tests/optim/generic/test_generic.py) and for wrapped ones
-(test_generic_wrapped.py), and called for bf16 weights (tests/optim/loop/test_weights.py).
+(test_generic_wrapped.py).
 """
 
 import copy
@@ -23,7 +23,7 @@ from tests.support.generic_optimizers import (
     closure_of,
     linear,
     named,
-    saved,
+    saved_and_loaded,
 )
 from tests.support.helpers import assert_same, name_of, snapshot
 from tests.support.optimizers import Options
@@ -129,7 +129,7 @@ def test_a_closure_runs_once_with_gradients(plain: Any) -> None:
 
 
 def test_a_step_takes_no_memory_after_the_first(new: Any) -> None:
-    """torch's test of peak memory: no intermediates. amsgrad, without a kernel, needs what foreach may take."""
+    """torch's test of peak memory without intermediates; amsgrad, which has no kernel, is left out."""
     params = [Parameter(torch.rand(16, 8)) for _ in range(10)]
     optimizer = new(params)
     for p in params:
@@ -139,7 +139,7 @@ def test_a_step_takes_no_memory_after_the_first(new: Any) -> None:
         optimizer.step()
     allocated_bytes = sum(max(event.self_cpu_memory_usage, 0) for event in profiled.events())
     group = optimizer.param_groups[0]
-    max_bytes = 64  # the corrected step sizes of a group
+    max_bytes = 64  # for the step sizes of a group with bias correction
     if group.get("trust_bounds") is not None:
         max_bytes += 16 * len(params)  # two sums of squares of each
     assert allocated_bytes <= max_bytes or group.get("amsgrad")
@@ -149,15 +149,15 @@ def test_parameters_of_many_dtypes_step_as_alone(plain: Any) -> None:
     dtypes = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
     options = {"state_bits": 32, "max_grad_norm": None}
     together = [Parameter(torch.randn(10, 5).to(dtype)) for dtype in dtypes for _ in range(2)]
-    alone = clones(*together)
-    optimizer, optimizers = plain(together, **options), [plain([p], **options) for p in alone]
+    separate = clones(*together)
+    optimizer, optimizers = plain(together, **options), [plain([p], **options) for p in separate]
     for _ in range(3):
-        for p, q in zip(together, alone, strict=True):
+        for p, q in zip(together, separate, strict=True):
             p.grad = torch.randn_like(p)
             q.grad = p.grad.clone()
         for o in (optimizer, *optimizers):
             o.step()
-    assert_same(together, alone)
+    assert_same(together, separate)
 
 
 # ---- state dicts
@@ -175,6 +175,7 @@ def test_state_dicts_repeat_a_run_whoever_has_names(plain: Any, names: tuple[boo
 
 
 def assert_repeats(new: Any, names: tuple[bool, bool]) -> None:
+    """Asserts that a run loaded from a state dict steps as the saved one; ``names``: an entry of NAMES."""
     weight, bias, x = linear()
     optimizer = new(named([weight, bias], names[0]))
     for _ in range(4):
@@ -213,7 +214,7 @@ def primed(new: Any, steps: int = 3) -> tuple[torch.optim.Optimizer, Callable[[]
 
 def test_state_dicts_load_with_weights_only(plain: Any) -> None:
     optimizer, _ = primed(plain)
-    assert_same(saved(optimizer.state_dict()), optimizer.state_dict())
+    assert_same(saved_and_loaded(optimizer.state_dict()), optimizer.state_dict())
 
 
 @pytest.mark.parametrize("kind", [float, int, torch.tensor, torch.DoubleTensor], ids=name_of)
@@ -245,13 +246,13 @@ def test_loading_leaves_the_state_dict_alone(plain: Any) -> None:
     optimizer.step(closure)
 
 
-def test_a_state_dict_of_another_dtype(plain: Any) -> None:
+def test_a_state_dict_loads_for_parameters_of_another_dtype(plain: Any) -> None:
     """A run goes on from a checkpoint of fp32 parameters in bf16, and from one of these in fp32 again."""
     optimizer, _ = primed(plain)
     for dtype in (torch.bfloat16, torch.float32):
         params = [Parameter(p.detach().to(dtype)) for p in optimizer.param_groups[0]["params"]]
         other = plain(params)
-        other.load_state_dict(saved(optimizer.state_dict()))
+        other.load_state_dict(saved_and_loaded(optimizer.state_dict()))
         # HostOffload has errors of bf16 parameters beside their moments.
         states = [
             [{key: x for key, x in state.items() if key != "weight_error"} for state in snapshot(o)["states"]]
@@ -264,7 +265,7 @@ def test_a_state_dict_of_another_dtype(plain: Any) -> None:
         optimizer = other
 
 
-def test_state_dict_hooks(plain: Any) -> None:
+def test_state_dict_hooks_change_what_is_saved(plain: Any) -> None:
     optimizer, _ = primed(plain, 1)
 
     def before(o: torch.optim.Optimizer) -> None:
@@ -285,7 +286,7 @@ def test_state_dict_hooks(plain: Any) -> None:
     assert optimizer.state_dict()["ran"] == 1
 
 
-def test_load_state_dict_hooks(plain: Any) -> None:
+def test_load_state_dict_hooks_change_what_is_loaded(plain: Any) -> None:
     optimizer, _ = primed(plain, 1)
     state_dict = optimizer.state_dict()
     state_dict["theirs"] = state_dict.pop("state")
@@ -335,7 +336,7 @@ def test_step_hooks_fire_in_order(plain: Any) -> None:
 
 
 @pytest.mark.parametrize("clone", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["deepcopy", "pickle"])
-def test_copies_have_everything(plain: Any, clone: Callable[[Any], Any]) -> None:
+def test_copies_have_all_attributes_and_step_alike(plain: Any, clone: Callable[[Any], Any]) -> None:
     optimizer, _ = primed(plain)
 
     def public(o: object) -> Iterator[str]:
@@ -351,7 +352,7 @@ def test_copies_have_everything(plain: Any, clone: Callable[[Any], Any]) -> None
     assert_same(snapshot(other), snapshot(optimizer))
 
 
-def test_can_be_printed(plain: Any) -> None:
+def test_repr_has_the_class_and_its_options(plain: Any) -> None:
     optimizer, _ = primed(plain, 0)
     assert repr(optimizer).startswith(f"{type(optimizer).__name__} (")
     assert "lr:" in repr(optimizer)

@@ -23,11 +23,11 @@ RUN = 64  # of "sparse": consecutive elements that are active together
 
 @dataclass(frozen=True)
 class Stream:
-    """gradient = scale * (mu + N(0, 1)), mu an AR(1) of coefficient .98 and innovation .06, per element."""
+    """gradient = scale * (mu + N(0, 1)) for each element, where mu is .98 of the last step's mu + .06 N(0, 1)."""
 
     element_log_sd: float = 0.7  # standard deviation of log(scale) over a row's elements
     scale: float = 1e-3
-    falls_after: Callable[[int], float] | None = None  # of the steps: the step after which gradients are a tenth
+    falls_after: Callable[[int], float] | None = None  # (number of steps) -> the step after which gradients are a tenth
     one_stays: bool = False  # the first element of each block does not fall
     active: float = 1.0  # probability that a run has a gradient at a step
     gain: float = 1.0  # a factor of all gradients

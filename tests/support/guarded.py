@@ -19,23 +19,23 @@ from memkern.quant.layout import is_dense, layout_of
 from memkern.schemas import STEP_OPS, WEIGHT_STATES
 from tests.support.kernels.arguments import HYPERPARAMETERS, MOMENTS, pack
 
-GUARD = 77
+GUARD = 77  # the value of what is no element
 BF16 = torch.bfloat16
 
 
 def strided(shape: tuple[int, ...], strides: tuple[int, ...], offset: int, dtype: torch.dtype) -> Tensor:
     """A tensor behind ``offset`` guard values, which ends where its allocation does."""
     reach = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    room = torch.full((offset + (reach if 0 not in shape else 0),), GUARD, dtype=dtype)
-    return room.as_strided(shape, strides, offset)
+    allocation = torch.full((offset + (reach if 0 not in shape else 0),), GUARD, dtype=dtype)
+    return allocation.as_strided(shape, strides, offset)
 
 
 def guards(x: Tensor) -> Tensor:
     """The values of a tensor's allocation that are not its elements."""
-    room = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())
-    between = torch.ones_like(room, dtype=torch.bool)
-    between.as_strided(x.shape, x.stride(), x.storage_offset()).fill_(False)
-    return room[between]
+    allocation = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())
+    is_guard = torch.ones_like(allocation, dtype=torch.bool)
+    is_guard.as_strided(x.shape, x.stride(), x.storage_offset()).fill_(False)
+    return allocation[is_guard]
 
 
 def dense_strides(shape: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:

@@ -9,9 +9,8 @@ BF16 = torch.bfloat16
 
 
 def hostile(storage: str) -> tuple[Tensor, Tensor]:
-    """Every bf16 value eight times, beside eight errors that a state can hold, the extremes among them; (1024, 512).
-
-    storage: a value of master_weights.
+    """Weights and errors of shape (1024, 512): every bf16 value eight times, beside eight errors that a state can hold,
+    the largest and the smallest among them. storage: a value of master_weights.
     """
     patterns = torch.arange(2**16).repeat_interleave(8)
     p = torch.where(patterns >= 2**15, patterns - 2**16, patterns).short().view(BF16)

@@ -1,7 +1,7 @@
 """A pytest plugin: with TRITON_INTERPRET=1 only tests marked ``interpreted`` run, with the values that the mark names.
 
-``@interpreted(layout=("odd",))``: the test runs on Triton's interpreter too, with these values of a parameter and all
-values of others. The interpreter takes a millisecond for what a GPU does in a microsecond.
+``@interpreted(layout=("odd",))``: the test also runs on Triton's interpreter, with these values of ``layout`` and all
+values of other parameters. The interpreter takes a millisecond for what a GPU does in a microsecond.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def interpreted(**values: Container[Any]) -> pytest.MarkDecorator:
     return pytest.mark.interpreted(values)
 
 
-def _taken(item: pytest.Function) -> bool:
+def _runs_on_the_interpreter(item: pytest.Function) -> bool:
     mark = item.get_closest_marker("interpreted")
     if mark is None:
         return False
@@ -30,6 +30,6 @@ def _taken(item: pytest.Function) -> bool:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Function]) -> None:
     if os.environ.get("TRITON_INTERPRET") == "1":
-        left_out = [item for item in items if not _taken(item)]
-        items[:] = [item for item in items if _taken(item)]
+        left_out = [item for item in items if not _runs_on_the_interpreter(item)]
+        items[:] = [item for item in items if _runs_on_the_interpreter(item)]
         config.hook.pytest_deselected(items=left_out)

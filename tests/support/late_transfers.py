@@ -1,4 +1,7 @@
-"""Stand-ins for HostOffload's copies that are made only when something waits for them, so that a missing wait shows."""
+"""LateHostOffload, whose copies between host and device are made only when something waits for them.
+
+Where a wait is missing, the code reads NaN or old values, and its test fails.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +18,14 @@ from memkern.optim.offload.transfers import Transfers
 class LateTransfers(Transfers):
     """A copy is made when something waits for its event, with all earlier copies of its direction; all on the CPU.
 
-    Code that reads without waiting reads NaN or old values. An event is (direction, number of copies up to it); ``log``
-    has the events, and the waits for them, in order.
+    An event is (direction, number of copies up to it); ``log`` has the events, and the waits for them, in order.
     """
 
     shares_memory = False
 
     def __init__(self, device: torch.device, log: list[Any] | None = None) -> None:
         self.queues: dict[str, list[Callable[[], Any]]] = {"down": [], "up": []}
-        self.copied = {"down": 0, "up": 0}  # how many copies of each queue are made
+        self.copied = {"down": 0, "up": 0}  # how many copies to the host, and to the device, are made
         self.log: list[Any] = [] if log is None else log
 
     def empty_like(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -26,10 +26,12 @@ def inputs(shape: tuple[int, ...], out: int, dtype: torch.dtype = torch.float32)
 
 
 def matrix(name: str, n: int, k: int, seed: Tensor) -> Tensor:
+    """The projection of n tokens to k as a matrix of shape (k, n)."""
     return projection.project(torch.eye(n, dtype=torch.float64), k, name, seed)
 
 
-def seeds() -> Any:  # an iterator without end
+def seeds() -> Any:
+    """An endless iterator of seeds of projections."""
     generator = torch.Generator().manual_seed(2)
     while True:
         yield projection.draw_seed(CPU, generator)
@@ -38,10 +40,10 @@ def seeds() -> Any:  # an iterator without end
 def variance(name: str, x: Tensor, y: Tensor, k: int) -> float:
     """Sum of the variances of the weight gradient's elements (docs/numerics.md): N tokens, of which k are kept."""
     n = len(x)
-    product = (y.T @ x).square().sum()
-    norms = x.square().sum(1), y.square().sum(1)
-    total = norms[0].sum() * norms[1].sum()
-    d = norms[0] @ norms[1]
+    product = (y.T @ x).square().sum()  # |Y^T X|^2
+    norms = x.square().sum(1), y.square().sum(1)  # |x_i|^2 and |y_i|^2 of each token
+    total = norms[0].sum() * norms[1].sum()  # |X|^2 |Y|^2
+    d = norms[0] @ norms[1]  # the sum of |x_i|^2 |y_i|^2 over tokens; for dct with the transform's entries
     if name == "dct":
         f, i = torch.meshgrid(*2 * [torch.arange(n, dtype=torch.float64)], indexing="ij")
         squared = (torch.cos(math.pi * f * (2 * i + 1) / (2 * n)) * math.sqrt(2 / n)).square()
@@ -55,7 +57,7 @@ def variance(name: str, x: Tensor, y: Tensor, k: int) -> float:
 
 
 def gram(layer: nn.Module, run: Any = lambda layer, x: layer(x)) -> Tensor:
-    """N / k S^T S, read off a square layer: its input is the identity, and so is the gradient of its output."""
+    """N / k S^T S, the weight gradient of a square layer whose input and output gradient are the identity."""
     n = layer.weight.shape[0]
     layer.zero_grad()
     run(layer, torch.eye(n, requires_grad=True)).backward(torch.eye(n))

@@ -27,7 +27,7 @@ ON_DEVICE: dict[str, dict[str, Any]] = {
 """Options of HostOffload with steps on the device."""
 over_modes = pytest.mark.parametrize("mode", MODES)
 over_transfers = pytest.mark.parametrize("wrapper", [HostOffload, LateHostOffload], ids=["cpu", "late"])
-TORCH = [torch.optim.AdamW, torch.optim.SGD]
+TORCH_CLASSES = [torch.optim.AdamW, torch.optim.SGD]
 
 
 def model_of(dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -69,7 +69,7 @@ def run(
 def events_of_a_step(options: dict[str, Any], log: list[Any]) -> list[Any]:
     """The third step's entries of LateTransfers' log, for three matrices, copies numbered from 0.
 
-    ``options``: of HostOffload. ``log``: an empty list to write to.
+    ``options``: HostOffload's. ``log``: an empty list, to which the entries of all steps are written.
     """
 
     class Logged(HostOffload):

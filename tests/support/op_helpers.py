@@ -22,12 +22,14 @@ def op(namespace: str, name: str) -> Any:
     return getattr(getattr(torch.ops, namespace), name).default
 
 
+# Options of arguments() for each sample of a step.
 STEPS: dict[str, dict[str, Any]] = {
     "8-bit": {"kinds": "codes"},
     "32-bit": {"kinds": "fp32"},
     "mixed, scaler": {"grad_scale": torch.tensor(4.0), "found_inf": torch.tensor(0.0)},
     "nothing": {"layouts": ()},
 }
+# op: {sample: what makes its arguments}
 SAMPLES: dict[str, dict[str, Callable[[], list[Any]]]] = {
     name: {
         kind: lambda name=name, options=options: arguments(

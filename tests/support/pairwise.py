@@ -1,9 +1,8 @@
-"""A pytest plugin: of a test's combinations of parameters so few run that every pair of values occurs.
+"""A pytest plugin: of a test's combinations of parameter values only so many run that every pair of values occurs.
 
-``@pytest.mark.pairwise`` on a test with three parameters or more. What fails with one combination of values mostly
-fails with two of them already (Cohen et al., The AETG System: An Approach to Testing Based on Combinatorial Design,
-1997). Quick cases are taken first, then those of the full tier for the pairs that are left; the others are marked
-``long``.
+``@pytest.mark.pairwise`` is for tests with three parameters or more. Most failures depend on one or two values (Cohen
+et al., The AETG System: An Approach to Testing Based on Combinatorial Design, 1997). Quick cases are chosen first, then
+cases of the full tier for the remaining pairs; all other cases are marked ``long``.
 """
 
 from __future__ import annotations

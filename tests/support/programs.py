@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 ROWS, WIDTH = 32, 64
-MIN_COSINE = 0.8  # of gradients in 8 bits with the exact ones
+MIN_COSINE = 0.8  # between gradients in 8 bits and exact ones: below it a large error is a fault
 STEPS = 12  # operations of a program
 NOISE_OF_CODES = 0.0046
 """Root mean square of the rounding of 8-bit codes at the largest value of a block: 1 / (127 * 3 ** .5)."""
@@ -20,8 +20,8 @@ NOISE_OF_CODES = 0.0046
 class Program:
     """Operations chosen by a seed, on matrices of ROWS x WIDTH that need a gradient.
 
-    hostile: three programs in ten have an outlier, a large mean or equal values in x. saturated: three in ten of the
-    others have operations of SATURATED too.
+    has_hard_input: three programs in ten have an outlier, a large mean or equal values in x, and their errors are not
+    bounded. saturated: three in ten of the others have operations of SATURATED too.
     """
 
     def __init__(self, seed: int) -> None:
@@ -45,9 +45,9 @@ class Program:
             self.x += 100
         elif share < 0.3:
             self.x[:, : WIDTH // 2] = 5.0
-        self.hostile = share < 0.3
+        self.has_hard_input = share < 0.3
         self.noise, self.generator = 0.0, generator
-        self.saturated = not self.hostile and self.choice.random() < 0.3
+        self.saturated = not self.has_hard_input and self.choice.random() < 0.3
         self.choice.random()  # not used: without it the programs of all seeds would be others
         names = [*OPERATIONS, *_OFTEN, *(SATURATED if self.saturated else ())]
         self.names = [self.choice.choice(names) for _ in range(STEPS)]
@@ -73,7 +73,7 @@ class Program:
         return y if float(y.detach().abs().mean()) < 1e3 else y * 1e-3
 
     def _with_noise(self, y: Tensor) -> Tensor:
-        """y with random errors in proportion to those of codes, (y s)^1/2, s the largest value of the block."""
+        """y with random errors in proportion to those of codes: (|y| s)^1/2, where s is the block's largest |y|."""
         if not self.noise:
             return y
         blocks = y.detach().reshape(-1, 128)
@@ -295,9 +295,9 @@ def gradients(
     return torch.cat([(torch.zeros_like(x) if g is None else g).flatten().double() for x, g in pairs])
 
 
-def relative_error(a: Tensor, b: Tensor) -> float:
-    """The relative error of a, by norms."""
-    return float((a - b).norm() / b.norm().clamp_min(1e-30))
+def relative_error_allowing_zero(actual: Tensor, expected: Tensor) -> float:
+    """The 2-norm of the error in shares of the 2-norm of ``expected``, which may be 0: then 0 for 0, else large."""
+    return float((actual - expected).norm() / expected.norm().clamp_min(1e-30))
 
 
 def faults_in_codes(program: Program, coded: Tensor, expected: Tensor, plain: Tensor) -> list[str]:
@@ -307,12 +307,12 @@ def faults_in_codes(program: Program, coded: Tensor, expected: Tensor, plain: Te
     """
     if not coded.isfinite().all():
         return ["not finite"]
-    error = relative_error(coded, expected)
-    if error <= 0.05 or program.hostile:
+    error = relative_error_allowing_zero(coded, expected)
+    if error <= 0.05 or program.has_hard_input:
         return []
     sensitivity = max(
-        *(relative_error(gradients(program, None, noise=share), plain) for share in (0.003, 0.01)),
-        relative_error(gradients(program, None, noise_of_results=NOISE_OF_CODES), plain),
+        *(relative_error_allowing_zero(gradients(program, None, noise=share), plain) for share in (0.003, 0.01)),
+        relative_error_allowing_zero(gradients(program, None, noise_of_results=NOISE_OF_CODES), plain),
     )
     cosine = float(coded @ expected / (coded.norm() * expected.norm()))
     if error > 2 * sensitivity and (program.saturated or cosine < MIN_COSINE):

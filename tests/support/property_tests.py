@@ -1,4 +1,4 @@
-"""hypothesis; where it is missing, as on machines of `make gpu`, stand-ins skip the tests that use it, no others."""
+"""hypothesis, or stand-ins where it is missing (as on machines of `make gpu`), which skip the tests that use it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ except ImportError:
     example = settings = _as_it_is
     st = _Anything()
 else:
-    # The same examples every run: a failure that comes and goes tells less than one that stays.
+    # The same examples in every run, so that a failure can be repeated.
     settings.register_profile("memkern", deadline=None, derandomize=True, database=None)
     settings.load_profile("memkern")
 

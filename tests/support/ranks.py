@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-SECONDS = 120.0  # that a call may take
+TIMEOUT_S = 120.0  # of a call
 TORCHRUN_TWO = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
@@ -83,7 +83,7 @@ class Ranks:
         results, failures = [], []
         for rank, (_, pipe) in enumerate(self._started[:world]):
             try:
-                succeeded, result = pipe.recv() if pipe.poll(SECONDS) else (False, f"no answer in {SECONDS:.0f} s")
+                succeeded, result = pipe.recv() if pipe.poll(TIMEOUT_S) else (False, f"no answer in {TIMEOUT_S:.0f} s")
             except EOFError:
                 succeeded, result = False, "the process ended"
             if succeeded:

@@ -1,4 +1,4 @@
-"""Runs random training loops (training_loops.py): MEMKERN_FUZZ_LOOPS of them, or for MEMKERN_FUZZ_SECONDS."""
+"""Runs random training loops (training_loops.py): MEMKERN_FUZZ_LOOPS of them (``run``), or ``run_for`` some seconds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 LOOPS = int(os.environ.get("MEMKERN_FUZZ_LOOPS", "400"))
-SECONDS = float(os.environ.get("MEMKERN_FUZZ_SECONDS", "3600"))
+LONG_TEST_S = float(os.environ.get("MEMKERN_FUZZ_SECONDS", "3600"))  # seconds that the long test runs
 SEED = int(os.environ.get("MEMKERN_FUZZ_SEED", "1"))  # of the first fifty loops; the next fifty have SEED + 1
 
 

@@ -27,7 +27,8 @@ from tests.support.kernels.refused import FREED, REFUSED
 ISAS = ("generic", "avx2", "avx512")
 
 
-def check() -> None:
+def check_cases() -> None:
+    """Every case of tests/support/kernels, tensors of few sizes and stride patterns, and arguments that are refused."""
     torch.set_num_threads(2)
     for case in CASES.values():
         for isa in ISAS:
@@ -83,5 +84,5 @@ if __name__ == "__main__":
     elif command == "loops":
         check_loops()
     else:
-        check()
+        check_cases()
     print("nothing found")

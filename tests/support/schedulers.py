@@ -8,6 +8,7 @@ from typing import Any
 from torch.optim import lr_scheduler
 
 
+# Functions, as lambdas cannot be pickled.
 def _power(step: int) -> float:
     return 0.7**step
 

@@ -1,4 +1,4 @@
-"""Models sharded by fully_shard, and the same in one process, stepped with the same given gradients."""
+"""Models under fully_shard, and the same models in one process, which step with the same gradients."""
 
 from __future__ import annotations
 
@@ -18,25 +18,26 @@ from memkern.train.model import GPT
 
 
 def gpt() -> nn.Module:
-    """GPT-2's architecture; rows of 144 and 576, which are no whole blocks, and 2 or 3 ranks have unequal shards."""
+    """GPT-2's architecture: rows of 144 and 576 elements end inside blocks, and 2 or 3 ranks have unequal shards."""
     torch.manual_seed(0)
     return GPT(layers=1, heads=4, width=144, seq_len=35)
 
 
 class Odd(nn.Module):
-    """Tensors whose shards end inside blocks, with one of no elements on the third rank and one that no rank cuts."""
+    """Tensors whose shards end inside blocks, but for ``whole``'s; ``tiny`` has no elements on the third rank."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.long = nn.Parameter(torch.randn(1001))  # 1-D: rows of one element
         self.short = nn.Parameter(torch.randn(37, 3, 5))  # 8 rows to a block
-        self.tiny = nn.Parameter(torch.randn(2, 300))
+        self.tiny = nn.Parameter(torch.randn(2, 300))  # no row for the third rank
         self.whole = nn.Parameter(torch.randn(48, 40))  # 3 rows to a block, 24 or 16 rows to a rank
 
 
 @functools.cache
 def _gradient(shape: tuple[int, ...], number: int, step: int) -> Tensor:
+    """Of a size of 1e-3, 1e-2 or 0.1 by the parameter's number; a fifth of the elements are 0."""
     generator = torch.Generator().manual_seed(1000 * step + number)
     g = torch.randn(shape, generator=generator) * 10.0 ** (number % 3 - 3)
     return g * (torch.rand(shape, generator=generator) < 0.8)
@@ -76,9 +77,9 @@ def new_muon(params: Iterable[Tensor], **options: Any) -> optim.Muon:
     return optim.Muon8bit(muon_groups(params), **{"lr": 0.02, **options})
 
 
-def steps(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int, scale: float = 1.0) -> None:
-    """Steps with given gradients, of which each rank takes its shards."""
-    for step in range(first, last):
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, end: int, scale: float = 1.0) -> None:
+    """Steps number ``first`` to ``end - 1`` with :func:`gradient`'s gradients, of which each rank takes its shards."""
+    for step in range(first, end):
         for number, p in enumerate(model.parameters()):
             g = gradient(p, number, step) * scale
             if isinstance(p, DTensor):
@@ -87,27 +88,30 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: 
         optimizer.step()
 
 
-def whole(x: Any) -> Any:
-    """A DTensor's whole tensor; anything else as it is."""
+def full_tensor(x: Any) -> Any:
+    """The whole tensor of a DTensor; anything else as it is."""
     if not isinstance(x, DTensor):
         return x
     # Neither gloo nor NCCL gathers int16.
     return x.int().full_tensor().short() if x.dtype == torch.int16 else x.full_tensor()
 
 
-def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def full_params_and_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """All parameters and states as whole tensors, by the parameters' names."""
     return {
-        name: {"param": whole(p.detach()), **{key: whole(x) for key, x in sorted(optimizer.state[p].items())}}
+        name: {
+            "param": full_tensor(p.detach()),
+            **{key: full_tensor(x) for key, x in sorted(optimizer.state[p].items())},
+        }
         for name, p in model.named_parameters()
     }
 
 
-def alone(
-    build: Callable[..., nn.Module], new: Any, options: dict[str, Any], last: int, scale: float = 1.0
+def run_in_one_process(
+    build: Callable[..., nn.Module], new: Any, options: dict[str, Any], count: int, scale: float = 1.0
 ) -> dict[str, Any]:
-    """Parameters and states after the same steps of the whole model in one process."""
+    """Parameters and states of the whole model ``build()`` after ``count`` steps of the optimizer class ``new``."""
     model = build()
     optimizer = new(model.parameters(), **options)
-    steps(model, optimizer, 0, last, scale)
-    return everything(model, optimizer)
+    steps(model, optimizer, 0, count, scale)
+    return full_params_and_states(model, optimizer)

@@ -1,8 +1,8 @@
 """Counts what a step of a model with weights on the host allocates on a device: FSDP2's own code on fake CUDA tensors.
 
-For a process of its own with fake CUDA (``fake_cuda.call``). Streams and events do nothing there. A buffer counts from
+For a process of its own with fake CUDA (``fake_cuda.call``), where streams and events do nothing. A buffer counts from
 when the host allocates it to when the host frees it, as torch's caching allocator counts; one that another stream
-copies to the host, until the next one's copy begins.
+copies to the host counts until the next one's copy begins.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Stream:
 
 @contextlib.contextmanager
 def counted(live: DeviceBytes) -> Iterator[None]:
-    """Counts into ``live``, with streams that do nothing, and as storages are resized by FSDP2."""
+    """Counts the storages that FSDP2 resizes into ``live``; streams and events do nothing."""
     current = Stream()
 
     def free(x: Tensor) -> None:
@@ -141,7 +141,7 @@ def counted(live: DeviceBytes) -> Iterator[None]:
 
 
 class WithLoss(nn.Module):
-    """A language model and its loss, in chunks of classes where asked for, which is what is streamed."""
+    """What is streamed: a language model and its loss, in chunks of ``chunk`` classes where it is given."""
 
     def __init__(self, model: Any, source: Any, chunk: int | None) -> None:
         super().__init__()

@@ -21,6 +21,8 @@ class RaceError(AssertionError):
 
 
 class Access(NamedTuple):
+    """An access to memory: the stream's name, its own clock then, whether it writes, and words for RaceError."""
+
     stream: str
     time: int  # the number of this access among the stream's
     writes: bool

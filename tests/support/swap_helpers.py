@@ -20,7 +20,7 @@ class MLP(nn.Module):
         return self.c_proj(self.act(self.c_fc(x)))
 
 
-class Calls(nn.Module):
+class CallsGelu(nn.Module):
     """A module that calls F.gelu as a function."""
 
     def __init__(self) -> None:

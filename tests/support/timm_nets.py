@@ -22,7 +22,7 @@ NETS = {
     "Mixer": "mixer_s32_224",
     "ConvNeXt-atto": "convnext_atto",
 }
-CLASSES = 10
+CLASSES = 10  # of images
 _NOT_USED = {  # what timm imports of torchvision beside its data sets
     "torchvision": (),
     "torchvision.models": (),
@@ -33,6 +33,7 @@ _NOT_USED = {  # what timm imports of torchvision beside its data sets
 
 
 def _timm() -> Any:
+    """The module timm, also where torchvision is missing."""
     if not hasattr(sys.modules.get("timm"), "create_model"):  # not there, or timm_factory's
         for name in [name for name in sys.modules if f"{name}.".startswith(("timm.", "memkern.integrations.timm."))]:
             del sys.modules[name]

@@ -10,7 +10,7 @@ from memkern.planner.inputs import class_of_type
 from memkern.planner.models import Configured, resolve
 
 TOKENS, LAYERS, WIDTH, VOCABULARY = 16, 3, 32, 128
-MAX_PARAMETERS = 8_000_000
+MAX_PARAMETERS = 8_000_000  # of a model that counts as tiny
 # Sizes, and the fields of configurations that get them.
 SIZES: tuple[tuple[int, tuple[str, ...]], ...] = (
     (LAYERS, (

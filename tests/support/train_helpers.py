@@ -38,13 +38,14 @@ def step_peak(trainer: Trainer) -> int:
 
 
 def trained(corpus: Corpus, config: TrainConfig = SMALL, /, **changes: Any) -> Trainer:
+    """The trainer after a run of the configuration with these changes."""
     trainer = Trainer(config.replace(**changes), corpus)
     run([trainer])
     return trainer
 
 
 def straight_and_resumed(config: TrainConfig, corpus: Corpus, path: Path, **changes: Any) -> tuple[Trainer, Trainer]:
-    """A whole run, and one that goes on from its third step, with changes of the configuration that are allowed."""
+    """An uninterrupted run, and one that goes on from its third step with these changes of the configuration."""
     straight = Trainer(config, corpus)
 
     def save(trainer: Trainer) -> None:
@@ -71,8 +72,9 @@ def assert_same_run(a: Trainer, b: Trainer) -> None:
 def assert_runs_agree(a: Path, b: Path) -> None:
     """Asserts that two checkpoints are of equal runs whose gradients were added up in different orders.
 
-    Losses agree within 1e-5, weights within 1e-4 of their norm, as a code of nearly equal moments may differ by one.
-    And 1e-5 for the bias of attention's keys: its gradient is rounding errors alone, which Adam scales up to lr."""
+    Losses agree within 1e-5, weights within 1e-4 of their norm, as codes of nearly equal moments may differ by one. The
+    bias of attention's keys may differ by 1e-5: its gradient is rounding errors alone, which Adam scales up to lr.
+    """
     first, second = checkpoint.load(a), checkpoint.load(b)
     assert first["step"] == second["step"] == first["config"]["steps"]
     for name in ("train_loss", "validation"):
@@ -83,8 +85,8 @@ def assert_runs_agree(a: Path, b: Path) -> None:
         assert (weight - second["model"][name]).norm() <= 1e-4 * weight.norm() + 1e-5, name
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The command's error for bad arguments: one line, without its beginning."""
+def error_of_command(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What ``python -m memkern train`` prints for bad arguments: one line, without its beginning."""
     with pytest.raises(SystemExit) as error:
         main(["train", *arguments])
     assert error.value.code == 2
@@ -121,7 +123,7 @@ def tiny_tokenizer() -> Any:
 
 
 def typed(name: str, value: Any) -> str:
-    """The flag of a field with a value."""
+    """The flag of a field with a value, as a user types it."""
     if isinstance(value, bool):
         return flag(name if value else f"no_{name}")
     return f"{flag(name)} {spelled(value)}"

@@ -48,6 +48,7 @@ def _partly(p: Tensor, seed: int) -> None:
     p.data[..., : max(p.shape[-1] // 2, 1)] = 0.25
 
 
+# name: (weight, seed) -> None
 VALUES: dict[str, Any] = {
     "mul_": _in_place("mul_", 0.5),
     "zero_": _in_place("zero_"),
@@ -82,6 +83,7 @@ def _swapped(p: nn.Parameter) -> None:
         torch.utils.swap_tensors(p, other)
 
 
+# name: (weight) -> None
 STORAGE: dict[str, Any] = {
     "clone": lambda p: _data(p, p.data.clone()),
     "contiguous": lambda p: _data(p, p.data.clone(memory_format=torch.contiguous_format)),

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from memkern import optim
 from tests.support.helpers import assert_same
-from tests.support.training_loops import ERRORS, QUIET_ERROR, SHAPES, WRITTEN
+from tests.support.training_loops import ERRORS, QUIET_ERROR, ROUNDING, SHAPES
 from tests.support.training_saves import SavedLoop
 
 ADAMS = ("Adam", "AdamW")
@@ -19,6 +19,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
 
 class ExportedLoop(SavedLoop):
+    """A loop that also exports states and fp32 weights, and compares them with the plain optimizer's."""
+
     @property
     def inner(self) -> Any:
         """memkern's own optimizer, which HostOffload has inside."""
@@ -95,5 +97,5 @@ class ExportedLoop(SavedLoop):
             assert x.dtype == torch.float32
             finite = p.isfinite() & x.isfinite()
             error = (x - p.float())[finite].abs()
-            allowed = WRITTEN[p.dtype] * (x[finite].abs() + torch.finfo(p.dtype).smallest_normal)
+            allowed = ROUNDING[p.dtype] * (x[finite].abs() + torch.finfo(p.dtype).smallest_normal)
             assert bool((error <= allowed).all()), f"w{i}: fp32 weight of another model"

@@ -30,10 +30,12 @@ PLAIN: dict[str, tuple[type, dict[str, Any]]] = {
     "LARS": (optim.LARS, {}),
     "Muon": (optim.Muon, {}),
 }
-"""A class, what it is compared with (torch.optim's, else memkern's own with fp32 states), and options of both."""
+"""By the name of memkern's class: the class that it is compared with (torch's, else memkern's own with fp32 states),
+and options of both.
+"""
 ERRORS = {32: 1e-3, 8: 0.3}
-"""The error of an update, in means over a tensor, by state_bits; of sign(m), 0.3 is 15 % of the signs. Of a single
-element the error may be 30 times as large a share of the largest update.
+"""The largest error of an update by state_bits: its mean over a tensor, in shares of the mean update. (Lion's updates
+are signs: 0.3 is 15 % of them.) One element's error may be 30 times as large a share of the largest update.
 """
 MUON_ERRORS = {32: 0.05, 8: 0.5}
 """ERRORS for Muon's matrices: small singular values, which rounding changes most, count as much as large ones."""
@@ -45,14 +47,16 @@ zero or as the smallest code and takes too small a step, and most elements may b
 # Ways to wrap the optimizer in HostOffload or StepInBackward (:meth:`Loop._new_optimizer`); "" leaves it as it is.
 WRAPPERS = ["", "", "", "host", "host gradients", "late", "backward", "device", "device backward"]
 # Options that both optimizers have.
-SHARED = ("lr", "weight_decay", "betas", "momentum", "maximize")
-WRITTEN = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
+SHARED_OPTIONS = ("lr", "weight_decay", "betas", "momentum", "maximize")
+ROUNDING = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 """The largest relative change of a weight when it is written in a dtype."""
 seeds = integers(0, 2**16)
 numbers = integers(0, len(SHAPES) - 1)
 
 
 class Holder(nn.Module):
+    """A model of weights alone: w0, w1, ... of SHAPES."""
+
     def __init__(self, seed: int, dtype: torch.dtype) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
@@ -68,7 +72,7 @@ class Loop(RuleBasedStateMachine):
     """memkern's optimizer of ``model``, and ``plain`` of the fp32 weights ``refs``."""
 
     compilers: tuple[str, ...] = ()
-    """torch.compile's backends, of which each loop takes one. They take seconds: tests of an hour set them."""
+    """torch.compile's backends, of which each loop takes one. They compile for seconds: only long tests set them."""
     compiled_calls = 0
     """Compiled graphs that ran, in all loops."""
 
@@ -105,7 +109,7 @@ class Loop(RuleBasedStateMachine):
         self.gradients = self._directions()
         self.saved: Any = None
         self.snapshot = copy.deepcopy(self.model.state_dict())
-        self.compiler = self.compilers[compiler % len(self.compilers)] if self.compilers and self.whole else ""
+        self.compiler = self.compilers[compiler % len(self.compilers)] if self.compilers and self.is_unwrapped else ""
         self._compile()
 
     def _compile(self) -> None:
@@ -153,7 +157,7 @@ class Loop(RuleBasedStateMachine):
     # ---- what is there
 
     @property
-    def whole(self) -> bool:
+    def is_unwrapped(self) -> bool:
         """Whether the optimizer is memkern's own class: groups may be edited in every way."""
         return self.wrapper == ""
 
@@ -172,11 +176,11 @@ class Loop(RuleBasedStateMachine):
         return hosted and not self.group_of(i).get("stochastic_rounding")
 
     @torch.no_grad()
-    def written(self, i: int) -> None:
+    def copy_to_plain(self, i: int) -> None:
         """Copies a weight to the plain loop after something other than a step has written it."""
         p, ref = self.model.weight(i).detach(), self.refs[i]
         assert p.shape == ref.shape
-        unit = WRITTEN[p.dtype]
+        unit = ROUNDING[p.dtype]
         ref.copy_(p)
         finite = ref[ref.isfinite()].abs()
         if finite.numel():
@@ -252,19 +256,19 @@ class Loop(RuleBasedStateMachine):
         self._step_both(clip, scaled)
         self.time += 1
         if scaled == "infinite":
-            self._unchanged(before)
+            self._assert_unchanged(before)
             self.scaler.update(4.0)
         else:
             self._compare(before)
 
     @torch.no_grad()
     def _prepare(self) -> list[tuple[Tensor, Tensor]]:
-        """Pairs of weights before a step: memkern's, and the plain one, which is first set to it if no more is kept."""
+        """Pairs of weights before a step: memkern's and the plain one, which first becomes equal if no more is kept."""
         for i, ref in enumerate(self.refs):
             p = self.model.weight(i)
             p.grad = ref.grad = None
             if not self.is_kept(i):
-                self.written(i)
+                self.copy_to_plain(i)
         return [(self.model.weight(i).detach().clone(), ref.detach().clone()) for i, ref in enumerate(self.refs)]
 
     def _gradient(self, i: int, kind: str) -> Tensor | None:
@@ -311,7 +315,7 @@ class Loop(RuleBasedStateMachine):
             nn.utils.clip_grad_norm_(self.refs, norm)
         self.plain.step()
 
-    def _unchanged(self, before: list[tuple[Tensor, Tensor]]) -> None:
+    def _assert_unchanged(self, before: list[tuple[Tensor, Tensor]]) -> None:
         for i, (p, _) in enumerate(before):
             assert torch.equal(self.model.weight(i).detach(), p), f"w{i}: an infinite gradient was stepped"
 
@@ -329,7 +333,7 @@ class Loop(RuleBasedStateMachine):
             share = self.errors[i]
             if i in self.quiet and share > self.error_of(i, 32):
                 share = QUIET_ERROR
-            unit, size = WRITTEN[self.model.weight(i).dtype], ref.detach()[finite].abs()
+            unit, size = ROUNDING[self.model.weight(i).dtype], ref.detach()[finite].abs()
             mean, largest = self.budgets[i]
             if group.get("master_weights") == "bf16+8":
                 mean, largest = mean + float(size.mean()) * 2.0**-15, largest + float(size.max()) * 2.0**-15
@@ -345,7 +349,7 @@ class Loop(RuleBasedStateMachine):
     @rule(i=numbers, edit=sampled_from([*training_edits.VALUES]), seed=seeds)
     def edit_values(self, i: int, edit: str, seed: int) -> None:
         training_edits.VALUES[edit](self.model.weight(i), seed)
-        self.written(i)
+        self.copy_to_plain(i)
 
     @rule(i=numbers, edit=sampled_from([*training_edits.STORAGE]))
     def edit_storage(self, i: int, edit: str) -> None:
@@ -370,27 +374,27 @@ class Loop(RuleBasedStateMachine):
         snapshot = {k: x.to(self.model.weight(0).dtype) for k, x in copy.deepcopy(self.snapshot).items()}
         self.model.load_state_dict(snapshot)
         for i in range(len(SHAPES)):
-            self.written(i)
+            self.copy_to_plain(i)
 
     @rule(i=numbers)
     def prune_weight(self, i: int) -> None:
         self.model.weight(i).data = self.model.weight(i).data.contiguous()  # torch's function makes views
         prune.l1_unstructured(self.model, f"w{i}", amount=0.3)
         prune.remove(self.model, f"w{i}")
-        self.written(i)
+        self.copy_to_plain(i)
 
-    @precondition(lambda self: self.whole)
+    @precondition(lambda self: self.is_unwrapped)
     @rule(dtype=sampled_from([torch.float32, torch.bfloat16, torch.float16]))
     def cast(self, dtype: torch.dtype) -> None:
         if any(g["master_weights"] or g["stochastic_rounding"] for g in self.optimizer.param_groups):
             return
         self.model.to(dtype)
         for i in range(len(SHAPES)):
-            self.written(i)
+            self.copy_to_plain(i)
 
     # ---- groups and options
 
-    @precondition(lambda self: self.whole)
+    @precondition(lambda self: self.is_unwrapped)
     @rule(i=numbers, in_place=booleans())
     def replace_parameter(self, i: int, in_place: bool) -> None:
         old = self.model.weight(i)
@@ -403,7 +407,7 @@ class Loop(RuleBasedStateMachine):
         else:
             group["params"] = params
 
-    @precondition(lambda self: self.whole and self.name != "Muon")  # whose groups have other states
+    @precondition(lambda self: self.is_unwrapped and self.name != "Muon")  # whose groups have other states
     @rule(i=numbers)
     def move_between_groups(self, i: int) -> None:
         k = next(k for k, group in enumerate(self.members) if i in group)
@@ -427,11 +431,11 @@ class Loop(RuleBasedStateMachine):
         if name not in group:
             return
         group[name] = value
-        if name in SHARED:
+        if name in SHARED_OPTIONS:
             self.plain.param_groups[k][name] = value
-        self._note(k)
+        self._note_group_storage(k)
 
-    def _note(self, k: int) -> None:
+    def _note_group_storage(self, k: int) -> None:
         for i in self.members[k]:
             self._note_storage(i, self.is_kept(i))
 
@@ -439,9 +443,9 @@ class Loop(RuleBasedStateMachine):
         """Raises the allowed error, which never falls: moments that were rounded to fewer bits keep that error."""
         self.errors[i] = max(self.errors[i], self.error_of(i, self.group_of(i)["state_bits"]))
         if self.is_kept(i) and not was_kept:
-            self.written(i)
+            self.copy_to_plain(i)
 
-    @precondition(lambda self: self.whole and self.model.weight(0).dtype == torch.bfloat16)
+    @precondition(lambda self: self.is_unwrapped and self.model.weight(0).dtype == torch.bfloat16)
     @rule(k=integers(0, 1), weights=sampled_from([None, "bf16+16", "bf16+8", "stochastic"]))
     def change_weights(self, k: int, weights: str | None) -> None:
         if any(self.model.weight(i).dtype != torch.bfloat16 for i in self.members[k]):

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from tests.support.schedulers import SCHEDULERS
 from tests.support.training_loops import Holder, Loop
 
-WRITTEN = ("lr", "betas", "momentum")  # the options that schedulers write
+SCHEDULED = ("lr", "betas", "momentum")  # the options that schedulers write
 
 
 class SavedLoop(Loop):
@@ -57,7 +57,7 @@ class SavedLoop(Loop):
 
     def _compare_options(self) -> None:
         for group, plain in zip(self.optimizer.param_groups, self.plain.param_groups, strict=True):
-            for key in WRITTEN:
+            for key in SCHEDULED:
                 if key in group and key in plain:
                     assert group[key] == plain[key], f"{key} is {group[key]}, the plain optimizer's {plain[key]}"
 
@@ -99,7 +99,7 @@ class SavedLoop(Loop):
         attributes, refs, plain, schedulers, options, norm = copy.deepcopy(plain_run)
         weights, state = torch.load(io.BytesIO(blob), weights_only=True)
         vars(self).update(attributes)
-        if fresh or not self.whole:
+        if fresh or not self.is_unwrapped:
             self.model = Holder(self.time, weights["w0"].dtype)
         else:
             self.model.to(weights["w0"].dtype)
@@ -124,7 +124,7 @@ class SavedLoop(Loop):
         self.optimizer.load_state_dict(state)
         self.plain.load_state_dict(plain)
         for k in range(2):
-            self._note(k)
+            self._note_group_storage(k)
         self._compile()
 
     def _resumed(self, options: list[dict[str, Any]], bits: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A clean copy of the source tree, for the tests that build it, and what setup.py makes of it."""
+"""A clean copy of the source tree, for the tests that build it, and the libraries that setup.py builds of it."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""Values that are hard to quantize: blocks that are tiny, huge, of random bits, with NaN or infinities, constant."""
+"""Tensors that are hard to quantize: blocks are tiny, huge, constant, of random bits, or have NaN or infinities."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 
-def hostile(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
+def hard_to_quantize(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
     """Blocks of 128 values, of these kinds in turn: normal, of many magnitudes, of any bits, of any finite bits,
-    denormal, tiny, huge, mostly 0, zeros of both signs, with one NaN, with one infinity, equal.
+    denormal, tiny, huge, mostly 0, all 0 (some of them -0), with one NaN, with one infinity, equal.
     """
     generator = torch.Generator().manual_seed(seed)
     count = torch.Size(shape).numel() // 128

@@ -13,9 +13,9 @@ from transformers.activations import NewGELUActivation
 
 import memkern
 from memkern import memory
-from tests.support.swap_helpers import EVERY, MLP, Calls
+from tests.support.swap_helpers import EVERY, MLP, CallsGelu
 
-# What is left alone
+# ---- what is left as it is
 
 
 class OwnForward(nn.GELU):
@@ -37,7 +37,7 @@ def test_subclasses_are_left_alone() -> None:
     assert "0: OwnForward, a subclass of torch.nn.GELU may do more" in str(report)
 
 
-def test_a_forward_on_the_instance_or_in_place_of_the_class_s_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_with_a_replaced_forward_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     module = nn.GELU()
     module.forward = lambda x: x  # as accelerate's hooks do
     assert "its forward is set on the instance" in str(memkern.compress(module))
@@ -46,10 +46,10 @@ def test_a_forward_on_the_instance_or_in_place_of_the_class_s_is_left_alone(monk
     assert "its class's forward has been replaced" in str(memkern.compress(nn.GELU()))
 
 
-class Decorated(Calls):
-    @functools.wraps(Calls.forward)
+class Decorated(CallsGelu):
+    @functools.wraps(CallsGelu.forward)
     def forward(self, *args: Any) -> Tensor:
-        return Calls.forward(self, *args)
+        return CallsGelu.forward(self, *args)
 
 
 class Holds(nn.Module):
@@ -91,7 +91,7 @@ class HasAChild(nn.Module):
 
 # a module, and the function whose direct call is reported
 CALLS: dict[str, tuple[nn.Module, str | None]] = {
-    "calls": (Calls(), "gelu"),
+    "calls": (CallsGelu(), "gelu"),
     "decorated": (Decorated(), "gelu"),
     "holds": (Holds(F.silu), "silu"),
     "holds a partial": (Holds(functools.partial(F.gelu, approximate="tanh")), "gelu"),
@@ -187,7 +187,7 @@ def test_one_float64_tensor_does_not_refuse_a_float32_model(kind: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_frozen_float8_weights_are_not_the_model_s_dtype(dtype: torch.dtype) -> None:
+def test_frozen_float8_weights_are_not_the_models_dtype(dtype: torch.dtype) -> None:
     frozen = nn.Linear(64, 64).to(dtype).requires_grad_(False)
     for layers in ((frozen, nn.GELU(), nn.Linear(64, 64)), (frozen, nn.GELU())):
         (swap,) = memkern.compress(nn.Sequential(*layers)).swapped
@@ -211,13 +211,13 @@ def test_what_float64_models_can_have() -> None:
     expected = net(x)
     memkern.compress(net, None, linear={"share": 0.5, "min_tokens": 0})
     assert isinstance(net[0], memkern.nn.RandomizedLinear)
-    found = net(x)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-    found.sum().backward()
+    actual = net(x)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+    actual.sum().backward()
     assert all(p.grad.isfinite().all() for p in net.parameters())
 
 
-# The report
+# ---- the report
 
 
 @pytest.mark.parametrize(
@@ -238,16 +238,18 @@ def test_the_width_that_the_structure_tells(build: Any, width: Any) -> None:
     assert report.bytes_per_token == (width[0] * (4 - 0.375) if width else 0)
 
 
-def test_report_groups_layers_and_says_everything() -> None:
-    model = nn.Sequential(*(MLP(NewGELUActivation()) for _ in range(12)), nn.Embedding(3, 3), nn.GELU(), Calls())
+def test_the_report_groups_layers_and_names_all_that_was_left() -> None:
+    model = nn.Sequential(*(MLP(NewGELUActivation()) for _ in range(12)), nn.Embedding(3, 3), nn.GELU(), CallsGelu())
     shown = str(memkern.compress(model.bfloat16(), embeddings=True))
-    now = "GELU(approximate='tanh', bits=3, keep='codes')"
+    few_bit = "GELU(approximate='tanh', bits=3, keep='codes')"
     saved = 64 * (8 - 0.375)
-    assert f"*.act (12 of them): NewGELUActivation -> {now}, 8 -> 0.375 bytes per element, up to {saved:,.0f}" in shown
+    assert (
+        f"*.act (12 of them): NewGELUActivation -> {few_bit}, 8 -> 0.375 bytes per element, up to {saved:,.0f}" in shown
+    )
     assert "13: GELU -> GELU(approximate='none', bits=3, keep='codes'), 2 -> 0.375 bytes per element\n" in shown
     assert f"per token: {12 * saved:,.0f} bytes" in shown
     assert "1 embeddings marked" in shown
-    assert "14: Calls, calls gelu itself" in shown
+    assert "14: CallsGelu, calls gelu itself" in shown
     assert str(memkern.compress(nn.Identity())) == "memkern.compress: 0 modules swapped"
 
 

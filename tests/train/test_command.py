@@ -14,12 +14,12 @@ import torch
 from memkern.__main__ import main
 from memkern.train import TrainConfig, checkpoint
 from memkern.train.fit import fit
-from tests.support.train_helpers import SMALL, refused, small_run
+from tests.support.train_helpers import SMALL, error_of_command, small_run
 
 OPTIONS = small_run(layers=1, batch_size=2, steps=4)
 
 
-def test_progress_and_results(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_prints_and_writes_its_results(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, link = tmp_path / "deep" / "out", tmp_path / "link.pt"
     for _ in range(2):  # the second run replaces the files of the first
         main(["train", "--data", str(text), *OPTIONS, "--out", str(folder), "--save", str(link)])
@@ -36,11 +36,11 @@ def test_progress_and_results(text: Path, tmp_path: Path, capsys: pytest.Capture
     assert re.search(r"\nValidation loss \d\.\d{4}; optimizer state 2\.\d\d bytes per parameter\.\nPeak: ", shown)
 
 
-def test_the_comparison(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_prints_and_writes_both_runs(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["train", "--data", str(text), "--compare", "--activation-bits", "3", "--out", str(tmp_path), *OPTIONS])
     shown = capsys.readouterr().out
-    written = json.loads((tmp_path / "results.json").read_text())
-    baseline, ours = written["runs"]
+    results = json.loads((tmp_path / "results.json").read_text())
+    baseline, ours = results["runs"]
     assert (baseline["optimizer"], ours["optimizer"]) == ("torch-adamw", "adamw 8-bit")
     for result in (baseline, ours):
         assert [step for step, _ in result["history"]["validation"]] == [2, 4]
@@ -48,11 +48,11 @@ def test_the_comparison(text: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
         assert f"{result['validation_loss']:.4f}" in shown
     loss, state, saved = (ours[n] / baseline[n] for n in ("validation_loss", "optimizer_bytes", "saved_bytes"))
     assert f" {state:.3f}\n" in shown
-    assert f"{written['summary']}\n" in shown
+    assert f"{results['summary']}\n" in shown
     expected = f"{ours['validation_loss']:.4f}, {100 * loss - 100:+.2f} % against torch-adamw; optimizer state"
     expected += f" {100 * state:.1f} %, saved for the backward pass {100 * saved:.1f} % of its run's."
-    assert written["summary"] == f"Validation loss {expected}"
-    assert written["config"]["lr"] == 1e-3
+    assert results["summary"] == f"Validation loss {expected}"
+    assert results["config"]["lr"] == 1e-3
     assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG\r\n")
 
 
@@ -68,7 +68,7 @@ def test_resume_takes_the_options_it_is_not_given(
     capsys.readouterr()
     state = checkpoint.load(Path(path))
     torch.save(state | {"optimizer": {}}, path)
-    assert f"--resume: '{path}' given, which cannot be continued: " in refused(capsys, "--resume", path)
+    assert f"--resume: '{path}' given, which cannot be continued: " in error_of_command(capsys, "--resume", path)
 
 
 def test_failures_end_with_a_line(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +81,7 @@ def test_failures_end_with_a_line(text: Path, tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize(("device", "limit"), [("cuda", 8 << 30), ("cpu", None)])
-def test_what_the_planner_is_asked(monkeypatch: pytest.MonkeyPatch, device: str, limit: int | None) -> None:
+def test_fit_plans_what_no_option_says(monkeypatch: pytest.MonkeyPatch, device: str, limit: int | None) -> None:
     asked: dict[str, Any] = {}
 
     def plan(**options: Any) -> Any:
@@ -104,12 +104,12 @@ def test_what_the_planner_is_asked(monkeypatch: pytest.MonkeyPatch, device: str,
 
 
 @pytest.mark.full
-def test_fit_on_the_command_line(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fit_trains_by_a_plan_or_is_refused(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--data", str(text), *OPTIONS, "--batch-factor", "3", "--out", str(tmp_path)]
     main(["train", *options, "--fit", "2GiB", "--optimizer", "lion", "--precision", "bf16"])
     assert "2GiB fit " in capsys.readouterr().out
-    written = json.loads((tmp_path / "results.json").read_text())
-    assert written["plan"]["peak"] < 2 * 2**30
-    assert (written["plan"]["techniques"]["accumulation"], written["config"]["accumulation"]) == (3, 1)
-    assert written["config"] | {"optimizer": "lion", "precision": "bf16"} == written["config"]
-    assert refused(capsys, *options, "--fit", "1MiB").startswith("--fit: 1MiB given; allowed: 0.")
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["plan"]["peak"] < 2 * 2**30
+    assert (results["plan"]["techniques"]["accumulation"], results["config"]["accumulation"]) == (3, 1)
+    assert results["config"] | {"optimizer": "lion", "precision": "bf16"} == results["config"]
+    assert error_of_command(capsys, *options, "--fit", "1MiB").startswith("--fit: 1MiB given; allowed: 0.")

@@ -18,7 +18,7 @@ from memkern.__main__ import main
 from memkern.train import Trainer, checkpoint, report
 from tests.support.helpers import first_full
 from tests.support.ranks import TORCHRUN_TWO
-from tests.support.train_helpers import refused, small_run
+from tests.support.train_helpers import error_of_command, small_run
 
 OPTIONS = small_run(layers=1, batch_size=2, steps=4)
 
@@ -85,7 +85,7 @@ SIGNALS: dict[str, tuple[int, int, Any, bool, int, int, int]] = {
 
 
 @pytest.mark.parametrize("case", SIGNALS)
-def test_signals(run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+def test_signals_save_or_end_a_run(run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     number, times, handler, launched, step, status, saved = SIGNALS[case]
     if launched:
         monkeypatch.setenv("RANK", "0")
@@ -192,5 +192,5 @@ def test_that_files_can_be_written_is_tried_before_training(
     run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str
 ) -> None:
     with no_room(0):
-        error = refused(capsys, *run[1:-2], option, str(tmp_path / "new"))
+        error = error_of_command(capsys, *run[1:-2], option, str(tmp_path / "new"))
     assert f"{option}: nothing can be written in '{tmp_path}" in error

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from memkern import backend
-from tests.support.train_helpers import refused, small_run
+from tests.support.train_helpers import error_of_command, small_run
 
 OPTIONS = small_run(layers=1, batch_size=2, steps=4)
 WITHOUT_SIZES = OPTIONS[6:]  # without the model's layers, heads and width
@@ -125,7 +125,7 @@ def test_a_line_says_what_and_what_to_do(
     options = WITHOUT_SIZES if "--model" in arguments and arguments != "--model gpt2" else OPTIONS
     data = [] if "--data" in arguments else ["--data", "text.txt"]
     output = [] if {"--out", "--export", "--save"} & {*arguments.split()} else ["--out", "new"]
-    line = refused(capsys, *data, *options, *output, *arguments.split())
+    line = error_of_command(capsys, *data, *options, *output, *arguments.split())
     assert line.startswith(f"{name}: ")
     assert all(part in line for part in parts), line
     assert tree(folder) == before

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 pytest.importorskip("hypothesis")
-from tests.support.run_loops import LOOPS, SECONDS, run, run_for
+from tests.support.run_loops import LONG_TEST_S, LOOPS, run, run_for
 from tests.support.training_exports import ExportedLoop
 
 ignore_other_options = pytest.mark.filterwarnings("ignore:the state_dict is of an optimizer with other options")
@@ -23,5 +23,5 @@ def test_an_hour_of_loops() -> None:
     class Compiled(ExportedLoop):
         compilers = ("", "", "aot_eager", "inductor")
 
-    run_for(SECONDS, Compiled)
+    run_for(LONG_TEST_S, Compiled)
     assert Compiled.compiled_calls > 0

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn.utils import prune as torch_prune
 
 from memkern import optim
-from tests.support.bf16_weights import BF16, KEPT, bf16_params, fp32_weights, over_kept
-from tests.support.generic_optimizers import saved
+from tests.support.bf16_weights import BF16, MASTER_WEIGHTS, bf16_params, fp32_weights, over_master_weights
+from tests.support.generic_optimizers import saved_and_loaded
 from tests.support.helpers import (
     assert_same,
     hard,
@@ -29,17 +29,17 @@ from tests.support.helpers import (
 from tests.support.hostile_weights import hostile
 from tests.support.interpreted import interpreted
 
-# ---- changes from outside
+# ---- edits of weights between two steps
 
 
-@over_kept
-def test_no_state_makes_another_number_of_a_weight(kept: str) -> None:
-    p, state = hostile(kept)
+@over_master_weights
+def test_no_state_makes_another_number_of_a_weight(master_weights: str) -> None:
+    p, state = hostile(master_weights)
     x, bits = optim.weights.fp32_weight(p, {"weight_error": state}), lambda x: x.float().view(torch.int32).long()
     assert_same(x.isnan(), p.isnan())
     is_number = ~p.isnan()
     assert ((bits(x) - bits(p)).abs() <= 2**15)[is_number].all()  # half a unit of p: no sign changes, nothing overflows
-    error = state.long() << (8 if kept == "bf16+8" else 0)
+    error = state.long() << (8 if master_weights == "bf16+8" else 0)
     impossible = (p == 0) & (error < 0) | p.isinf() & (error > 0)  # no step makes such an error: it counts as 0
     assert_same(bits(x)[is_number], (bits(p) + error * ~impossible)[is_number])
     assert x.isfinite()[p.isfinite()].all()
@@ -48,16 +48,18 @@ def test_no_state_makes_another_number_of_a_weight(kept: str) -> None:
 @pytest.mark.pairwise
 @interpreted(build=(optim.AdamW, optim.Lion))
 @over_fast
-@over_kept
+@over_master_weights
 @pytest.mark.parametrize("build", [optim.AdamW, optim.Lion, optim.SGD], ids=name_of)
 @pytest.mark.parametrize("state_bits", [8, 32])
-def test_a_step_of_nothing_leaves_every_weight(backend: str, kept: str, build: type, state_bits: int) -> None:
+def test_a_step_with_lr_0_changes_no_weight(backend: str, master_weights: str, build: type, state_bits: int) -> None:
     """Also with errors that no step makes, which all backends correct alike."""
     runs = []
     for name in (backend, "reference"):
-        p, state = hostile(kept)
+        p, state = hostile(master_weights)
         w = torch.nn.Parameter(p.clone())
-        optimizer = build([w], lr=0.0, weight_decay=0.0, state_bits=state_bits, min_8bit_size=0, **KEPT[kept])
+        optimizer = build(
+            [w], lr=0.0, weight_decay=0.0, state_bits=state_bits, min_8bit_size=0, master_weights=master_weights
+        )
         w.grad = torch.zeros_like(w)
         optimizer.state[w] = optimizer._init_state(w, optimizer.param_groups[0])
         optimizer.state[w]["weight_error"].copy_(state)
@@ -69,15 +71,15 @@ def test_a_step_of_nothing_leaves_every_weight(backend: str, kept: str, build: t
 
 
 @over_fast
-@over_kept
+@over_master_weights
 @pytest.mark.parametrize("build", [optim.LAMB8bit, optim.LARS8bit], ids=name_of)
-def test_a_zeroed_layer_starts_again(backend: str, kept: str, build: type) -> None:
+def test_a_zeroed_layer_starts_again(backend: str, master_weights: str, build: type) -> None:
     """Errors that the state keeps beside zeros make no norm for a trust ratio: weights move as plain bf16 ones do."""
     moved = []
-    for options in (KEPT[kept], {}):
+    for option in (master_weights, None):
         torch.manual_seed(0)
         w = torch.nn.Parameter(torch.randn(64, 128).to(BF16))
-        optimizer = build([w], lr=1e-2, **options)
+        optimizer = build([w], lr=1e-2, master_weights=option)
         for step in range(6):
             w.grad = torch.randn(w.shape).to(BF16)
             with on(backend), torch.no_grad():
@@ -126,16 +128,16 @@ def largest_move(model: torch.nn.Linear, before: list[Tensor]) -> float:
 
 @pytest.mark.pairwise
 @over_cpu
-@over_kept
+@over_master_weights
 @pytest.mark.parametrize("build", [optim.AdamW8bit, optim.LAMB8bit, optim.SGD], ids=name_of)
 @pytest.mark.parametrize(
     "edit",
     [pytest.param(e, marks=[] if e in ("prune", "zeros_", "load_state_dict") else [pytest.mark.full]) for e in EDITS],
 )
-def test_a_step_goes_on_from_edited_weights(backend: str, kept: str, build: type, edit: str) -> None:
+def test_a_step_goes_on_from_edited_weights(backend: str, master_weights: str, build: type, edit: str) -> None:
     torch.manual_seed(0)
     model = torch.nn.Linear(128, 64).to(BF16)
-    optimizer = build(model.parameters(), lr=1e-2, **KEPT[kept])
+    optimizer = build(model.parameters(), lr=1e-2, master_weights=master_weights)
     with on(backend):
         train(optimizer, 3)
         EDITS[edit](model)
@@ -147,12 +149,12 @@ def test_a_step_goes_on_from_edited_weights(backend: str, kept: str, build: type
     assert largest_move(model, before) <= (1e33 if is_relative else 1e-4)
 
 
-@over_kept
+@over_master_weights
 @pytest.mark.parametrize("edit", ["average swapped in and out", "clamp_", "restored through .data", "strides"])
-def test_edits_that_keep_the_values_lose_nothing(kept: str, edit: str) -> None:
+def test_edits_that_keep_the_values_lose_nothing(master_weights: str, edit: str) -> None:
     """200 steps of 1e-4, each a hundredth of a unit in the last place, add up to 0.02."""
     p = torch.nn.Parameter(torch.full((64, 128), 1.5, dtype=BF16))
-    optimizer = optim.AdamW8bit([p], lr=1e-4, weight_decay=0.0, **KEPT[kept])
+    optimizer = optim.AdamW8bit([p], lr=1e-4, weight_decay=0.0, master_weights=master_weights)
     average = torch.full_like(p, 1.25)
     for step in range(200):
         p.grad = torch.ones_like(p)
@@ -173,12 +175,12 @@ def test_edits_that_keep_the_values_lose_nothing(kept: str, edit: str) -> None:
     assert abs(1.5 - fp32_weights(optimizer)[0].double().mean().item() - 0.02) < 0.002
 
 
-@pytest.mark.parametrize("kept", ["bf16+8", pytest.param("bf16+16", marks=pytest.mark.full)])
-def test_a_compiled_step_goes_on_from_edited_weights(kept: str) -> None:
+@pytest.mark.parametrize("master_weights", ["bf16+8", pytest.param("bf16+16", marks=pytest.mark.full)])
+def test_a_compiled_step_goes_on_from_edited_weights(master_weights: str) -> None:
     runs = []
     for compiled in (False, True):
         params = bf16_params()
-        optimizer = optim.AdamW8bit(params, lr=1e-2, **KEPT[kept])
+        optimizer = optim.AdamW8bit(params, lr=1e-2, master_weights=master_weights)
         train(optimizer, 1)
         step = torch.compile(optimizer.step, fullgraph=True, backend="aot_eager")
         for seed in range(1, 4):
@@ -197,14 +199,14 @@ def test_a_compiled_step_goes_on_from_edited_weights(kept: str) -> None:
 
 
 @over_optimizers
-@over_kept
-def test_a_resumed_run_equals_one_that_went_on(build: type, kept: str) -> None:
+@over_master_weights
+def test_a_resumed_run_equals_one_that_went_on(build: type, master_weights: str) -> None:
     params = bf16_params()
-    optimizer = build(params, lr=1e-2, **KEPT[kept])
+    optimizer = build(params, lr=1e-2, master_weights=master_weights)
     train(optimizer, 3)
     fresh = [torch.nn.Parameter(torch.zeros_like(p)) for p in params]
-    resumed = build(fresh, **KEPT[kept])
-    resumed.load_state_dict(saved(optimizer.state_dict()))
+    resumed = build(fresh, master_weights=master_weights)
+    resumed.load_state_dict(saved_and_loaded(optimizer.state_dict()))
     with torch.no_grad():  # the model after the optimizer: in either order
         for p, q in zip(fresh, params, strict=True):
             p.copy_(q)
@@ -215,8 +217,8 @@ def test_a_resumed_run_equals_one_that_went_on(build: type, kept: str) -> None:
 
 def test_the_optimizers_own_option_wins_over_a_states() -> None:
     params = bf16_params()
-    for target_option in (None, *KEPT):
-        for source_option in (None, *KEPT):
+    for target_option in (None, *MASTER_WEIGHTS):
+        for source_option in (None, *MASTER_WEIGHTS):
             source = optim.AdamW8bit(params, lr=1e-2, master_weights=source_option)
             train(source, 2)
             target = optim.AdamW8bit(params, master_weights=target_option)
@@ -232,9 +234,9 @@ def test_the_optimizers_own_option_wins_over_a_states() -> None:
             train(target, 1)
 
 
-@over_kept
-def test_a_state_that_does_not_fit(kept: str) -> None:
-    optimizer = optim.AdamW8bit(bf16_params(), **KEPT[kept])
+@over_master_weights
+def test_a_weight_error_that_does_not_fit_is_refused(master_weights: str) -> None:
+    optimizer = optim.AdamW8bit(bf16_params(), master_weights=master_weights)
     train(optimizer, 1)
     key = "weight_error"
     for value, message in (
@@ -248,14 +250,14 @@ def test_a_state_that_does_not_fit(kept: str) -> None:
         else:
             state_dict["state"][0][key] = value
         with pytest.raises(ValueError, match=message):
-            optim.AdamW8bit(bf16_params(), **KEPT[kept]).load_state_dict(state_dict)
+            optim.AdamW8bit(bf16_params(), master_weights=master_weights).load_state_dict(state_dict)
 
 
-@over_kept
-def test_fp32_state_dicts(kept: str) -> None:
+@over_master_weights
+def test_fp32_state_dicts_have_and_restore_the_fp32_weights(master_weights: str) -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(128, 64), torch.nn.BatchNorm1d(64)).to(BF16)
-    optimizer = optim.AdamW8bit(model.parameters(), lr=1e-2, **KEPT[kept])
+    optimizer = optim.AdamW8bit(model.parameters(), lr=1e-2, master_weights=master_weights)
     train(optimizer, 3)
     state_dict = optim.to_fp32_state_dict(model, optimizer)
     assert {*state_dict} == {*model.state_dict()}
@@ -265,7 +267,7 @@ def test_fp32_state_dicts(kept: str) -> None:
     assert any((x != x.to(BF16).float()).any() for x in weights)
     assert state_dict["1.running_mean"].dtype == BF16
     other_model = torch.nn.Sequential(torch.nn.Linear(128, 64), torch.nn.BatchNorm1d(64)).to(BF16)
-    loaded = optim.AdamW8bit(other_model.parameters(), lr=1e-2, **KEPT[kept])
+    loaded = optim.AdamW8bit(other_model.parameters(), lr=1e-2, master_weights=master_weights)
     optim.load_fp32_state_dict(other_model, loaded, state_dict)
     assert_same(optim.to_fp32_state_dict(other_model, loaded), state_dict)
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""bf16 weights with kept rounding errors (master_weights) step as fp32 ones, and with stochastic_rounding."""
+"""bf16 weights with kept rounding errors (master_weights) step as fp32 ones; with stochastic_rounding none is lost."""
 
 import copy
 
@@ -8,7 +8,7 @@ import torch
 from memkern import memory, optim
 from memkern.reference.blockwise import dither, weight_random
 from memkern.reference.weights import join_weight, split_weight
-from tests.support.bf16_weights import BF16, KEPT, OPTIONS, bf16_params, fp32_weights, over_kept, over_options
+from tests.support.bf16_weights import BF16, OPTIONS, bf16_params, fp32_weights, over_master_weights, over_options
 from tests.support.helpers import (
     FLOATS,
     LAYOUTS,
@@ -46,7 +46,7 @@ def test_split_weights_join_to_the_same_bits() -> None:
     nearest = x.to(BF16).float()
     assert ((p - x).abs() == (nearest - x).abs())[finite].all()
     assert (error[~x.isfinite()] == 0).all()
-    # 24 bits: off by less than a unit of 2^-8 of bf16's, whatever the random bits.
+    # Errors of 8 bits make weights of 24: off by less than 2^-8 of bf16's unit, whatever the random bits.
     for r in (0, 128, 255):
         p, error = split_weight(x, r, 8)
         joined = join_weight(p.to(BF16), error.to(torch.int8), 8)
@@ -93,22 +93,22 @@ def test_random_bits_are_independent_of_the_dither() -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("states", STATES)
-def test_16_bits_are_fp32_weights(variant: str, states: str) -> None:
+def test_weights_with_16_bit_errors_have_the_bits_of_fp32_ones(variant: str, states: str) -> None:
     """The weights, joined, have the bits of fp32 parameters with the same gradients."""
     spec, options = VARIANTS[variant]
     build = spec.cls
     runs = {}
-    for name, kept in {"fp32 parameters": {}, "bf16+16": KEPT["bf16+16"]}.items():
+    for master_weights in (None, "bf16+16"):  # None: fp32 parameters
         params = [tensor(layout, BF16, seed=i, scale=0.1) for i, layout in enumerate(LAYOUTS)]
-        if not kept:
+        if master_weights is None:
             params = [p.float() for p in params]
         params = [torch.nn.Parameter(p) for p in params]
-        optimizer = build(params, min_8bit_size=0, **options, **STATES[states], **kept)
+        optimizer = build(params, min_8bit_size=0, **options, **STATES[states], master_weights=master_weights)
         for step in range(3):
             for i, p in enumerate(params):
                 set_grad(p, like(p, 100 * step + i, BF16))
             optimizer.step()
-        runs[name] = [*zip(fp32_weights(optimizer), snapshot(optimizer)["params"], strict=True)]
+        runs[master_weights] = [*zip(fp32_weights(optimizer), snapshot(optimizer)["params"], strict=True)]
     for (x, _), (joined, q) in zip(*runs.values(), strict=True):
         assert_same(joined, x)
         off = (x.to(BF16).float() - q.float()).abs()
@@ -164,17 +164,17 @@ def test_blocks_and_spoilt_gradients_give_the_same_bits(
 @over_options
 def test_a_shard_of_rows_has_the_bits_of_the_whole(backend: str, option: str) -> None:
     x = hard((48, 300), 0, scale=0.1).to(BF16)
-    whole = torch.nn.Parameter(x.clone())
+    unsharded = torch.nn.Parameter(x.clone())
     shards = [torch.nn.Parameter(x[i : i + 16].clone()) for i in (0, 16, 32)]
-    optimizers = [optim.AdamW8bit([p], min_8bit_size=0, **OPTIONS[option]) for p in (whole, *shards)]
+    optimizers = [optim.AdamW8bit([p], min_8bit_size=0, **OPTIONS[option]) for p in (unsharded, *shards)]
     with on(backend):
         for step in range(4):
-            whole.grad = like(whole, step)
+            unsharded.grad = like(unsharded, step)
             for i, p in enumerate(shards):
-                p.grad = whole.grad[16 * i : 16 * i + 16].clone()
+                p.grad = unsharded.grad[16 * i : 16 * i + 16].clone()
             for optimizer in optimizers:
                 optimizer.step()
-    assert_same(torch.cat([p.detach() for p in shards]), whole.detach())
+    assert_same(torch.cat([p.detach() for p in shards]), unsharded.detach())
 
 
 @pytest.mark.full
@@ -200,7 +200,7 @@ def test_small_updates_add_up(build: type, option: str) -> None:
 
 
 @over_optimizers
-def test_bad_options(build: type) -> None:
+def test_bad_options_raise(build: type) -> None:
     for options, message in (
         (
             {"master_weights": "fp32"},
@@ -216,7 +216,7 @@ def test_bad_options(build: type) -> None:
 @over_optimizers
 @over_options
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=name_of)
-def test_only_bf16_parameters(build: type, option: str, dtype: torch.dtype) -> None:
+def test_other_dtypes_than_bf16_are_refused(build: type, option: str, dtype: torch.dtype) -> None:
     p = torch.nn.Parameter(torch.ones(4, 4, dtype=dtype))
     with pytest.raises(TypeError, match=f"is for bfloat16 parameters, got {dtype}"):
         build([p], state_bits=32, **OPTIONS[option])
@@ -228,21 +228,21 @@ def test_only_bf16_parameters(build: type, option: str, dtype: torch.dtype) -> N
     train(optimizer, 2)
 
 
-@over_kept
-def test_the_option_may_change_between_steps(kept: str) -> None:
+@over_master_weights
+def test_the_option_may_change_between_steps(master_weights: str) -> None:
     params = bf16_params()
-    optimizer = optim.AdamW8bit(params, lr=1e-2, **KEPT[kept])
+    optimizer = optim.AdamW8bit(params, lr=1e-2, master_weights=master_weights)
     train(optimizer, 2)
     weights = fp32_weights(optimizer)
     moments = copy.deepcopy([s["exp_avg"] for s in optimizer.state.values()])
     for value in ("bf16+16", "bf16+8"):
         optimizer.param_groups[0]["master_weights"] = value
         optimizer.state_dict()  # converts
-        rtol = 2**-15 if "bf16+8" in (value, kept) else 0
+        rtol = 2**-15 if "bf16+8" in (value, master_weights) else 0
         for x, y in zip(fp32_weights(optimizer), weights, strict=True):
             assert ((x - y).abs() <= rtol * y.abs() + 1e-38).all()
         assert_same([s["exp_avg"] for s in optimizer.state.values()], moments)
-        optimizer.param_groups[0]["master_weights"] = kept
+        optimizer.param_groups[0]["master_weights"] = master_weights
         optimizer.state_dict()
         weights = fp32_weights(optimizer)
     optimizer.param_groups[0]["master_weights"] = None
@@ -252,11 +252,11 @@ def test_the_option_may_change_between_steps(kept: str) -> None:
 
 def test_state_bytes_count_the_kept_errors() -> None:
     p = torch.nn.Parameter(torch.zeros(256, 1024, dtype=BF16))
-    for kept, error_bytes in ((None, 0), ("bf16+16", 2), ("bf16+8", 1)):
-        optimizer = optim.AdamW8bit([p], master_weights=kept)
+    for master_weights, error_bytes in ((None, 0), ("bf16+16", 2), ("bf16+8", 1)):
+        optimizer = optim.AdamW8bit([p], master_weights=master_weights)
         p.grad = torch.zeros_like(p)
         optimizer.step()
         weight_bytes = {key: size for key, size in memory.state_bytes(optimizer).items() if "weight" in key}
-        assert weight_bytes == ({} if kept is None else {"weight_error": error_bytes * p.numel()})
+        assert weight_bytes == ({} if master_weights is None else {"weight_error": error_bytes * p.numel()})
         assert sum(memory.state_bytes(optimizer).values()) == memory.optimizer_bytes(optimizer)
         assert memory.optimizer_bytes(optimizer) == p.numel() * (2 + 8 / 128 + error_bytes) + 4

@@ -11,15 +11,15 @@ from torch import Tensor, nn
 
 from memkern import optim
 from memkern.optim import HostOffload
-from tests.support.generic_optimizers import saved
+from tests.support.generic_optimizers import saved_and_loaded
 from tests.support.helpers import OPTIMIZERS, assert_same, name_of, snapshot
 from tests.support.late_transfers import LateHostOffload
-from tests.support.offloaded import MODES, TORCH, losses, model_of, options_of, over_modes, over_transfers, run
+from tests.support.offloaded import MODES, TORCH_CLASSES, losses, model_of, options_of, over_modes, over_transfers, run
 
 # ---- the same result
 
 
-@pytest.mark.parametrize("build", [*OPTIMIZERS, *TORCH], ids=name_of)
+@pytest.mark.parametrize("build", [*OPTIMIZERS, *TORCH_CLASSES], ids=name_of)
 def test_has_the_bits_of_the_step_in_memory(build: type) -> None:
     options = options_of(build)
     expected, _, _ = run(lambda params: build(params, **options))
@@ -30,7 +30,7 @@ def test_has_the_bits_of_the_step_in_memory(build: type) -> None:
 @over_modes
 @over_transfers
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=name_of)
-def test_every_way_of_offloading(mode: str, wrapper: type[HostOffload], dtype: torch.dtype) -> None:
+def test_every_mode_has_the_bits_of_the_step(mode: str, wrapper: type[HostOffload], dtype: torch.dtype) -> None:
     expected, _, _ = run(lambda params: optim.AdamW(params, lr=1e-2), dtype=dtype)
     make = lambda params: wrapper(optim.AdamW, params, lr=1e-2, **MODES[mode])  # noqa: E731
     result, optimizer, _ = run(make, dtype=dtype)
@@ -59,7 +59,7 @@ class MixedByHand:
 @over_transfers
 @pytest.mark.parametrize("build", [optim.AdamW, optim.AdamW8bit, optim.LAMB8bit, torch.optim.AdamW], ids=name_of)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=name_of)
-def test_a_half_precision_model_with_fp32_weights_on_the_host(
+def test_a_half_precision_model_has_the_bits_of_mixed_precision_by_hand(
     mode: str, wrapper: type[HostOffload], build: type, dtype: torch.dtype
 ) -> None:
     options = options_of(build)
@@ -82,7 +82,7 @@ def test_a_half_precision_model_with_fp32_weights_on_the_host(
     assert_same(states, [by_hand.optimizer.state[p] for p in by_hand.masters])
 
 
-def test_host_dtype_none_keeps_the_parameter_s_own() -> None:
+def test_host_dtype_none_keeps_the_parameters_own() -> None:
     make = optim.AdamW8bit
     expected, _, _ = run(lambda params: make(params, lr=1e-2), dtype=torch.bfloat16)
     result, _, _ = run(lambda params: LateHostOffload(make, params, host_dtype=None, lr=1e-2), dtype=torch.bfloat16)
@@ -117,7 +117,7 @@ def test_micro_batches_add_up_as_in_memory(mode: str, wrapper: type[HostOffload]
 @over_transfers
 @pytest.mark.parametrize("mode", ["default", "offload_gradients"])
 @pytest.mark.parametrize("build", [optim.AdamW8bit, optim.LARS], ids=name_of)
-def test_max_grad_norm(build: type, mode: str, wrapper: type[HostOffload]) -> None:
+def test_max_grad_norm_clips_as_in_memory(build: type, mode: str, wrapper: type[HostOffload]) -> None:
     expected, _, _ = run(lambda params: build(params, max_grad_norm=1e-3))
     make = lambda params: wrapper(build, params, max_grad_norm=1e-3, **MODES[mode])  # noqa: E731
     result, _, _ = run(make)
@@ -132,7 +132,7 @@ def test_max_grad_norm(build: type, mode: str, wrapper: type[HostOffload]) -> No
     [(optim.AdamW8bit, {}), (torch.optim.AdamW, {}), (optim.LAMB8bit, {"step_on": "device"})],
     ids=lambda x: name_of(x) or str(x),
 )
-def test_grad_scaler_and_torch_s_clipping(build: type, mode: dict[str, Any], wrapper: type[HostOffload]) -> None:
+def test_scaler_and_torchs_clipping_as_in_memory(build: type, mode: dict[str, Any], wrapper: type[HostOffload]) -> None:
     results = []
     for offload in (False, True):
         model = model_of()
@@ -158,15 +158,15 @@ def test_grad_scaler_and_torch_s_clipping(build: type, mode: dict[str, Any], wra
 def test_where_nothing_is_transferred_a_step_is_one_call(wrapper: type[HostOffload], calls: int) -> None:
     """Several calls took up to twice as long on a machine whose cores are all taken."""
 
-    class Counted(torch.optim.SGD):
+    class CountsSteps(torch.optim.SGD):
         steps = 0
 
         def _init_group(self, *args: Any) -> Any:
-            Counted.steps += 1
+            CountsSteps.steps += 1
             return super()._init_group(*args)
 
-    run(lambda p: wrapper(Counted, p, lr=0.1), steps=1)
-    assert Counted.steps == calls
+    run(lambda p: wrapper(CountsSteps, p, lr=0.1), steps=1)
+    assert CountsSteps.steps == calls
 
 
 def test_out_of_memory_on_the_host_is_raised() -> None:
@@ -182,6 +182,28 @@ def test_out_of_memory_on_the_host_is_raised() -> None:
     assert torch.equal(p, torch.ones(5))
 
 
+def test_fp32_weights_are_read_from_the_host() -> None:
+    for dtype, new in (
+        (torch.bfloat16, optim.AdamW8bit),
+        (torch.bfloat16, torch.optim.AdamW),
+        (torch.float16, optim.AdamW),
+    ):
+        torch.manual_seed(0)
+        model = nn.Linear(64, 128).to(dtype)
+        expected = nn.Linear(64, 128)
+        expected.load_state_dict(model.state_dict())
+        host, plain = HostOffload(new, model.parameters(), lr=1e-4), new(expected.parameters(), lr=1e-4)
+        for _ in range(5):
+            for p, q in zip(model.parameters(), expected.parameters(), strict=True):
+                p.grad = torch.randn(p.shape).to(dtype)
+                q.grad = p.grad.float()
+            host.step()
+            plain.step()
+        weights = optim.to_fp32_state_dict(model, host)
+        for name, x in expected.state_dict().items():
+            torch.testing.assert_close(weights[name], x, rtol=1e-6, atol=1e-7)
+
+
 # ---- state dicts and groups
 
 
@@ -190,7 +212,7 @@ def test_out_of_memory_on_the_host_is_raised() -> None:
 def test_a_run_goes_on_from_its_state_dict(mode: str, dtype: torch.dtype) -> None:
     make = lambda params: HostOffload(optim.AdamW8bit, params, min_8bit_size=0, **MODES[mode])  # noqa: E731
     _, optimizer, model = run(make, dtype=dtype)
-    state = saved(optimizer.state_dict())
+    state = saved_and_loaded(optimizer.state_dict())
     assert ("host_weight" in state["state"][0]) == (dtype == torch.float16)
     assert ("weight_error" in state["state"][0]) == (dtype == torch.bfloat16)
     model_copy = copy.deepcopy(model)
@@ -202,7 +224,7 @@ def test_a_run_goes_on_from_its_state_dict(mode: str, dtype: torch.dtype) -> Non
         o.step()
         o.zero_grad()
     assert_same(snapshot(resumed), snapshot(optimizer))
-    assert_same(saved(resumed.state_dict()), saved(optimizer.state_dict()))
+    assert_same(saved_and_loaded(resumed.state_dict()), saved_and_loaded(optimizer.state_dict()))
 
 
 def test_state_dicts_are_those_of_the_optimizer_in_memory() -> None:
@@ -217,7 +239,7 @@ def test_state_dicts_are_those_of_the_optimizer_in_memory() -> None:
         assert torch.equal(w.host_param, w.p.float())
 
 
-def test_a_state_dict_that_does_not_fit() -> None:
+def test_a_state_dict_that_does_not_fit_is_refused() -> None:
     _, optimizer, _ = run(lambda params: HostOffload(optim.AdamW, params), dtype=torch.float16)
     before = snapshot(optimizer)
     state = optimizer.state_dict()

@@ -15,13 +15,13 @@ from tests.support.convert_helpers import (
     HYPER,
     State,
     assert_steps_agree,
-    changed,
     copies_of,
     give_gradients,
     over_options,
     parameters,
     train,
     value,
+    with_value_at,
 )
 from tests.support.helpers import assert_same
 
@@ -85,12 +85,13 @@ def test_from_torch_stores_what_the_optimizer_would(options: State, dtype: torch
             assert torch.equal(state[f"{name}_scale"], scale)
 
 
-def in_order(state_dict: State) -> list[State]:
+def sorted_states(state_dict: State) -> list[State]:
+    """The states by parameter, each with its entries in alphabetical order."""
     return [dict(sorted(state.items())) for state in state_dict["state"].values()]
 
 
 @over_options
-def test_to_torch_and_back(options: State) -> None:
+def test_states_converted_to_torch_and_back_are_the_same(options: State) -> None:
     params = parameters()
     ours = optim.AdamW(params, **HYPER, **options)
     train(ours, params, 4)
@@ -110,7 +111,7 @@ def test_to_torch_and_back(options: State) -> None:
     assert_same(before, ours.state_dict())
     back = optim.from_torch_state_dict(ours, theirs.state_dict())["state"]
     if options["state_bits"] == 32:
-        assert_same(in_order({"state": back}), in_order(before))
+        assert_same(sorted_states({"state": back}), sorted_states(before))
     for i, p in enumerate(params):
         if not takes_8bit_state(p, group):
             continue
@@ -121,11 +122,11 @@ def test_to_torch_and_back(options: State) -> None:
             is_exact = name == ("exp_avg" if group["codec"] == "power" else "exp_avg_sq")
             assert equal_share == 1 if is_exact else equal_share > 0.7
             x, truth = value(back[i], name, group), value(ours.state[p], name, group)
-            assert (x - truth).abs().max() <= 0.03 * truth.abs().max()
+            assert (x - truth).abs().max() <= 0.03 * truth.abs().max()  # a code's neighbour
     assert_steps_agree(ours, params, theirs, copies)
 
 
-def test_to_torch_of_bf16_and_of_coupled_decay() -> None:
+def test_torchs_adam_gets_bf16_states_and_coupled_decay() -> None:
     params = parameters(torch.bfloat16)
     ours = optim.Adam(params, **HYPER)
     train(ours, params, 3)
@@ -180,7 +181,7 @@ def test_parameters_without_a_state_stay_without() -> None:
     assert params[0] not in ours.state
 
 
-def test_nothing_is_shared_or_changed() -> None:
+def test_conversions_share_no_memory_and_change_no_optimizer() -> None:
     params = parameters()
     theirs = torch.optim.AdamW(params)
     train(theirs, params, 1)
@@ -202,7 +203,7 @@ def test_nothing_is_shared_or_changed() -> None:
     assert_same(torch_state, before)
 
 
-def test_amsgrad_comes_and_goes() -> None:
+def test_amsgrad_states_are_converted_both_ways() -> None:
     params = [nn.Parameter(torch.randn(96, 64)), nn.Parameter(torch.randn(5))]
     theirs, copies = torch.optim.AdamW(params, amsgrad=True), copies_of(params)
     train(theirs, params, 3)
@@ -222,6 +223,7 @@ def test_amsgrad_comes_and_goes() -> None:
 
 # ---- exports between a change of the groups and the next step
 
+# name: class, what exports the optimizer's states
 EXPORTS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "torch": (optim.AdamW8bit, lambda o: optim.to_torch_state_dict(o)["state"]),
     "trust ratios": (optim.LAMB8bit, lambda o: o.trust_ratios()),
@@ -255,23 +257,23 @@ def test_the_state_of_a_replaced_parameter_is_exported(name: str) -> None:
     assert [*optimizer.state] == old  # nothing of the optimizer is changed
 
 
-def fp32(model: nn.Module, optimizer: Any) -> Tensor:
+def fp32_weight(model: nn.Module, optimizer: Any) -> Tensor:
     return optim.to_fp32_state_dict(model, optimizer)["weight"]
 
 
 @pytest.mark.parametrize("master_weights", ["bf16+8", "bf16+16"])
-def test_fp32_weights_of_a_replaced_parameter(master_weights: str) -> None:
+def test_a_replaced_parameter_has_the_fp32_weights_of_the_old_one(master_weights: str) -> None:
     model, optimizer = step_once(optim.AdamW8bit, master_weights=master_weights)
-    expected = fp32(model, optimizer).clone()
+    expected = fp32_weight(model, optimizer).clone()
     assert not torch.equal(expected, model.weight.float())
     replace(model, optimizer)
-    assert torch.equal(fp32(model, optimizer), expected)
+    assert torch.equal(fp32_weight(model, optimizer), expected)
     new = expected * 1.001
     optim.load_fp32_state_dict(model, optimizer, {"weight": new})
     (state,) = optimizer.state_dict()["state"].values()
     assert int(state["step"]) == 1  # moments and counter are the old parameter's
     rtol = 0 if master_weights == "bf16+16" else 2.0**-16
-    torch.testing.assert_close(fp32(model, optimizer), new, rtol=rtol, atol=0)
+    torch.testing.assert_close(fp32_weight(model, optimizer), new, rtol=rtol, atol=0)
 
 
 def test_fp32_weights_are_loaded_into_an_option_that_was_set_since_the_step() -> None:
@@ -279,7 +281,7 @@ def test_fp32_weights_are_loaded_into_an_option_that_was_set_since_the_step() ->
     optimizer.param_groups[0]["master_weights"] = "bf16+16"
     new = model.weight.detach().float() * 1.001
     optim.load_fp32_state_dict(model, optimizer, {"weight": new})
-    assert torch.equal(fp32(model, optimizer), new)
+    assert torch.equal(fp32_weight(model, optimizer), new)
 
 
 @pytest.mark.parametrize("mode", [{}, {"offload_gradients": True}])
@@ -291,7 +293,7 @@ def test_the_inner_optimizer_has_the_groups_options(mode: dict[str, bool]) -> No
 
 # ---- errors
 
-G, S = "param_groups", "state"
+G, S = "param_groups", "state"  # of a state dict
 MATRIX = torch.zeros(96, 64)
 # name: the place in the state dict, the value put there (DROP: none), the error and its message
 ERRORS: dict[str, tuple[tuple[Any, ...], Any, type[Exception], str]] = {
@@ -318,7 +320,7 @@ def test_bad_states_are_refused(case: str) -> None:
     train(theirs, params, 1)
     ours = optim.AdamW8bit(params)
     with pytest.raises(error, match=message):
-        optim.from_torch_state_dict(ours, changed(theirs.state_dict(), path, wrong))
+        optim.from_torch_state_dict(ours, with_value_at(theirs.state_dict(), path, wrong))
     assert not ours.state
 
 

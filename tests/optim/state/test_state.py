@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from memkern import optim
-from tests.support.generic_optimizers import saved
+from tests.support.generic_optimizers import saved_and_loaded
 from tests.support.helpers import (
     FLOATS,
     OPTIMIZERS,
@@ -29,7 +29,7 @@ CODECS = ({"codec": "power"}, {"codec": "dynamic", "block_size": 64})
 # How a state dict comes from one run to the next.
 TRANSPORTS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "as it is": lambda s: s,
-    "torch.save": saved,
+    "torch.save": saved_and_loaded,
     "deepcopy": copy.deepcopy,
     "pickle": lambda s: pickle.loads(pickle.dumps(s)),
 }
@@ -62,7 +62,7 @@ def test_parameters_without_state_load() -> None:
     params[0].grad = like(params[0], 0)
     optimizer.step()
     loaded = optim.AdamW8bit(make_params())
-    loaded.load_state_dict(saved(optimizer.state_dict()))
+    loaded.load_state_dict(saved_and_loaded(optimizer.state_dict()))
     assert [len(loaded.state.get(p, {})) for p in loaded.param_groups[0]["params"]] == [5, 0, 0]
     train(loaded, 1)
 
@@ -75,7 +75,7 @@ def test_codes_of_another_memory_format_are_converted(source_bits: Any, target_b
     p = torch.nn.Parameter(x.contiguous(memory_format=torch.channels_last))
     source = optim.AdamW8bit([p], state_bits=source_bits)
     train(source)
-    state = saved(source.state_dict())
+    state = saved_and_loaded(source.state_dict())
     changed, direct = (torch.nn.Parameter(p.detach().clone()) for _ in range(2))
     converted_by_a_step = optim.AdamW8bit([changed], state_bits=target_bits)
     converted_by_a_step.load_state_dict(state)
