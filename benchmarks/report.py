@@ -65,10 +65,10 @@ def append(path: Path, new: Sequence[Row], columns: Sequence[str] = COLUMNS) -> 
 def latest(path: Path) -> dict[str, list[Row]]:
     """The rows of each case's last run, by case; contenders of different runs are never compared."""
     with path.open(newline="") as file:
-        everything = list(csv.DictReader(file))
-    last = {row["case"]: row["date"] for row in everything}
+        all_rows = list(csv.DictReader(file))
+    last = {row["case"]: row["date"] for row in all_rows}
     return {
-        case: [row for row in everything if row["case"] == case and row["date"] == date] for case, date in last.items()
+        case: [row for row in all_rows if row["case"] == case and row["date"] == date] for case, date in last.items()
     }
 
 

@@ -93,13 +93,13 @@ def main(argv: list[str] | None = None) -> None:
     for wheel in args.wheels:
         with zipfile.ZipFile(wheel) as archive:
             libraries = sum(i.file_size for i in archive.infolist() if i.filename.endswith(".so"))
-        about = {"wheel": wheel.name, "bytes": str(wheel.stat().st_size), "libraries_bytes": str(libraries)}
-        about |= {**commit, "needs": needs(wheel), "platform": platform_of(wheel)}
+        columns_of_wheel = {"wheel": wheel.name, "bytes": str(wheel.stat().st_size), "libraries_bytes": str(libraries)}
+        columns_of_wheel |= {**commit, "needs": needs(wheel), "platform": platform_of(wheel)}
         for words in map(shlex.split, args.python):
             tag = subprocess.run([*words, "-c", VERSION], capture_output=True, text=True, check=True).stdout
             if not fits(wheel, tag.strip()):
                 continue
-            row = about | {"python": tag.strip()} | run(wheel, words, args.scratch)
+            row = columns_of_wheel | {"python": tag.strip()} | run(wheel, words, args.scratch)
             is_new = not RESULTS.exists()
             with RESULTS.open("a", newline="") as file:
                 writer = csv.DictWriter(file, COLUMNS, restval="", lineterminator="\n")

@@ -25,10 +25,21 @@ from torch import nn
 import memkern
 from memkern.compiled.torch_internals import functorch_config
 
-from .models import GPT2, LLAMA_1B, SMALL, Prepare, Workload, about, gradients_of, loss_of, measured, of_mode
+from .models import (
+    GPT2,
+    LLAMA_1B,
+    SMALL,
+    Prepare,
+    Workload,
+    gradients_of,
+    loss_of,
+    measured,
+    prepare_by_mode,
+    workload_columns,
+)
 
 STEPS = 3  # in a round of measuring
-SECONDS = 100.0  # after which no contender begins
+LAST_START_S = 100.0  # after which no contender begins
 BUDGET = 0.5  # torch.compile's activation_memory_budget
 
 
@@ -38,9 +49,9 @@ class Contender(NamedTuple):
 
 
 CONTENDERS = {
-    "torch": Contender(of_mode("torch")),
-    "checkpointing": Contender(of_mode("checkpointing")),
-    "half checkpointed": Contender(of_mode("half checkpointed")),
+    "torch": Contender(prepare_by_mode("torch")),
+    "checkpointing": Contender(prepare_by_mode("checkpointing")),
+    "half checkpointed": Contender(prepare_by_mode("half checkpointed")),
     "torch.compile": Contender(torch.compile),
     "memkern.compile, 8 bits": Contender(functools.partial(memkern.compile, saved_bits=8, blocks=False)),
     "memkern.compile, exact": Contender(functools.partial(memkern.compile, blocks=False)),
@@ -74,7 +85,7 @@ def with_loss(prepare: Prepare) -> Prepare:
 
 def exact_gradients(work: Workload, device: str) -> dict[str, torch.Tensor]:
     """The gradients in fp32 without a compiler."""
-    model, forward = loss_of(work._replace(precision="fp32"), of_mode("torch"), device)
+    model, forward = loss_of(work._replace(precision="fp32"), prepare_by_mode("torch"), device)
     forward().backward()
     return gradients_of(model)
 
@@ -91,7 +102,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--plan", action="store_true", help="prints what it would measure")
     parser.add_argument("--small", action="store_true", help="small models on the CPU: a test of this script")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="after which no contender begins")
+    parser.add_argument("--seconds", type=float, default=LAST_START_S, help="after which no contender begins")
     args = parser.parse_args(argv)
     if args.plan:
         for work in WORKLOADS:
@@ -116,7 +127,7 @@ def main(argv: list[str] | None = None) -> int:
                     row = measured(work, with_loss(contender.prepare), device, expected, exact, STEPS)
             except Exception as error:  # the other contenders go on
                 row, failed = {"error": f"{type(error).__name__}: {error}"[:2000]}, True
-            print(json.dumps(about(work) | {"mode": name} | row), flush=True)
+            print(json.dumps(workload_columns(work) | {"mode": name} | row), flush=True)
     return int(failed)
 
 

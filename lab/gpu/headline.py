@@ -29,7 +29,7 @@ LARGE = 10**9  # parameters of the one tensor
 ELEMENTS = 2**28  # of an activation
 BYTES_PER_PARAMETER = 90  # memory of all contenders of a case together, in fp32
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-SECONDS = 0.6  # in which each contender is called
+CONTENDER_S = 0.6  # seconds of measuring a contender, beside the copies between calls
 ROUNDS = 20
 
 FUSED = ("torch AdamW fused", optimizer_of("torch.optim", "AdamW", fused=True), NOTHING)
@@ -102,7 +102,7 @@ def gelu(elements: int, dtype: str, device: str) -> harness.Case:
     return harness.Case(f"GELU, {dtype}", elements, contenders)
 
 
-def saved(elements: int, dtype: str, device: str) -> harness.Case:
+def power_codes(elements: int, dtype: str, device: str) -> harness.Case:
     """Power codes of saved tensors, and back; beside them, as a bound, torch's copy to 8-bit floats without scales."""
 
     def subject(call: Callable[[torch.Tensor], Callable[[], object]]) -> Callable[[], harness.Subject]:
@@ -127,23 +127,23 @@ def saved(elements: int, dtype: str, device: str) -> harness.Case:
 
 def cases(device: str, large: int, gpt2: int, elements: int) -> Iterator[harness.Case]:
     """All cases, the most important first, as time may run out."""
-    one, many = [(max(1, large // 4096), 4096)], gpt2_shapes(gpt2)  # shapes
+    one_tensor, many_tensors = [(max(1, large // 4096), 4096)], gpt2_shapes(gpt2)
     for dtype in ("bf16", "fp32"):
-        yield steps("AdamW8bit", one, dtype, device)
+        yield steps("AdamW8bit", one_tensor, dtype, device)
         yield gelu(elements, dtype, device)
-        yield steps("AdamW8bit", many, dtype, device)
-        yield saved(elements, dtype, device)
+        yield steps("AdamW8bit", many_tensors, dtype, device)
+        yield power_codes(elements, dtype, device)
     for dtype in ("bf16", "fp32"):
         for name in ("LAMB8bit", "Lion8bit", "LARS8bit"):
-            yield steps(name, one, dtype, device)
-        yield gradient_norm(one, dtype, device)
+            yield steps(name, one_tensor, dtype, device)
+        yield gradient_norm(one_tensor, dtype, device)
     for dtype in ("bf16", "fp32"):
         for name in ("LAMB8bit", "Lion8bit", "LARS8bit"):
-            yield steps(name, many, dtype, device)
-        yield gradient_norm(many, dtype, device)
+            yield steps(name, many_tensors, dtype, device)
+        yield gradient_norm(many_tensors, dtype, device)
 
 
-def largest(device: str) -> int:
+def parameters_that_fit(device: str) -> int:
     """Parameters of the one tensor: 1e9, or as many as fit."""
     if device == "cpu" or not torch.cuda.is_available():
         return LARGE
@@ -157,7 +157,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--small", action="store_true", help="tensors of 65,536 elements: a test of this script")
     args = parser.parse_args(argv)
     device = "cpu" if args.backend == "cpu" else "cuda"
-    sizes = (2**16, 2**16, 2**16) if args.small else (largest(device), GPT2, ELEMENTS)
+    sizes = (2**16, 2**16, 2**16) if args.small else (parameters_that_fit(device), GPT2, ELEMENTS)
     failed = False
     clock = None if args.plan else harness.Clock(device)
     for case in cases(device, *sizes):
@@ -166,7 +166,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"would measure {case.name}: {case.numel:,} elements: {names}")
             continue
         with memkern.use_backend(args.backend):
-            rounds = {"rounds": 5, "seconds": 0.01} if args.small else {"rounds": ROUNDS, "seconds": SECONDS}
+            rounds = {"rounds": 5, "seconds": 0.01} if args.small else {"rounds": ROUNDS, "seconds": CONTENDER_S}
             results = harness.measure(case, clock, **rounds)
         for result in results:
             row = {column: value for column, value in asdict(result).items() if value not in (None, "")}

@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import memkern
-from lab.studies.saved_compiled import compared
+from lab.studies.saved_compiled import error_and_cosine
 from memkern.blocks.block_lists import block_lists
 from tests.support import zoo
 
@@ -128,10 +128,10 @@ def measured(
     if not expected:
         expected.update({name: grad.clone() for name, grad in gradients.items()})
     else:
-        error, cosine = compared(gradients, expected)
+        error, cosine = error_and_cosine(gradients, expected)
         row |= {"gradient_error": float(f"{error:.3g}"), "cosine": round(cosine, 6)}
     if exact is not None:
-        row["fp32_error"] = float(f"{compared(gradients, exact)[0]:.3g}")
+        row["fp32_error"] = float(f"{error_and_cosine(gradients, exact)[0]:.3g}")
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
         start = torch.cuda.memory_allocated()
@@ -168,7 +168,7 @@ MODES: dict[str, Callable[[Any], object]] = {  # change a model in place
 }
 
 
-def of_mode(mode: str) -> Prepare:
+def prepare_by_mode(mode: str) -> Prepare:
     """Prepares a model by changing it in place, as the mode does."""
 
     def prepare(model: nn.Module) -> Callable[..., Any]:
@@ -178,7 +178,7 @@ def of_mode(mode: str) -> Prepare:
     return prepare
 
 
-def about(work: Workload) -> dict[str, object]:
+def workload_columns(work: Workload) -> dict[str, object]:
     """The columns that all rows of a workload begin with."""
     batch = {"sequences": work.sequences, "tokens": work.tokens, "precision": work.precision}
     return {"model": work.name, **batch}
@@ -201,10 +201,10 @@ def main(argv: list[str] | None = None) -> int:
         expected: dict[str, torch.Tensor] = {}
         for mode in work.modes:
             try:
-                row = measured(work, of_mode(mode), device, expected)
+                row = measured(work, prepare_by_mode(mode), device, expected)
             except Exception as error:  # the other modes go on
                 row, failed = {"error": f"{type(error).__name__}: {error}"[:500]}, True
-            print(json.dumps(about(work) | {"mode": mode} | row), flush=True)
+            print(json.dumps(workload_columns(work) | {"mode": mode} | row), flush=True)
             if device == "cuda":
                 torch.cuda.empty_cache()
     return int(failed)

@@ -44,29 +44,29 @@ def read(paths: Iterable[Path]) -> Iterator[tuple[Path, Row, list[Row]]]:
     """Each file, its first row (lab.gpu.__main__.environment), and its other rows."""
     for path in paths:
         rows = [json.loads(line) for line in path.read_text().splitlines()]
-        about = next(row for row in rows if row["part"] == "environment")
-        yield path, about, [row for row in rows if row is not about]
+        environment = next(row for row in rows if row["part"] == "environment")
+        yield path, environment, [row for row in rows if row is not environment]
 
 
-def provenance(path: Path, about: Row, commit: str | None) -> dict[str, str]:
-    name, driver, *_ = about["gpu"].split(", ")
+def provenance(path: Path, environment: Row, commit: str | None) -> dict[str, str]:
+    name, driver, *_ = environment["gpu"].split(", ")
     date = datetime.datetime.fromtimestamp(path.stat().st_mtime, datetime.timezone.utc)
     return {
         "date": date.strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "commit": commit or about["commit"],
+        "commit": commit or environment["commit"],
         "dirty": "no",  # main() refuses dirty results
         "hardware": f"{name}, driver {driver}",
-        "python": about["python"],
-        "torch": about["torch"],
+        "python": environment["python"],
+        "torch": environment["torch"],
         "memkern": memkern.__version__,
     }
 
 
-def refuse_dirty(parser: argparse.ArgumentParser, path: Path, about: Row, commit: str | None) -> None:
+def refuse_dirty(parser: argparse.ArgumentParser, path: Path, environment: Row, commit: str | None) -> None:
     """Ends the program unless the results were measured at a commit, without changes to it."""
-    if about.get("dirty"):
+    if environment.get("dirty"):
         parser.error(f"{path} was measured with uncommitted changes: commit them and measure again")
-    if not (commit or about.get("commit")):
+    if not (commit or environment.get("commit")):
         parser.error(f"{path} does not say which commit was measured: give --commit where the tree had no changes")
 
 
@@ -88,10 +88,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="folder for all files")
     args = parser.parse_args(argv)
     results = list(read(args.results))
-    for path, about, _ in results:
-        refuse_dirty(parser, path, about, args.commit)
-    for path, about, rows in results:
-        measured_with = provenance(path, about, args.commit)
+    for path, environment, _ in results:
+        refuse_dirty(parser, path, environment, args.commit)
+    for path, environment, rows in results:
+        measured_with = provenance(path, environment, args.commit)
         times = [
             Result(**{name: value for name, value in row.items() if name != "part"})
             for row in rows

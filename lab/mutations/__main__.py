@@ -171,7 +171,7 @@ MUTATIONS = (
         PYTHON,
         "self.loss)(*batch) / config.tokens_per_step",
         "self.loss)(*batch) * config.tokens_per_step",
-        ("test_larger_batches",),
+        ("test_micro_batches_train_as_one_batch",),
     ),
     Mutation(
         "training: the last window is never drawn",
@@ -336,8 +336,8 @@ def main() -> None:
     args = parser.parse_args()
     chosen = [(i, m) for i, m in enumerate(MUTATIONS, 1) if not args.only or i in args.only]
     if args.list:
-        found = [listed(i, m) for i, m in chosen]
-        sys.exit(not all(found))
+        were_found = [listed(i, m) for i, m in chosen]
+        sys.exit(not all(were_found))
     outcomes = {}
     with tempfile.TemporaryDirectory(prefix="memkern-mutations-") as folder:
         tree = Tree(Path(folder))

@@ -1,9 +1,10 @@
 """Measures steps of compiled models on a CPU: peak, time and compile time, by what is saved and by memory_budget.
 
-Models of zoo.py, one sequence, Inductor, beside the same model under torch.compile. Saved: memkern.memory.saved_bytes.
-Peak: of torch's CPU allocator in a forward and backward pass, gradients included. Time: processor time, the lowest of
-interleaved rounds. First: processor time of this process in the first step, without the C++ compilers', which are other
-processes; each mode compiles a small model before, so that none pays for loading the compiler.
+Models of zoo.py are compiled by Inductor and take steps of one sequence, beside the same model under torch.compile.
+Columns "saved": memkern.memory.saved_bytes. "peak": of torch's CPU allocator in a forward and backward pass, gradients
+included. "time": processor time, the lowest of interleaved rounds. "first": processor time of this process in the first
+step, without the C++ compilers', which are other processes; each mode compiles a small model before, so that none pays
+for loading the compiler.
 --blocks: blocks compiled by themselves (memkern.apply with compile=True), beside the whole model.
 --ways: all ways of saving less, eager ones too.
 --empty-kernels: Inductor's C++ kernels are not compiled and do nothing; allocations and peaks stay the same.

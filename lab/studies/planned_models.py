@@ -27,7 +27,8 @@ from memkern.techniques.options import OptionError
 DEPTHS = (  # names of the number of layers in configurations
     "num_hidden_layers", "encoder_layers", "decoder_layers", "num_layers", "num_decoder_layers", "n_layer", "n_layers",
 )  # fmt: skip
-LAYERS, TOKENS, SECONDS = 2, 64, 100  # SECONDS: the limit of a plan
+LAYERS, TOKENS = 2, 64
+SECONDS_OF_A_PLAN = 100  # at most, of processor time
 LACKS: dict[str, dict[str, Any]] = {
     "blip-2": {"image_token_index": 0},
     "deepseek_v2": {"num_experts_per_tok": 2},
@@ -90,11 +91,11 @@ def outcome(kind: str) -> tuple[str, str]:
         raise TakesLong
 
     previous = signal.signal(signal.SIGPROF, timeout)
-    signal.setitimer(signal.ITIMER_PROF, SECONDS)  # processor time, as the machine may be busy
+    signal.setitimer(signal.ITIMER_PROF, SECONDS_OF_A_PLAN)  # counts processor time, as the machine may be busy
     try:
         return _outcome(kind)
     except TakesLong:
-        return f"takes more than {SECONDS} s", ""
+        return f"takes more than {SECONDS_OF_A_PLAN} s", ""
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.signal(signal.SIGPROF, previous)

@@ -60,7 +60,7 @@ def plain_step(name: str, precision: str, tokens: int) -> tuple[int, Gradients]:
     return count, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-def compared(actual: Gradients, expected: Gradients) -> tuple[float, float]:
+def error_and_cosine(actual: Gradients, expected: Gradients) -> tuple[float, float]:
     """The median relative error over tensors, and the cosine of all gradients."""
     total = sum(float(g.double().square().sum()) for g in expected.values()) ** 0.5
     errors, dot, norm = [], 0.0, 0.0
@@ -116,7 +116,7 @@ def rows(names: list[str], precisions: list[str], tokens: int) -> Iterator[dict[
             plain_count, expected = plain_step(name, precision, tokens)
             for mode, bits in MODES.items():
                 count, gradients = compiled_step(name, precision, tokens, bits)
-                error, _ = compared(gradients, expected)
+                error, _ = error_and_cosine(gradients, expected)
                 values = (
                     name,
                     precision,

@@ -88,14 +88,14 @@ def test_readme_tables_come_from_the_results_and_are_stable(results, tmp_path):
     readme.write_text("before\n<!-- bench:optim -->\nold\n<!-- /bench -->\nafter\n")
     arguments = ["table", "--page", str(readme), "--out", str(out)]
     main(arguments)
-    once = readme.read_text()
+    first_fill = readme.read_text()
     main(arguments)
-    assert readme.read_text() == once
-    assert once.startswith("before\n<!-- bench:optim -->\n")
-    assert once.endswith("\n<!-- /bench -->\nafter\n")
-    assert "old" not in once
+    assert readme.read_text() == first_fill
+    assert first_fill.startswith("before\n<!-- bench:optim -->\n")
+    assert first_fill.endswith("\n<!-- /bench -->\nafter\n")
+    assert "old" not in first_fill
     figure = next(row for row in rows["optim"] if row["contender"] == "torch AdamW fused")["ms_median"]
-    assert f"| {float(figure):.2f} |" in once
+    assert f"| {float(figure):.2f} |" in first_fill
 
 
 @pytest.mark.full
@@ -219,9 +219,9 @@ def test_gpt2_shapes_have_the_number_of_parameters():
 
 @pytest.mark.parametrize("name", streams.STREAMS)
 def test_streams_repeat_and_have_their_shape(name):
-    once, again = (list(streams.make(name, 3, seed=1)) for _ in range(2))
-    assert len(once) == 3
-    for a, b in zip(once, again, strict=True):
+    first, again = (list(streams.make(name, 3, seed=1)) for _ in range(2))
+    assert len(first) == 3
+    for a, b in zip(first, again, strict=True):
         assert a.shape == (32, 512)
         assert a.dtype is torch.float32
         assert torch.equal(a, b)

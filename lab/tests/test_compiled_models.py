@@ -24,9 +24,9 @@ def test_small_models_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_rows_are_recorded(tmp_path: Path) -> None:
-    about = {"gpu": "NVIDIA H200, 580.1, 143771 MiB", "commit": "abc", "python": "3.12.3", "torch": "2.11.0"}
+    environment = {"gpu": "NVIDIA H200, 580.1, 143771 MiB", "commit": "abc", "python": "3.12.3", "torch": "2.11.0"}
     rows = [
-        {"part": "environment", **about},
+        {"part": "environment", **environment},
         {"part": "compiled", "model": "GPT-2", "mode": "memkern.compile, exact", "first_s": 9.5, "ms": 2.0},
     ]
     results = tmp_path / "results.jsonl"

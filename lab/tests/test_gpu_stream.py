@@ -46,9 +46,9 @@ def test_layers_are_copies_of_the_first() -> None:
 
 
 def test_rows_are_recorded(tmp_path: Path) -> None:
-    about = {"gpu": "NVIDIA H200, 580.1, 143771 MiB", "commit": "abc", "python": "3.12.3", "torch": "2.11.0+cu130"}
+    versions = {"commit": "abc", "python": "3.12.3", "torch": "2.11.0+cu130"}
     rows = [
-        {"part": "environment", **about},
+        {"part": "environment", "gpu": "NVIDIA H200, 580.1, 143771 MiB", **versions},
         {"part": "stream", "run": "on the host, 12 GiB", "losses": [3.0, 2.5], "busy": 0.9},
         {"part": "stream", "run": "speed, host over device", "ratio": 0.9},
         {"part": "stream", "result": "passed", "seconds": 60.0, "reason": ""},

@@ -122,17 +122,17 @@ def test_results_are_recorded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("about", "why"),
+    ("columns", "reason"),
     [({"commit": "abc", "dirty": True}, "uncommitted changes"), ({"commit": None}, "which commit")],
 )
 def test_results_of_no_commit_are_refused(
-    about: dict[str, object], why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    columns: dict[str, object], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gpu = "NVIDIA H200, 580.1, 143771 MiB"
     environment = {"part": "environment", "gpu": gpu, "python": "3", "torch": "2"}
     results = tmp_path / "results.jsonl"
-    results.write_text(json.dumps(environment | about) + "\n")
+    results.write_text(json.dumps(environment | columns) + "\n")
     with pytest.raises(SystemExit):
         record.main([str(results), "--out", str(tmp_path)])
-    assert why in capsys.readouterr().err
+    assert reason in capsys.readouterr().err
     assert not list(tmp_path.glob("*.csv"))

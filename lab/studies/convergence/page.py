@@ -38,28 +38,28 @@ def compared() -> dict[tuple[str, str], Compared]:
     return results.compare(results.read(PATH))
 
 
-def cell(one: Compared) -> str:
+def cell(entry: Compared) -> str:
     """A cell of the summary: a difference, bold beyond two standard errors, or why there is none."""
-    if one.why:
-        return "" if one.why == NOT_YET else "−"
-    if one.verdict in ("original", "diverged", "no original"):
-        return one.verdict
-    assert one.difference is not None
-    text = f"{one.difference.mean:+.2g}"
-    return text if one.verdict == "as good" else f"**{text}**"
+    if entry.why:
+        return "" if entry.why == NOT_YET else "−"
+    if entry.verdict in ("original", "diverged", "no original"):
+        return entry.verdict
+    assert entry.difference is not None
+    text = f"{entry.difference.mean:+.2g}"
+    return text if entry.verdict == "as good" else f"**{text}**"
 
 
-def small(value: float) -> str:
+def four_digits(value: float) -> str:
     """Four digits after the point, or one significant digit where they would be zeros."""
     return f"{value:.4f}" if value == 0 or abs(value) >= 5e-5 else f"{value:.0e}"
 
 
 def signed(value: float) -> str:
-    return ("" if value < 0 else "+") + small(value)
+    return ("" if value < 0 else "+") + four_digits(value)
 
 
 def with_error(difference: Difference) -> str:
-    return f"{signed(difference.mean)} ± {small(difference.error)}"
+    return f"{signed(difference.mean)} ± {four_digits(difference.error)}"
 
 
 def summary_table() -> str:
@@ -74,21 +74,22 @@ def summary_table() -> str:
 
 def _best_first(task: str) -> list[Compared]:
     """The contenders that ran in a task, the lowest loss first."""
-    return sorted((one for (name, _), one in compared().items() if name == task and one.losses), key=lambda o: o.loss)
+    entries = [entry for (name, _), entry in compared().items() if name == task and entry.losses]
+    return sorted(entries, key=lambda entry: entry.loss)
 
 
 def tasks_table() -> str:
     """Each task, with the commit and the day of its best contender's run."""
     lines = ["| task | what is learned | steps | seeds | commit |", "|---|---|---:|---:|---|"]
     for name, task in TASKS.items():
-        row = next((one.row for one in _best_first(name)), {"commit": "", "date": ""})
+        row = next((entry.row for entry in _best_first(name)), {"commit": "", "date": ""})
         lines.append(f"| {name} | {task.what} | {task.steps} | {task.seeds} | {row['commit']}, {row['date'][:10]} |")
     return "\n".join(lines)
 
 
 def task_table(task: str) -> str:
     """One task: every contender that has runs, the best loss first, and below why others have none."""
-    contenders = [one for (name, _), one in compared().items() if name == task]
+    contenders = [entry for (name, _), entry in compared().items() if name == task]
     heads = (
         "",
         "rate",
@@ -104,28 +105,28 @@ def task_table(task: str) -> str:
         "whole step ms",
     )
     lines = ["| " + " | ".join(heads) + " |", "|---|---:|---:|---:|---|" + "---:|" * (len(heads) - 5)]
-    lines += [_task_row(one) for one in _best_first(task)]
+    lines += [_task_row(entry) for entry in _best_first(task)]
     reasons: dict[str, list[str]] = {}
-    for one in contenders:
-        if not one.losses:
-            reasons.setdefault(one.why.rstrip("."), []).append(one.contender.name)
+    for entry in contenders:
+        if not entry.losses:
+            reasons.setdefault(entry.why.rstrip("."), []).append(entry.contender.name)
     lines += ["", *(f"- {', '.join(names)}: {why}." for why, names in reasons.items())]
     return "\n".join(lines).rstrip()
 
 
-def _task_row(one: Compared) -> str:
+def _task_row(entry: Compared) -> str:
     difference = tuned = detectable = ""
-    if one.difference is not None:
-        difference, detectable = with_error(one.difference), small(2 * one.difference.error)
-    if one.tuned is not None:
-        tuned = f"**{with_error(one.tuned)}**" if one.tuned.beyond else with_error(one.tuned)
-    row = one.row
+    if entry.difference is not None:
+        difference, detectable = with_error(entry.difference), four_digits(2 * entry.difference.error)
+    if entry.tuned is not None:
+        tuned = f"**{with_error(entry.tuned)}**" if entry.tuned.beyond else with_error(entry.tuned)
+    row = entry.row
     cells = [
-        one.contender.name,
-        one.lr + (" at the edge" if one.at_edge else ""),
-        f"{one.loss:.4f} ± {one.loss_error:.4f}" if math.isfinite(one.loss) else one.verdict,
+        entry.contender.name,
+        entry.lr + (" at the edge" if entry.at_edge else ""),
+        f"{entry.loss:.4f} ± {entry.loss_error:.4f}" if math.isfinite(entry.loss) else entry.verdict,
         difference,
-        one.verdict,
+        entry.verdict,
         detectable,
         tuned,
         f"{float(row['bytes_per_param']):.2f}",
@@ -139,17 +140,17 @@ def _task_row(one: Compared) -> str:
 
 def chance() -> str:
     """A sentence: how many differences are beyond two standard errors, and how many would be by chance."""
-    differing = [one for one in compared().values() if one.difference is not None]
-    beyond = [one for one in differing if one.verdict in ("better", "worse")]
-    ours = [one for one in differing if one.contender.package == "memkern"]
-    expected = sum(CHANCE[len(one.losses)] for one in differing)
-    worse = [one for one in beyond if one.verdict == "worse"]
-    ours_expected = sum(CHANCE[len(one.losses)] for one in ours)
+    differing = [entry for entry in compared().values() if entry.difference is not None]
+    beyond = [entry for entry in differing if entry.verdict in ("better", "worse")]
+    ours = [entry for entry in differing if entry.contender.package == "memkern"]
+    expected = sum(CHANCE[len(entry.losses)] for entry in differing)
+    worse = [entry for entry in beyond if entry.verdict == "worse"]
+    ours_expected = sum(CHANCE[len(entry.losses)] for entry in ours)
     return (
         f"{len(differing)} differences, {len(beyond)} of them beyond two standard errors ({len(worse)} worse, "
         f"{len(beyond) - len(worse)} better); {expected:.0f} would be if no contender differed from its original. "
-        f"Of memkern's {len(ours)}: {sum(one in beyond for one in ours)} beyond "
-        f"({sum(one in worse for one in ours)} worse), {ours_expected:.0f} by chance."
+        f"Of memkern's {len(ours)}: {sum(entry in beyond for entry in ours)} beyond "
+        f"({sum(entry in worse for entry in ours)} worse), {ours_expected:.0f} by chance."
     )
 
 
@@ -168,14 +169,15 @@ def worse_table() -> str:
         "| task | contender | − original | relative to the loss | − original at its best |",
         "|---|---|---:|---:|---:|",
     ]
-    for (task, name), one in compared().items():
-        if one.contender.package not in ("torch", "memkern"):
+    for (task, name), entry in compared().items():
+        if entry.contender.package not in ("torch", "memkern"):
             continue
-        if one.verdict == "diverged":
+        if entry.verdict == "diverged":
             lines.append(f"| {task} | {name} | diverged | | |")
-        elif any(d is not None and d.beyond and d.mean > 0 for d in (one.difference, one.tuned)):
-            share = "" if one.difference is None else f"{one.difference.mean / (one.loss - one.difference.mean):+.2%}"
-            cells = ["" if d is None else with_error(d) for d in (one.difference, one.tuned)]
+        elif any(d is not None and d.beyond and d.mean > 0 for d in (entry.difference, entry.tuned)):
+            difference = entry.difference
+            share = "" if difference is None else f"{difference.mean / (entry.loss - difference.mean):+.2%}"
+            cells = ["" if d is None else with_error(d) for d in (entry.difference, entry.tuned)]
             lines.append(f"| {task} | {name} | {cells[0]} | {share} | {cells[1]} |")
     return "\n".join(lines)
 
@@ -184,11 +186,11 @@ def papers_table() -> str:
     """Comparisons that papers published, beside the same ones here: the difference and its standard error."""
 
     def here(task: str, name: str, other: str | None = None) -> str:
-        one = compared()[task, name]
-        pair = one.difference
+        entry = compared()[task, name]
+        pair = entry.difference
         if other is not None:
-            pair = results.paired(one.losses, compared()[task, other].losses)
-        return f"{task} {with_error(pair)}" if pair else f"{task}: {one.why or one.verdict}"
+            pair = results.paired(entry.losses, compared()[task, other].losses)
+        return f"{task} {with_error(pair)}" if pair else f"{task}: {entry.why or entry.verdict}"
 
     def line(comparison: str, published: str, *measured: str) -> str:
         return f"| {comparison} | {published} | {'; '.join(measured)} |"
@@ -266,17 +268,17 @@ def _draw_task(axis: Any, contenders: list[Compared], task: str) -> None:
         return
     best = ran[0].loss
     top = best + 2.5 * (ran[len(ran) // 2].loss - best) or best * 1.01
-    for one in ran:
-        color, marker = STYLES[one.contender.package]
-        x = float(one.row["bytes_per_param"])
-        options = {"color": color, "label": one.contender.package, "alpha": 0.75, "markersize": 5}
-        if one.loss > top:  # above the panel: the table has its loss
+    for entry in ran:
+        color, marker = STYLES[entry.contender.package]
+        x = float(entry.row["bytes_per_param"])
+        options = {"color": color, "label": entry.contender.package, "alpha": 0.75, "markersize": 5}
+        if entry.loss > top:  # above the panel: the table has its loss
             axis.plot(x, top, marker="$\\uparrow$", linestyle="", **options)
         else:
             axis.errorbar(
                 x,
-                one.loss,
-                one.difference.error if one.difference else 0.0,
+                entry.loss,
+                entry.difference.error if entry.difference else 0.0,
                 marker=marker,
                 linestyle="",
                 linewidth=0.8,

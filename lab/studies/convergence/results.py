@@ -56,7 +56,7 @@ class Difference(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """A contender in a task. Without losses, ``why`` has the reason."""
+    """How a contender fared in a task, beside its original. Without losses, ``why`` has the reason."""
 
     task: Task
     contender: Contender
@@ -160,12 +160,12 @@ def _best(task: Task, contender: Contender, rows: Sequence[report.Row]) -> Compa
 def compare(rows: Sequence[report.Row]) -> dict[tuple[str, str], Compared]:
     """The comparisons by task and contender, in the order of TASKS and CONTENDERS."""
     compared = {(t.name, c.name): _best(t, c, rows) for t in TASKS.values() for c in CONTENDERS.values()}
-    for (task, name), one in compared.items():
-        original = compared[task, one.contender.original]
-        if name != one.contender.original and one.losses:
-            runs = _runs_at(one.task, original.contender, one.lr, rows)
+    for (task, name), entry in compared.items():
+        original = compared[task, entry.contender.original]
+        if name != entry.contender.original and entry.losses:
+            runs = _runs_at(entry.task, original.contender, entry.lr, rows)
             at_same_rate = {seed: float(r["loss"]) for seed, r in runs.items()}
-            compared[task, name] = one._replace(
-                difference=paired(one.losses, at_same_rate), tuned=paired(one.losses, original.losses)
+            compared[task, name] = entry._replace(
+                difference=paired(entry.losses, at_same_rate), tuned=paired(entry.losses, original.losses)
             )
     return compared
