@@ -1,4 +1,4 @@
-"""Ranks that share parameters skip a step all together, and clip by one norm."""
+"""Ranks that share parameters decide alike: all of them skip a step or none, and all clip by the same norm."""
 
 from __future__ import annotations
 
@@ -25,7 +25,11 @@ def _shard(mesh: DeviceMesh, *placements: Any) -> Callable[[Tensor], DTensor]:
     return lambda x: distribute_tensor(x, mesh, [*placements] or [Shard(0)], src_data_rank=None)
 
 
+# ---- layouts: each returns a function per parameter, which places its whole tensor on the mesh
+
+
 def beside_plain() -> list[Any]:
+    """A parameter that is the same plain tensor on every rank, between two that are sharded."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     return [_shard(mesh), lambda x: x.clone(), _shard(mesh)]
 
@@ -60,8 +64,8 @@ def chain() -> list[Any]:
     return [_shard(mesh) for mesh in meshes]
 
 
-# Each returns the functions that place one parameter's whole tensor on the mesh.
 LAYOUTS = {f.__name__: f for f in (beside_plain, replicas_of_shards, replicated, part_of_a_mesh, two_dimensions, chain)}
+# name: class, options; "scaled": its step is GradScaler's
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "Muon8bit": (optim.Muon8bit, {}),
     "Muon, clipped": (optim.Muon, {"max_grad_norm": 1.0}),
@@ -91,7 +95,10 @@ def give_gradients(places: list[Any], params: list[Parameter], step: int) -> Non
 
 
 def run_with_fault(layout: str, name: str, number: int, value: float) -> Any:
-    """Three steps; in the second the last rank's gradient of this parameter has the value. Updates and step counts."""
+    """Three steps; in the second the last rank's gradient of parameter ``number`` has ``value`` in one element.
+
+    Returns for each step the largest update of each parameter, and the states' step counts.
+    """
     places, params, optimizer = make_optimizer(layout, name)
     scaler = GradScaler("cpu", init_scale=1.0) if "scaled" in name else None
     result: list[Any] = []
@@ -131,7 +138,7 @@ def run_with_fault(layout: str, name: str, number: int, value: float) -> Any:
         pytest.param("chain", 4, 2, marks=pytest.mark.full),
     ],
 )
-def test_a_value_that_is_not_finite_on_one_rank(
+def test_a_value_that_is_not_finite_on_one_rank_reaches_all(
     ranks: Ranks, layout: str, world: int, number: int, name: str, value: float
 ) -> None:
     """All ranks skip the step, or none; a norm that is not finite on one rank clips on all."""
@@ -155,7 +162,7 @@ def test_a_value_that_is_not_finite_on_one_rank(
 
 
 def run_with_other_gradient(name: str) -> Any:
-    """A step in which rank 1's gradient of the plain parameter is ten times as large; the sharded ones, whole."""
+    """The sharded parameters after a step in which rank 1's gradient of the plain one is ten times as large."""
     places, params, optimizer = make_optimizer("beside_plain", name)
     give_gradients(places, params, 0)
     if dist.get_rank() == 1:
@@ -181,7 +188,7 @@ def test_the_norm_is_one_for_all_ranks(ranks: Ranks, name: str) -> None:
 
 
 def run_without_a_plain_gradient(bucket: int) -> Any:
-    """A step of sharded matrices and a plain one, whose gradient one rank lacks; the sharded ones, whole."""
+    """The sharded matrices after a step of them and of a plain one, whose gradient one rank lacks."""
     places, params, optimizer = make_optimizer("beside_plain", "Muon8bit")
     muon_step.BUCKET_BYTES, before = bucket, muon_step.BUCKET_BYTES
     try:

@@ -1,4 +1,6 @@
-"""FullyShardedDataParallel (FSDP1) has flat shards: options that need a tensor's norm raise, states are gathered."""
+"""Under FullyShardedDataParallel (FSDP1), whose shards are flat, options that need a tensor's norm raise; FSDP gathers
+the states of whole tensors.
+"""
 
 from __future__ import annotations
 
@@ -50,13 +52,13 @@ def test_norms_of_flat_shards_are_refused(ranks: Ranks, use_orig_params: bool) -
 
 def gather_and_load(use_orig_params: bool) -> Any:
     """States: of the whole model, gathered by FSDP, and the optimizer's before and after it loads the gathered ones."""
-    model, whole = make_models(use_orig_params)
+    model, unsharded = make_models(use_orig_params)
     optimizer = optim.AdamW8bit(model.parameters(), min_8bit_size=0)
-    fp32_optimizer = optim.AdamW(whole.parameters())
+    fp32_optimizer = optim.AdamW(unsharded.parameters())
     train(model, optimizer, 3)
-    train(whole, fp32_optimizer, 3)
+    train(unsharded, fp32_optimizer, 3)
     state = FSDP.optim_state_dict(model, optimizer)
-    expected = copy.deepcopy({name: dict(fp32_optimizer.state[p]) for name, p in whole.named_parameters()})
+    expected = copy.deepcopy({name: dict(fp32_optimizer.state[p]) for name, p in unsharded.named_parameters()})
     gathered = copy.deepcopy({name: {**values} for name, values in state["state"].items()})
     loaded = FSDP.optim_state_dict_to_load(model, optimizer, state)
     before = [{key: x.clone() for key, x in values.items()} for values in optimizer.state.values()]
@@ -69,8 +71,8 @@ def gather_and_load(use_orig_params: bool) -> Any:
 @pytest.mark.feature("torch", "FSDP1: `optim_state_dict`")
 @pytest.mark.full
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_optim_state_dict(ranks: Ranks, use_orig_params: bool) -> None:
-    """Gathers the states of the model's own tensors as floats; loading quantizes them again."""
+def test_optim_state_dict_has_whole_fp32_states(ranks: Ranks, use_orig_params: bool) -> None:
+    """Loading quantizes them again."""
     for expected, gathered, before, after in ranks(2, gather_and_load, use_orig_params):
         assert {*gathered} == {*expected}
         for name, state in expected.items():
@@ -80,16 +82,16 @@ def test_optim_state_dict(ranks: Ranks, use_orig_params: bool) -> None:
             for key in ("exp_avg", "exp_avg_sq")[use_orig_params:]:
                 error = (gathered[name][key] - state[key]).norm() / state[key].norm()
                 assert gathered[name][key].shape == state[key].shape
-                assert error < 0.05, f"{name} {key}: {error}"
+                assert error < 0.05, f"{name} {key}: {error}"  # of three steps with 8-bit states
         for old, new in zip(before, after, strict=True):
             assert {*old} == {*new}
             assert old["exp_avg"].dtype == new["exp_avg"].dtype
             if old["exp_avg"].dtype == torch.int8:
                 for key in ("exp_avg", "exp_avg_sq")[use_orig_params:]:
-                    assert int((old[key].short() - new[key].short()).abs().max()) <= 1  # code
+                    assert int((old[key].short() - new[key].short()).abs().max()) <= 1  # a code's neighbour
 
 
-def test_a_tensor_that_is_no_shard(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_may_clip_a_flat_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
     p = nn.Parameter(torch.zeros(10))
     optim.LAMB8bit([p])
     p._fsdp_flattened = True  # FSDP1's mark

@@ -1,6 +1,7 @@
-"""Optimizers step shards in the host's memory whose mesh is of another device, as with CPUOffloadPolicy on a GPU.
+"""Optimizers step shards that lie in the host's memory though their mesh is of another device.
 
-The tests have a mesh of CUDA devices and no GPU, so that moving a tensor to the mesh's device raises.
+CPUOffloadPolicy makes such shards on a GPU. The tests have a mesh of CUDA devices and no GPU, so that moving a tensor
+to the mesh's device raises.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from memkern.optim.dtensor.shards import local, on_mesh
 from memkern.train.distributed import full, load_full, load_full_states
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a mesh of CUDA's moves tensors where it is there")
+# name: class, options
 CLASSES: dict[str, tuple[type[Any], dict[str, Any]]] = {
     "AdamW": (optim.AdamW8bit, {}),
     "AdamW, max_grad_norm": (optim.AdamW8bit, {"max_grad_norm": 0.1}),
@@ -53,6 +55,7 @@ def test_steps_and_states_stay_on_the_host(mesh: DeviceMesh, name: str) -> None:
         return on_mesh(x, mesh, [Shard(0)], x.shape)
 
     def train(place: Any, steps: range, start: Any = None) -> tuple[list[Tensor], Any]:
+        """Parameters and state_dict after the steps; ``start``: those to begin from."""
         params = [nn.Parameter(place(x)) for x in (tensors(0) if start is None else start[0])]
         optimizer = cls(params, **options)
         if start is not None:
@@ -65,11 +68,11 @@ def test_steps_and_states_stay_on_the_host(mesh: DeviceMesh, name: str) -> None:
         assert {x.device.type for x in [*map(local, states), *map(local, params)]} == {"cpu"}
         return [local(p).detach().clone() for p in params], optimizer.state_dict()
 
-    whole, sharded = train(lambda x: x, range(4)), train(shard, range(4))
-    assert all(map(torch.equal, whole[0], sharded[0]))
-    whole_after_two = train(lambda x: x, range(2))
-    resumed = train(shard, range(2, 4), whole_after_two)
-    assert all(map(torch.equal, whole[0], resumed[0]))
+    unsharded, sharded = train(lambda x: x, range(4)), train(shard, range(4))
+    assert all(map(torch.equal, unsharded[0], sharded[0]))
+    unsharded_after_two = train(lambda x: x, range(2))
+    resumed = train(shard, range(2, 4), unsharded_after_two)
+    assert all(map(torch.equal, unsharded[0], resumed[0]))
 
 
 @pytest.mark.parametrize("name", ["torch", *(name for name in CLASSES if name != "Muon")])

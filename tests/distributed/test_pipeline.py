@@ -31,7 +31,7 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def in_pipeline(new: Any, count: int) -> Any:
-    """The parameters of this rank's stage after some steps, and how many states there are."""
+    """The parameters of this rank's stage after ``count`` steps, and how many states its optimizer has."""
     rank, world = dist.get_rank(), dist.get_world_size()
     module = stages()[rank]
     schedule = ScheduleGPipe(PipelineStage(module, rank, world, torch.device("cpu")), MICROBATCHES, loss_fn=F.mse_loss)
@@ -50,7 +50,7 @@ def in_pipeline(new: Any, count: int) -> Any:
 @pytest.mark.feature("torch", "`torch.distributed.pipelining`: an optimizer for each stage")
 @pytest.mark.full
 @pytest.mark.parametrize("new", [optim.AdamW8bit, optim.LAMB8bit])
-def test_a_stage_has_its_optimizer(ranks: Ranks, new: Any) -> None:
+def test_a_stage_has_its_optimizer_and_the_parameters_of_one_process(ranks: Ranks, new: Any) -> None:
     count, model = 6, nn.Sequential(*stages())
     optimizers = [new(stage.parameters(), lr=1e-2) for stage in model]
     for step in range(count):

@@ -1,4 +1,4 @@
-"""Random programs on several ranks do what they do in one process."""
+"""Random programs of optimizer steps and edits (programs.py) do on several ranks what they do in one process."""
 
 from __future__ import annotations
 

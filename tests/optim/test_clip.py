@@ -27,6 +27,7 @@ from tests.support.interpreted import interpreted
 
 
 def norm_on(backend: str, grads: list[torch.Tensor], scale: float | None = None) -> float:
+    """The norm of the gradients divided by the scale, by the op on a backend."""
     grads = [at(g, backend) for g in grads]
     device = grads[0].device
     norm = torch.full((), -1.0, dtype=torch.float64, device=device)
@@ -39,7 +40,7 @@ def norm_on(backend: str, grads: list[torch.Tensor], scale: float | None = None)
 @over_all
 @over_dtypes
 @pytest.mark.parametrize("scale", [None, 1024.0])
-def test_norm(backend: str, dtype: torch.dtype, scale: float | None) -> None:
+def test_the_norm_of_gradients_is_that_in_fp64(backend: str, dtype: torch.dtype, scale: float | None) -> None:
     layouts = ["0-dim", "empty", "odd", "channels_last", "unaligned", "long rows", "short rows"]
     grads = [tensor(layout, dtype, seed=i, scale=0.1) for i, layout in enumerate(layouts)]
     grads.append(hard((40_000,), 7).to(dtype))  # more than one chunk
@@ -61,7 +62,7 @@ def test_norm_has_the_same_bits_whatever_the_threads() -> None:
 @interpreted()
 @over_all
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
-def test_a_norm_with_an_infinity_or_nan(backend: str, bad: float) -> None:
+def test_a_norm_with_an_infinity_or_nan_is_infinite_or_nan(backend: str, bad: float) -> None:
     grads = [hard((100,), 1), hard((3000,), 2)]
     grads[1][2999] = bad
     assert str(norm_on(backend, grads)) == str(abs(bad))
@@ -118,7 +119,7 @@ def test_a_norm_below_the_limit_changes_no_bit(backend: str, build: type) -> Non
 
 @over_cpu
 @over_optimizers
-def test_unscaled_gradients_are_clipped(backend: str, build: type) -> None:
+def test_gradients_are_clipped_after_they_are_unscaled(backend: str, build: type) -> None:
     scaler = {"grad_scale": torch.tensor(4096.0), "found_inf": torch.tensor(0.0)}
     assert_same(train_clipped(build, backend, 1e-3, factor=4096.0, **scaler), train_clipped(build, backend, 1e-3))
 

@@ -28,7 +28,7 @@ def language_model(tied: bool = False) -> nn.Sequential:
     return model
 
 
-# The module
+# ---- the module
 
 
 def test_output_is_the_normalized_row() -> None:
@@ -63,7 +63,7 @@ def test_takes_the_arguments_of_torchs_embedding() -> None:
     assert not pretrained.weight.requires_grad
 
 
-# param_groups: the module's mark asks for 32-bit states
+# ---- param_groups: the module's mark asks for 32-bit states
 
 
 def groups_by_bits(model: nn.Module, **options: Any) -> dict[int | None, set[str]]:
@@ -118,7 +118,7 @@ TRANSFORMS = {
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
-def test_the_mark_survives(transform: str) -> None:
+def test_the_mark_survives_what_users_do_to_a_model(transform: str) -> None:
     model = TRANSFORMS[transform](language_model())
     marked = groups_by_bits(model)
     assert set(marked) == {None, 32}
@@ -135,7 +135,7 @@ def sharded(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("wrap", [nn.parallel.DistributedDataParallel, sharded])
-def test_the_mark_under_data_parallel(wrap: Any) -> None:
+def test_the_mark_survives_data_parallel_wrappers(wrap: Any) -> None:
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         marked = groups_by_bits(wrap(language_model()))
@@ -145,14 +145,13 @@ def test_the_mark_under_data_parallel(wrap: Any) -> None:
     assert names == {"0.weight", "0.norm.weight", "0.norm.bias"}
 
 
-def test_a_wrapper_with_the_attributes_of_a_marked_module() -> None:
-    """The wrapper itself is not marked, though it shows the mark among its attributes."""
+def test_a_wrapper_with_the_attributes_of_a_marked_module_is_not_marked() -> None:
     model = wrapped_with_other_names(StableEmbedding(200, 64))
     model.extra = nn.Linear(64, 64)
     assert groups_by_bits(model)[None] == {"extra.weight", "extra.bias"}
 
 
-def test_parameters_that_a_wrapper_took_away() -> None:
+def test_a_marked_module_whose_parameters_a_wrapper_took_is_refused() -> None:
     model = language_model()
     embedding = model[0]
     model.flat = nn.Parameter(torch.cat([p.detach().flatten() for p in embedding.parameters()]))
@@ -192,7 +191,11 @@ def test_8_bit_optimizers_keep_32_bits_for_the_embedding(build: Any) -> None:
     resumed = build(optim.param_groups(model, lr=1e-2))
     resumed.load_state_dict(optimizer.state_dict())
     assert first_moment(resumed, model[0].weight).dtype == torch.float32
-    assert torch.optim.AdamW(optim.param_groups(model, weight_decay=0.1, lr=0.1)).param_groups[0]["lr"] == 0.1
+
+
+def test_torchs_optimizers_take_the_groups() -> None:
+    groups = optim.param_groups(language_model(), weight_decay=0.1, lr=0.1)
+    assert torch.optim.AdamW(groups).param_groups[0]["lr"] == 0.1
 
 
 def test_compress_marks_a_plain_embedding_and_restore_unmarks_it() -> None:

@@ -1,4 +1,4 @@
-"""Frozen parameters may have any dtype or layout, as 4-bit weights under adapters; thawed ones are checked."""
+"""Frozen parameters may have any dtype or layout, such as 4-bit weights under adapters; unfrozen ones are checked."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from memkern.optim import HostOffload, StepInBackward
 from tests.support.helpers import assert_same, over_optimizers, snapshot
 from tests.support.offloaded import MODES
 
+# Tensors that no step could take if they were trainable, and two that one could.
 FROZEN: dict[str, Callable[[], Tensor]] = {
     "uint8": lambda: torch.ones(8, 1, dtype=torch.uint8),
     "int8": lambda: torch.ones(8, 16, dtype=torch.int8),
@@ -33,7 +34,7 @@ def frozen_of(kind: str) -> nn.Parameter:
 
 
 def train(make: Callable[[list[Any]], Any], params: list[Any], steps: int = 3) -> Any:
-    """The optimizer and the parameters that require a gradient, after some steps of ``backward()``."""
+    """The optimizer and the parameters that require a gradient, after some backward passes and steps."""
     optimizer = make(params)
     generator = torch.Generator().manual_seed(1)
     for _ in range(steps):
@@ -77,7 +78,7 @@ def test_a_frozen_parameter_in_wrappers_changes_nothing(build: type, mode: str, 
     assert_same(snapshot(optimizer)["states"], before)
 
 
-def test_bf16_weights_of_a_group_with_frozen_ones() -> None:
+def test_master_weights_beside_frozen_4_bit_weights() -> None:
     """QLoRA: master_weights in a group with bf16 adapters and 4-bit weights, which need no rounding errors kept."""
     params = [frozen_of("uint8"), nn.Parameter(torch.ones(64, 128, dtype=torch.bfloat16))]
     optimizer = optim.AdamW8bit(params, master_weights="bf16+8")
@@ -88,7 +89,7 @@ def test_bf16_weights_of_a_group_with_frozen_ones() -> None:
 
 
 @over_optimizers
-def test_a_thawed_parameter_that_no_step_can_take_is_named(build: type) -> None:
+def test_an_unfrozen_parameter_that_no_step_can_take_is_named(build: type) -> None:
     p, bad = adapter(), nn.Parameter(torch.ones(8, 1).expand(8, 16), requires_grad=False)
     optimizer = build([("adapter", p), ("base.weight", bad)])
     p.grad = torch.ones_like(p)
@@ -103,7 +104,7 @@ def test_a_thawed_parameter_that_no_step_can_take_is_named(build: type) -> None:
 
 @over_optimizers
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_thawed_parameter_trains(build: type, dtype: torch.dtype) -> None:
+def test_an_unfrozen_parameter_trains(build: type, dtype: torch.dtype) -> None:
     """Also in fp64, whose step is another call of the op."""
 
     def run(requires_grad: bool) -> list[Tensor]:
@@ -124,15 +125,15 @@ def test_a_thawed_parameter_trains(build: type, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("build", [optim.AdamW8bit, torch.optim.AdamW])
-def test_a_thawed_parameter_trains_on_the_host(build: type, mode: str, dtype: torch.dtype) -> None:
+def test_an_unfrozen_parameter_trains_on_the_host(build: type, mode: str, dtype: torch.dtype) -> None:
     def run(requires_grad: bool) -> list[Tensor]:
         params = [nn.Parameter(torch.ones(64, 128, dtype=dtype), requires_grad=x) for x in (True, requires_grad)]
         optimizer = HostOffload(build, params, lr=1e-2, **MODES[mode])
         generator = torch.Generator().manual_seed(1)
         for step in range(4):
             params[1].requires_grad_(requires_grad or step > 0)
-            used = params if step else params[:1]
-            sum((p * torch.randn(p.shape, generator=generator)).sum() for p in used).backward()  # type: ignore[union-attr]
+            with_gradients = params if step else params[:1]
+            sum((p * torch.randn(p.shape, generator=generator)).sum() for p in with_gradients).backward()  # type: ignore[union-attr]
             optimizer.step()
             optimizer.zero_grad()
         return params

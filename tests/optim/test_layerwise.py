@@ -35,7 +35,9 @@ BOUNDED = {"bounded LAMB": (optim.LAMB, {"trust_bounds": (2.0, 4.0)})}
 
 
 def over_forms(forms: dict[str, tuple[type, dict[str, Any]]], **common: Any) -> Any:
-    return pytest.mark.parametrize(("build", "options"), [(b, o | common) for b, o in forms.values()], ids=forms)
+    """Runs a test with the class and the options of each form, and the common options."""
+    cases = [(build, options | common) for build, options in forms.values()]
+    return pytest.mark.parametrize(("build", "options"), cases, ids=forms)
 
 
 @over_cpu
@@ -61,18 +63,18 @@ def test_layers_step_as_tensors_of_their_own(
     block_size: int,
 ) -> None:
     options |= {"state_bits": bits, "min_8bit_size": 0, "block_size": block_size}
-    whole = torch.nn.Parameter(hard(shape, 0, scale=0.1))
+    stacked = torch.nn.Parameter(hard(shape, 0, scale=0.1))
     count = shape[0] if layers == "rows" else layers
-    parts = [torch.nn.Parameter(part.clone()) for part in whole.detach().chunk(count)]
-    joined, separate = build([whole], layers=layers, **options), build(parts, **options)
+    parts = [torch.nn.Parameter(part.clone()) for part in stacked.detach().chunk(count)]
+    joined, separate = build([stacked], layers=layers, **options), build(parts, **options)
     with on(backend):
         for step in range(3):
-            whole.grad = hard(shape, 10 + step)
-            for part, g in zip(parts, whole.grad.chunk(count), strict=True):
+            stacked.grad = hard(shape, 10 + step)
+            for part, g in zip(parts, stacked.grad.chunk(count), strict=True):
                 part.grad = g.clone()
             joined.step()
             separate.step()
-    assert_same(whole.detach(), torch.cat([p.detach() for p in parts]))
+    assert_same(stacked.detach(), torch.cat([p.detach() for p in parts]))
     (ratios,) = joined.trust_ratios().values()
     assert_same(ratios, torch.cat([*separate.trust_ratios().values()]))
     assert len(ratios.unique()) == count
@@ -113,7 +115,7 @@ def test_vectors_and_scalars_are_one_layer(layers: int | str) -> None:
 
 @over_cpu
 @over_layerwise
-def test_trust_ratios_of_the_last_step(backend: str, build: type) -> None:
+def test_trust_ratios_gives_those_of_the_last_step_by_name(backend: str, build: type) -> None:
     weight, bias, frozen = make_params([(64, 128), (300,), (5,)])
     groups = [
         {"params": [("weight", weight), ("frozen", frozen)]},
@@ -152,7 +154,7 @@ def test_a_ratio_is_one_where_a_norm_is_zero(backend: str, build: type) -> None:
 @over_cpu
 @over_layerwise
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_a_bad_gradient_leaves_the_rest_of_its_layer_finite(backend: str, build: type, bad: float) -> None:
+def test_a_bad_gradient_leaves_the_other_elements_of_its_layer_finite(backend: str, build: type, bad: float) -> None:
     p = torch.nn.Parameter(hard((4, 300), 0, scale=0.1))
     optimizer = build([p], lr=1e-2, weight_decay=0.1, min_8bit_size=0)
     with on(backend):
@@ -233,10 +235,10 @@ def test_groups_have_bounds_of_their_own() -> None:
     together = optim.LAMB8bit(
         [{"params": [p], "trust_bounds": b} for p, b in zip(params, bounds, strict=True)], weight_decay=0.1
     )
-    alone = [optim.LAMB8bit([p], weight_decay=0.1, trust_bounds=b) for p, b in zip(copies, bounds, strict=True)]
+    separate = [optim.LAMB8bit([p], weight_decay=0.1, trust_bounds=b) for p, b in zip(copies, bounds, strict=True)]
     for step in range(3):
         give_gradients(params, step)
-        for p, q, optimizer in zip(params, copies, alone, strict=True):
+        for p, q, optimizer in zip(params, copies, separate, strict=True):
             q.grad = p.grad
             optimizer.step()
         together.step()

@@ -44,7 +44,7 @@ def train(optimizer: Any, params: list[nn.Parameter], steps: int, first: int = 0
 @needs_fma
 @pytest.mark.parametrize("adjust_lr_fn", first_quick([None, "original", "match_rms_adamw"]))
 @pytest.mark.parametrize("nesterov", [True, False])
-def test_has_torchs_bits(adjust_lr_fn: str | None, nesterov: bool) -> None:
+def test_muon_has_torchs_bits(adjust_lr_fn: str | None, nesterov: bool) -> None:
     ours, theirs = parameters(), parameters()
     options: dict[str, Any] = {"lr": 0.02, "nesterov": nesterov, "adjust_lr_fn": adjust_lr_fn}
     # Norms are summed in fp64, in another order than torch's. From step 1000 on none is so near the middle between two
@@ -53,7 +53,7 @@ def test_has_torchs_bits(adjust_lr_fn: str | None, nesterov: bool) -> None:
     assert_same(params, train(torch.optim.Muon(theirs, **options), theirs, 200, first=1000))
 
 
-def test_8_bits_are_near() -> None:
+def test_8_bit_states_move_parameters_within_3_percent_of_fp32_states() -> None:
     shapes = ((64, 128), (96, 64))
     ours, exact = parameters(shapes), parameters(shapes)
     start = [p.detach().clone() for p in ours]
@@ -78,15 +78,15 @@ def test_groups_of_adamw_have_the_bits_of_adamw(state_bits: Any) -> None:
     optimizer, _, others = mixed(state_bits=32)
     optimizer.param_groups[1]["state_bits"] = state_bits
     expected = parameters(((60, 90), (700,)), seed=1)
-    both = [*optimizer.param_groups[0]["params"], *others]
-    alone = optim.AdamW(expected, lr=1e-3, weight_decay=0.01, state_bits=state_bits, min_8bit_size=0)
+    stepped_by_adamw = [*optimizer.param_groups[0]["params"], *others]
+    separate = optim.AdamW(expected, lr=1e-3, weight_decay=0.01, state_bits=state_bits, min_8bit_size=0)
     for step in range(5):
-        train(optimizer, both, 1, step)
+        train(optimizer, stepped_by_adamw, 1, step)
         for p, q in zip(expected, others, strict=True):
             p.grad = q.grad
-        alone.step()
+        separate.step()
     assert_same([*others], expected)
-    assert_same([*map(dict, map(optimizer.state.get, others))], [*map(dict, map(alone.state.get, expected))])
+    assert_same([*map(dict, map(optimizer.state.get, others))], [*map(dict, map(separate.state.get, expected))])
 
 
 @pytest.mark.parametrize("cls", [Muon, Muon8bit])
@@ -152,19 +152,19 @@ def test_bf16_weights_keep_what_they_round(master_weights: str) -> None:
         joined = weights.fp32_weight(p.detach(), optimizer.state[p])
         if master_weights == "bf16+16":
             assert_same(joined, q.detach())
-        else:  # weights have 24 bits, stochastically rounded
+        else:  # weights have 24 bits, stochastically rounded: off by less than a tenth of how far they moved
             assert (joined - q).norm() < 0.1 * (q - x).norm()
 
 
 def test_a_batch_steps_as_its_matrices_alone() -> None:
     (stacked,) = parameters(((3, 40, 24),))
     single = [nn.Parameter(x.clone()) for x in stacked.detach()]
-    ours, alone = Muon([stacked], lr=0.02), Muon(single, lr=0.02)
+    ours, separate = Muon([stacked], lr=0.02), Muon(single, lr=0.02)
     for step in range(3):
         stacked.grad = torch.randn(stacked.shape, generator=torch.Generator().manual_seed(step))
         for p, g in zip(single, stacked.grad, strict=True):
             p.grad = g.clone()
-        ours.step(), alone.step()
+        ours.step(), separate.step()
     assert_same(stacked.detach(), torch.stack([*single]).detach())
 
 
@@ -189,6 +189,7 @@ def test_a_large_batch_is_cut_to_buckets(shape: tuple[int, ...], monkeypatch: py
 
 
 def buckets(numbers: Any, params: Any) -> list[list[int]]:
+    """The buckets into which a step puts these of its parameters, by their numbers."""
     return [*muon_step.cut_into_buckets(numbers, params, dtensor_muon.bytes_of_update)]
 
 
@@ -200,21 +201,21 @@ def buckets(numbers: Any, params: Any) -> list[list[int]]:
 def test_parts_of_a_split_matrix_step_as_matrices(sizes: tuple[int, ...], dim: int, adjust_lr_fn: Any) -> None:
     """A matrix that joins several, as query, key and value, is orthogonalized part by part (``split``)."""
     single = parameters([(n, 40) if dim == 0 else (40, n) for n in sizes])
-    whole = nn.Parameter(torch.cat([p.detach() for p in single], dim))
-    ours = Muon([whole], lr=0.02, adjust_lr_fn=adjust_lr_fn, split=sizes)
-    alone = Muon(single, lr=0.02, adjust_lr_fn=adjust_lr_fn)
+    joined = nn.Parameter(torch.cat([p.detach() for p in single], dim))
+    ours = Muon([joined], lr=0.02, adjust_lr_fn=adjust_lr_fn, split=sizes)
+    separate = Muon(single, lr=0.02, adjust_lr_fn=adjust_lr_fn)
     for step in range(3):
-        whole.grad = torch.randn(whole.shape, generator=torch.Generator().manual_seed(step))
-        for p, g in zip(single, whole.grad.split(sizes, dim), strict=True):
+        joined.grad = torch.randn(joined.shape, generator=torch.Generator().manual_seed(step))
+        for p, g in zip(single, joined.grad.split(sizes, dim), strict=True):
             p.grad = g.clone()
-        ours.step(), alone.step()
-    assert_same(whole.detach(), torch.cat([p.detach() for p in single], dim))
+        ours.step(), separate.step()
+    assert_same(joined.detach(), torch.cat([p.detach() for p in single], dim))
 
 
 def test_buckets_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert buckets([0, 2, 3, 5], [torch.zeros(2, 3)] * 6) == [[0, 2, 3, 5]]
-    whole, matrices, others = mixed(Muon8bit)
-    expected = train(whole, [*matrices, *others], 3)
+    unbucketed, matrices, others = mixed(Muon8bit)
+    expected = train(unbucketed, [*matrices, *others], 3)
     monkeypatch.setattr(muon_step, "BUCKET_BYTES", 2 * 48 * 48 + 2 * 96 * 40)
     assert buckets([0, 1, 2, 3], matrices) == [[0, 1], [2, 3]]
     bucketed, matrices, others = mixed(Muon8bit)
@@ -226,18 +227,17 @@ def test_buckets_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("wrap", [optim.HostOffload, optim.StepInBackward], ids=name_of)
 @pytest.mark.parametrize("cls", [Muon, Muon8bit], ids=name_of)
 def test_wrappers_change_no_bit(wrap: Any, cls: Any) -> None:
-    """With a schedule that sets lr and betas, and each algorithm's own eps."""
+    """Also with a schedule that sets lr and betas; and each algorithm keeps its own eps."""
     options = {"lr": 0.01, "min_8bit_size": 0}
     expected, plain, _ = run(lambda params: cls(sharded.muon_groups(params), **options))
     result, wrapped, _ = run(lambda params: wrap(cls, sharded.muon_groups(params), **options))
     assert_same(result, expected)
-    assert [g["eps"] for g in plain.param_groups] == [1e-7, 1e-8]
-    inner = getattr(wrapped, "inner", wrapped)
-    assert [g["eps"] for g in inner.param_groups] == [1e-7, 1e-8]
+    for optimizer in (plain, getattr(wrapped, "inner", wrapped)):
+        assert [g["eps"] for g in optimizer.param_groups] == [1e-7, 1e-8]  # of Muon, of AdamW
 
 
 @pytest.mark.parametrize(
-    ("kind", "options", "message"),
+    ("kind", "options", "message"),  # of the parameter: vector, matrix, ...; options of Muon; the error's message
     [
         ("vector", {}, "must have two dimensions or more, got shape"),
         ("matrix", {"algorithm": "sgd"}, "algorithm must be one of"),
@@ -412,7 +412,7 @@ def test_offloaded_groups_have_the_options_that_they_were_given() -> None:
     assert len(optimizer.param_groups) == 2
 
 
-# ---- groups
+# ---- muon_groups
 
 
 class Net(nn.Module):
@@ -432,7 +432,7 @@ class Net(nn.Module):
         self.lm_head.weight = self.embed.weight
 
 
-def test_groups_of_a_model() -> None:
+def test_muon_groups_chooses_the_algorithm_and_decay_of_each_parameter() -> None:
     net = Net()
     groups = muon_groups(net, lr=0.02, adamw_lr=1e-3, block_size=64)
     assert {name: algorithm for name, (algorithm, _) in groups.reasons.items()} == {
@@ -461,22 +461,30 @@ def test_groups_of_a_model() -> None:
         p.grad = torch.ones_like(p)
     optimizer.step()
     assert all(p.isfinite().all() for p in net.parameters())
-    split = muon_groups(net, split=lambda name, p: (16, 16) if name == "up.weight" else None)
-    assert [g["split"] for g in split if any(p is net.up.weight for p in g["params"])] == [(16, 16)]
-    assert [g for g in split if "split" in g and g["algorithm"] == "adamw"] == []
-    by_hand = muon_groups(net, adamw=lambda name, p: name == "up.weight")
-    assert by_hand.reasons["up.weight"] == ("adamw", "asked for")
+
+
+def test_muon_groups_splits_the_matrices_that_a_function_names() -> None:
+    net = Net()
+    groups = muon_groups(net, split=lambda name, p: (16, 16) if name == "up.weight" else None)
+    assert [g["split"] for g in groups if any(p is net.up.weight for p in g["params"])] == [(16, 16)]
+    assert [g for g in groups if "split" in g and g["algorithm"] == "adamw"] == []
+
+
+def test_muon_groups_gives_adamw_what_a_function_names() -> None:
+    groups = muon_groups(Net(), adamw=lambda name, p: name == "up.weight")
+    assert groups.reasons["up.weight"] == ("adamw", "asked for")
 
 
 @pytest.mark.parametrize(
-    ("sizes", "gib"),  # ff: rows of the MLP's matrices; kv, q: of the projections to keys, values and queries
+    # sizes: ff, rows of the MLP's matrices; kv and q, of the projections to keys, values and queries. gib: the states'.
+    ("sizes", "gib"),
     [
         ({"layers": 32, "width": 4096, "ff": 14336, "kv": 1024, "q": 4096, "vocab": 128256, "tied": False}, 8.7),
         ({"layers": 36, "width": 2560, "ff": 9728, "kv": 1024, "q": 4096, "vocab": 151936, "tied": True}, 4.2),
     ],
     ids=["Llama-3.1-8B", "Qwen3-4B"],
 )
-def test_bytes_of_states(sizes: dict[str, Any], gib: float) -> None:
+def test_bytes_of_states_of_language_models(sizes: dict[str, Any], gib: float) -> None:
     w, ff, kv, q = (sizes[key] for key in ("width", "ff", "kv", "q"))
     layer = [(q, w), (kv, w), (kv, w), (w, q), (ff, w), (ff, w), (w, ff)]
     matrices = [nn.Parameter(torch.empty(shape, device="meta")) for shape in layer * sizes["layers"]]

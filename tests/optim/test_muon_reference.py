@@ -1,4 +1,7 @@
-"""fma, lerp and Newton-Schulz of memkern.reference.muon agree with torch and fp64 (whole steps: test_muon.py)."""
+"""fma, lerp and Newton-Schulz of memkern.reference.muon agree with torch and with fp64.
+
+test_muon.py has tests of whole steps.
+"""
 
 from typing import Any
 

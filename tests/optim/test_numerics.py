@@ -1,4 +1,6 @@
-"""Results depend on no number of threads, and are as near to fp64 as torch.optim's (8 bits: within a code's error)."""
+"""Results do not depend on the number of threads; 32-bit states are as near to fp64 as torch.optim's, and 8-bit states
+move parameters within the codes' error.
+"""
 
 from collections.abc import Callable
 from typing import Any

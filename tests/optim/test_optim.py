@@ -49,19 +49,20 @@ def test_min_8bit_size_moves_the_border(build: type) -> None:
     assert [first_moment(optimizer, p).dtype for p in params] == [torch.int8, torch.int8, torch.float32]
 
 
-# rows that are a multiple of 128, or at least 1,024 long
+# Blocks of 128 are full or nearly so: rows have a multiple of 128 elements or more than 1,024, and a vector is one row.
 @pytest.mark.parametrize(
     "shape", [(32, 128), (4, 1025), (7, 5001), (100, 1280), (65536,), (2048, 768), (8, 16, 3, 384)]
 )
-def test_state_bytes(shape: tuple[int, ...]) -> None:
+def test_8_bit_states_take_their_codes_and_few_scales(shape: tuple[int, ...]) -> None:
     (p,) = params = make_params([shape])
     optimizer = optim.AdamW8bit(params)
     train(optimizer, 1)
-    # 1,025 is the worst: 2 + 9 * 8 / 1025 = 2.0702.
-    assert 2 < memory.optimizer_bytes(optimizer) / p.numel() < 2.0715
+    # The worst rows have 1,025 elements: 2 codes each, 2 fp32 scales for each of 9 blocks; and the step's 4 bytes for
+    # 4,100 elements. Lion has one moment.
+    assert 2 < memory.optimizer_bytes(optimizer) / p.numel() <= 2 + 2 * 9 * 4 / 1025 + 4 / 4100
     lion = optim.Lion8bit(params)
     train(lion, 1)
-    assert 1 < memory.optimizer_bytes(lion) / p.numel() < 1.0365  # 1 + 9 * 4 / 1025, and the step's 4 bytes of 4,100
+    assert 1 < memory.optimizer_bytes(lion) / p.numel() <= 1 + 9 * 4 / 1025 + 4 / 4100
     sgd = optim.SGD8bit(params)
     train(sgd, 1)
     assert memory.optimizer_bytes(sgd) == memory.optimizer_bytes(lion)
@@ -82,14 +83,14 @@ def test_groups_have_their_own_options() -> None:
         {"decoupled_weight_decay": False},
     ]
     together = optim.AdamW8bit([{"params": make_params([(48, 128)], i), **o} for i, o in enumerate(options)], lr=1e-2)
-    alone = [optim.AdamW8bit([{"params": make_params([(48, 128)], i), **o}], lr=1e-2) for i, o in enumerate(options)]
+    separate = [optim.AdamW8bit([{"params": make_params([(48, 128)], i), **o}], lr=1e-2) for i, o in enumerate(options)]
     for step in range(3):
         give_gradients([g["params"][0] for g in together.param_groups], step)
-        for group, optimizer in zip(together.param_groups, alone, strict=True):
+        for group, optimizer in zip(together.param_groups, separate, strict=True):
             optimizer.param_groups[0]["params"][0].grad = group["params"][0].grad
             optimizer.step()
         together.step()
-    for i, optimizer in enumerate(alone):
+    for i, optimizer in enumerate(separate):
         assert_same(snapshot(together)["params"][i], snapshot(optimizer)["params"][0], str(options[i]))
         assert_same(snapshot(together)["states"][i], snapshot(optimizer)["states"][0], str(options[i]))
     moved = snapshot(together)["params"]
@@ -102,13 +103,13 @@ def test_a_group_added_in_training_steps_as_alone(build: type) -> None:
     optimizer = build(first, lr=1e-2)
     before = train(optimizer, 2)
     optimizer.add_param_group({"params": second, "lr": 1e-4})
-    alone = build(make_params([(40, 128), (5,)], 50), lr=1e-4)
+    separate = build(make_params([(40, 128), (5,)], 50), lr=1e-4)
     for step in (2, 3):
         train(optimizer, 1, first=step)
-        for p, q in zip(alone.param_groups[0]["params"], second, strict=True):
+        for p, q in zip(separate.param_groups[0]["params"], second, strict=True):
             p.grad = q.grad
-        alone.step()
-    assert_same(snapshot(optimizer)["params"][3:], snapshot(alone)["params"])
+        separate.step()
+    assert_same(snapshot(optimizer)["params"][3:], snapshot(separate)["params"])
     assert not torch.equal(snapshot(optimizer)["params"][0], before["params"][0])
     if "step" in optimizer.state[first[0]]:
         assert [float(optimizer.state[p]["step"]) for p in (first[0], second[0])] == [4, 2]
@@ -125,22 +126,31 @@ def test_params_may_come_as_a_generator_named_or_one_alone() -> None:
     assert single.param_groups[0]["params"] == [model.weight]
 
 
-def test_defaults_and_repr_are_those_of_torch() -> None:
+def test_defaults_are_those_of_torch() -> None:
     params = make_params()
     for cls, torch_class in ((optim.AdamW, torch.optim.AdamW), (optim.Adam, torch.optim.Adam)):
         ours, theirs = cls(params).defaults, torch_class(params).defaults
         for key in ("lr", "betas", "eps", "weight_decay", "maximize"):
             assert ours[key] == theirs[key], key
         assert ours["state_bits"] == 32
-    positional = optim.AdamW8bit(params, 1e-2, (0.8, 0.9), 1e-6, 0.3)
-    group = positional.param_groups[0]
+
+
+def test_positional_arguments_are_those_of_torch() -> None:
+    optimizer = optim.AdamW8bit(make_params(), 1e-2, (0.8, 0.9), 1e-6, 0.3)
+    group = optimizer.param_groups[0]
     assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (1e-2, (0.8, 0.9), 1e-6, 0.3)
     assert group["state_bits"] == 8
-    assert "codec: power" in repr(positional)
-    assert optim.AdamW8bit(params, foreach=True).param_groups  # accepted and ignored, as is fused
-    assert optim.Lion8bit(params, fused=True).param_groups
+    assert "codec: power" in repr(optimizer)
+
+
+def test_foreach_and_fused_are_accepted_and_ignored() -> None:
+    assert optim.AdamW8bit(make_params(), foreach=True).param_groups
+    assert optim.Lion8bit(make_params(), fused=True).param_groups
+
+
+def test_lr_may_be_a_tensor_which_the_group_keeps() -> None:
     lr = torch.tensor(1e-2)
-    assert optim.AdamW(params, lr=lr).param_groups[0]["lr"] is lr
+    assert optim.AdamW(make_params(), lr=lr).param_groups[0]["lr"] is lr
 
 
 @over_optimizers
@@ -158,20 +168,19 @@ def test_parameters_of_lazy_modules_train(build: type) -> None:
 
 
 @pytest.mark.pairwise
-@pytest.mark.parametrize("when", ["before", "after"])  # the optimizer is made
-@pytest.mark.parametrize("overlap", ["whole", "rows"])
+@pytest.mark.parametrize("when", ["before", "after"])  # they share memory from before or after the optimizer is made
+@pytest.mark.parametrize("shared_rows", [128, 64])  # of 128
 @over_optimizers
-def test_parameters_over_one_memory_are_stepped_one_after_the_other(build: type, overlap: str, when: str) -> None:
+def test_parameters_over_one_memory_are_stepped_one_after_the_other(build: type, shared_rows: int, when: str) -> None:
     """As in torch.optim, the second parameter's step begins from what the first one's has written."""
 
     def run(together: bool) -> torch.Tensor:
         a, b = (torch.nn.Parameter(torch.linspace(-1, 1, 128 * 512).view(128, 512)) for _ in range(2))
-        rows = 128 if overlap == "whole" else 64
         if when == "before":
-            b.data = a.data[:rows]
+            b.data = a.data[:shared_rows]
         optimizers = [build(params, lr=1e-2) for params in ([[a, b]] if together else [[a], [b]])]
         if when == "after":
-            b.data = a.data[:rows]
+            b.data = a.data[:shared_rows]
         generator = torch.Generator().manual_seed(0)
         for _ in range(3):
             for p in (a, b):
@@ -189,8 +198,7 @@ def test_parameters_over_one_memory_are_stepped_one_after_the_other(build: type,
 
 
 def test_parts_of_one_memory_are_stepped_together() -> None:
-    whole = torch.zeros(64, 128)
-    params = [torch.nn.Parameter(part) for part in whole.chunk(2)]
+    params = [torch.nn.Parameter(half) for half in torch.zeros(64, 128).chunk(2)]
     optimizer = optim.AdamW8bit(params, min_8bit_size=0)
     for p in params:
         p.grad = torch.ones_like(p)

@@ -1,4 +1,7 @@
-"""muon_groups gives Muon the matrices of hidden layers and AdamW the rest: through wrappers, by name, in doubt."""
+"""muon_groups gives Muon the matrices of hidden layers and AdamW all other parameters.
+
+Also through wrappers, and where only a parameter's name tells what it is.
+"""
 
 from __future__ import annotations
 
@@ -149,7 +152,7 @@ def test_modules_of_each_kind() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "expected"),  # expected: names of output heads; None: all of the last module
+    ("model", "expected"),  # expected: names of output heads; None: all parameters of the last module
     [
         (nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 9), nn.Softmax(-1)), {"2.weight"}),
         (nn.ModuleDict({"module": nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 9))}), {"module.1.weight"}),

@@ -19,10 +19,10 @@ from tests.support.schedulers import SCHEDULERS
 
 over_schedulers = pytest.mark.parametrize("name", SCHEDULERS)
 ALL = [*OPTIMIZERS, optim.Muon, optim.Muon8bit]
-WRITTEN = ("lr", "betas", "momentum")  # the options that schedulers write
+SCHEDULED = ("lr", "betas", "momentum")  # the options that schedulers write
 
 
-def twin(build: type) -> tuple[type, dict[str, Any], bool]:
+def torch_counterpart(build: type) -> tuple[type, dict[str, Any], bool]:
     """torch's optimizer with the same interface, options that make both alike, and whether it is the same algorithm."""
     name = build.__name__.removesuffix("8bit")
     is_8bit = build.__name__.endswith("8bit")
@@ -35,17 +35,19 @@ def twin(build: type) -> tuple[type, dict[str, Any], bool]:
 
 def train(optimizer: Any, scheduler: Any, first: int = 0, steps: int = 5, step: Any = None) -> list[dict[str, Any]]:
     """The options that schedulers write, at each step."""
-    written = []
+    options_by_step = []
     for seed in range(first, first + steps):
         for p in optimizer.param_groups[0]["params"]:
             p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(seed))
         (step or optimizer.step)()
         optimizer._opt_called = True  # else the scheduler warns that nobody has stepped, where the step is compiled
         group = optimizer.param_groups[0]
-        written.append({key: copy.deepcopy(group[key]) for key in WRITTEN if key in group} | {"lr": float(group["lr"])})
+        options_by_step.append(
+            {key: copy.deepcopy(group[key]) for key in SCHEDULED if key in group} | {"lr": float(group["lr"])}
+        )
         plateau = isinstance(scheduler, lr_scheduler.ReduceLROnPlateau)
         scheduler.step(*([1.0] if plateau else []))
-    return written
+    return options_by_step
 
 
 def params() -> list[torch.nn.Parameter]:
@@ -61,7 +63,7 @@ def test_the_table_has_every_scheduler() -> None:
 @pytest.mark.parametrize("build", [*ALL, pytest.param((optim.AdamW, "lr"), id="AdamW, lr a tensor")], ids=name_of)
 def test_a_scheduler_sets_the_options_of_torchs_optimizer(build: Any, name: str) -> None:
     build, *tensor_lr = build if isinstance(build, tuple) else (build,)
-    torch_class, options, same_algorithm = twin(build)
+    torch_class, options, same_algorithm = torch_counterpart(build)
     plain = {} if torch_class is torch.optim.Muon else {"foreach": False}
     lr = [torch.tensor(1e-2, dtype=torch.float64) if tensor_lr else 1e-2 for _ in range(2)]
     ours, theirs = build(params(), lr=lr[0], **options), torch_class(params(), lr=lr[1], **options, **plain)
@@ -80,29 +82,29 @@ def test_a_scheduler_sets_the_options_of_torchs_optimizer(build: Any, name: str)
 @pytest.mark.parametrize("tensors", [False, True], ids=["float", "tensor"])
 @pytest.mark.parametrize("build", [optim.AdamW8bit, optim.SGD, optim.Muon], ids=name_of)
 def test_a_run_that_is_saved_goes_on(build: type, tensors: bool, name: str) -> None:
-    """Options are floats, or tensors, some of which a scheduler replaces."""
-    options = {"lr": 1e-2, **twin(build)[1]}
+    """Also where options are tensors, some of which a scheduler replaces."""
+    options = {"lr": 1e-2, **torch_counterpart(build)[1]}
     if tensors:
         options["lr"] = torch.tensor(1e-2)
         options |= {"betas": (torch.tensor(0.9), torch.tensor(0.99))} if build is optim.AdamW8bit else {}
-    whole = build(params(), **copy.deepcopy(options))
-    scheduler = SCHEDULERS[name](whole)
-    train(whole, scheduler, steps=3)
+    uninterrupted = build(params(), **copy.deepcopy(options))
+    scheduler = SCHEDULERS[name](uninterrupted)
+    train(uninterrupted, scheduler, steps=3)
     file = io.BytesIO()
-    torch.save((whole.param_groups[0]["params"][0], whole.state_dict(), scheduler.state_dict()), file)
+    torch.save((uninterrupted.param_groups[0]["params"][0], uninterrupted.state_dict(), scheduler.state_dict()), file)
     file.seek(0)
     p, state, scheduler_state = torch.load(file, weights_only=False)
     resumed = build([p], **copy.deepcopy(options))
     resumed_scheduler = SCHEDULERS[name](resumed)
     resumed.load_state_dict(state)
     resumed_scheduler.load_state_dict(scheduler_state)
-    assert train(resumed, resumed_scheduler, 3, 2) == train(whole, scheduler, 3, 2)
-    assert_same(snapshot(resumed), snapshot(whole))
+    assert train(resumed, resumed_scheduler, 3, 2) == train(uninterrupted, scheduler, 3, 2)
+    assert_same(snapshot(resumed), snapshot(uninterrupted))
 
 
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize(
-    ("build", "name", "cycles"),
+    ("build", "name", "cycles"),  # cycles: whether the scheduler changes betas or momentum too
     [
         (optim.AdamW, "LinearLR", False),
         (optim.AdamW, "OneCycleLR", True),
@@ -151,8 +153,8 @@ def test_one_beta_of_each_kind_is_converted() -> None:
     assert_same({key: converted[key] for key in expected}, expected)
 
 
-def test_adamws_betas_in_muon() -> None:
-    """AdamW's betas, an option of Muon, are in every group, also after a copy, and no scheduler cycles them."""
+def test_muons_option_betas_is_in_every_group_and_no_scheduler_cycles_it() -> None:
+    """They are AdamW's betas; also after a copy."""
     (p,), (q,), (r,) = params(), params(), params()
     groups: list[dict[str, Any]] = [{"params": [p]}, {"params": [q], "algorithm": "adamw", "lr": 1e-3}]
     optimizer = optim.Muon(groups, lr=0.02, betas=(0.8, 0.9))

@@ -64,12 +64,12 @@ def test_many_tensors_step_as_each_alone(backend: str, build: type) -> None:
         together = build(make_params(shapes), min_8bit_size=200)
         train(together, 2)
         for i in (0, 77, 149):
-            alone = build(make_params([shapes[i]], i), min_8bit_size=200)
+            separate = build(make_params([shapes[i]], i), min_8bit_size=200)
             for step in range(2):
-                alone.param_groups[0]["params"][0].grad = hard(shapes[i], 1000 * step + i)
-                alone.step()
-            assert_same(snapshot(together)["params"][i], snapshot(alone)["params"][0])
-            assert_same(snapshot(together)["states"][i], snapshot(alone)["states"][0])
+                separate.param_groups[0]["params"][0].grad = hard(shapes[i], 1000 * step + i)
+                separate.step()
+            assert_same(snapshot(together)["params"][i], snapshot(separate)["params"][0])
+            assert_same(snapshot(together)["states"][i], snapshot(separate)["states"][0])
 
 
 # ---- autograd and memory
@@ -113,6 +113,6 @@ def test_a_step_makes_no_temporary_as_large_as_a_parameter(build: type) -> None:
     give_gradients(params, 0)
     peak_at_rest = memory.peak_bytes(lambda: None, params, [p.grad for p in params])
     peak = memory.peak_bytes(optimizer.step, params, [p.grad for p in params])  # the first step makes states
-    assert peak - peak_at_rest < 1.1 * memory.optimizer_bytes(optimizer)
-    everything = (params, [p.grad for p in params], optimizer)
-    assert memory.peak_bytes(optimizer.step, *everything) == memory.peak_bytes(lambda: None, *everything)
+    assert peak - peak_at_rest < 1.1 * memory.optimizer_bytes(optimizer)  # a copy of a parameter: 2 to 4 times as much
+    held = (params, [p.grad for p in params], optimizer)
+    assert memory.peak_bytes(optimizer.step, *held) == memory.peak_bytes(lambda: None, *held)

@@ -22,7 +22,7 @@ from memkern.optim import StepInBackward
 from tests.support.helpers import OPTIMIZERS, assert_same, name_of, over_optimizers, snapshot
 
 VOCABULARY, WIDTH = 50, 32
-TORCH = [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop]
+TORCH_CLASSES = [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop]
 
 
 class Tied(nn.Module):
@@ -72,7 +72,7 @@ def train(
 # class, its options, the model's options
 CASES: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
     *((build, {"min_8bit_size": 0}, {}) for build in OPTIMIZERS),
-    *((build, {}, {}) for build in TORCH),
+    *((build, {}, {}) for build in TORCH_CLASSES),
     *((optim.AdamW, {}, {"dtype": dtype}) for dtype in (torch.bfloat16, torch.float16, torch.float64)),
     *(
         (optim.AdamW8bit, {"min_8bit_size": 0, "master_weights": bits}, {"dtype": torch.bfloat16})
@@ -136,7 +136,7 @@ def test_a_parameter_that_is_unfrozen_later_is_hooked_by_step() -> None:
 # ---- classes, state dicts, copies, hooks
 
 
-def test_is_an_instance_of_both() -> None:
+def test_an_object_is_an_instance_of_both_classes() -> None:
     optimizer = StepInBackward(optim.AdamW8bit, Tied().parameters())
     assert isinstance(optimizer, StepInBackward)
     assert isinstance(optimizer, optim.AdamW8bit)
@@ -220,23 +220,23 @@ def test_no_more_than_two_gradients_are_held(checkpoints: bool) -> None:
             [*model.parameters(), *(t for s in optimizer.state.values() for t in s.values())]
         )
 
-    gradient = width * width * 4
-    small = 64 * width * layers  # activations of one row
-    assert peak(optim.AdamW) >= layers * gradient
-    assert peak(lambda params: StepInBackward(optim.AdamW, params)) <= 2 * gradient + small
+    gradient_bytes = width * width * 4
+    activation_bytes = 64 * width * layers  # at most: those of one row, 16 times
+    assert peak(optim.AdamW) >= layers * gradient_bytes
+    assert peak(lambda params: StepInBackward(optim.AdamW, params)) <= 2 * gradient_bytes + activation_bytes
 
 
 # ---- one parameter at a time, in constant time
 
 
-class Counted(list):  # type: ignore[type-arg]
+class VisitCounter(list):  # type: ignore[type-arg]
     """A group's list of parameters that counts how many of them loops have visited."""
 
     visits = 0
 
     def __iter__(self) -> Any:
         for x in super().__iter__():
-            Counted.visits += 1
+            VisitCounter.visits += 1
             yield x
 
 
@@ -248,17 +248,17 @@ def test_work_does_not_grow_with_the_number_of_parameters(build: type, groups: i
     split = [{"params": params[i : i + size]} for i in range(0, len(params), size)]
     optimizer = StepInBackward(build, split, lr=1e-2)
     for group in optimizer.param_groups:
-        group["params"] = Counted(group["params"])
+        group["params"] = VisitCounter(group["params"])
     for _ in range(2):
-        Counted.visits = 0
+        VisitCounter.visits = 0
         torch.cat([p * p for p in params]).sum().backward()
-        assert Counted.visits <= 12 * len(params)  # a few times for the whole pass, not for each gradient
+        assert VisitCounter.visits <= 12 * len(params)  # a few times for the whole pass, not for each gradient
         optimizer.step()
     assert all((p != 1).all() for p in params)
     assert [len(group["params"]) for group in optimizer.param_groups] == [size] * groups
 
 
-def test_a_parameter_that_changes_its_group_between_steps() -> None:
+def test_a_parameter_that_changes_its_group_has_the_new_groups_options() -> None:
     first, second = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
     groups = [{"params": [first]}, {"params": [second], "lr": 1.0}]
     optimizer = StepInBackward(torch.optim.SGD, groups, lr=0.0)
@@ -360,12 +360,12 @@ def test_classes_that_are_refused() -> None:
 
 
 def test_several_devices_are_refused() -> None:
-    here, there = nn.Parameter(torch.ones(5)), nn.Parameter(torch.ones(5, device="meta"))
+    on_cpu, on_meta = nn.Parameter(torch.ones(5)), nn.Parameter(torch.ones(5, device="meta"))
     with pytest.raises(ValueError, match="params must be on one device, got cpu, meta"):
-        StepInBackward(optim.AdamW, [here, there])
-    optimizer = StepInBackward(optim.AdamW, [here])
+        StepInBackward(optim.AdamW, [on_cpu, on_meta])
+    optimizer = StepInBackward(optim.AdamW, [on_cpu])
     with pytest.raises(ValueError, match="params must be on one device"):
-        optimizer.add_param_group({"params": [there]})
+        optimizer.add_param_group({"params": [on_meta]})
     assert len(optimizer.param_groups) == 1
 
 

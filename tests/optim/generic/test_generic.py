@@ -79,7 +79,11 @@ TOLERANCES = {torch.float64: (1e-13, 1e-11), torch.float32: (1e-6, 1e-5)}
 )
 @pytest.mark.parametrize(
     ("build", "options"),
-    [pytest.param(b, o, id=f"{b.__name__}-{n}") for b, n, o in CASES if not b.__name__.endswith("8bit")],
+    [
+        pytest.param(build, options, id=f"{build.__name__}-{name}")
+        for build, name, options in CASES
+        if not build.__name__.endswith("8bit")
+    ],
 )
 def test_equals_a_loop_over_the_parameters(build: type, options: Options, dtype: torch.dtype, strided: bool) -> None:
     """Seven steps agree with the formulas in fp64, as torch tests its foreach and fused implementations."""
@@ -103,18 +107,18 @@ def test_equals_a_loop_over_the_parameters(build: type, options: Options, dtype:
         torch.testing.assert_close(p.detach().double(), x, atol=atol, rtol=rtol)
 
 
-def test_devices_step_apart(new: Any) -> None:
-    """Each device has its own op call; the meta device stands for a second one."""
-    here, there = Parameter(torch.randn(10, 5)), Parameter(torch.empty(6, 4, device="meta"))
-    (alone,) = clones(here)
-    optimizer, alone_optimizer = new([here, there], max_grad_norm=None), new([alone], max_grad_norm=None)
+def test_parameters_on_two_devices_step_by_two_op_calls(new: Any) -> None:
+    """The meta device stands for a second one; the parameter on the first steps as without the other."""
+    on_cpu, on_meta = Parameter(torch.randn(10, 5)), Parameter(torch.empty(6, 4, device="meta"))
+    (expected,) = clones(on_cpu)
+    optimizer, cpu_optimizer = new([on_cpu, on_meta], max_grad_norm=None), new([expected], max_grad_norm=None)
     for _ in range(3):
-        here.grad, there.grad = torch.randn_like(here), torch.empty_like(there)
-        alone.grad = here.grad.clone()
+        on_cpu.grad, on_meta.grad = torch.randn_like(on_cpu), torch.empty_like(on_meta)
+        expected.grad = on_cpu.grad.clone()
         optimizer.step()
-        alone_optimizer.step()
-    assert_same(here, alone)
-    for key, value in optimizer.state[there].items():
+        cpu_optimizer.step()
+    assert_same(on_cpu, expected)
+    for key, value in optimizer.state[on_meta].items():
         assert value.device.type == "meta", key
 
 

@@ -19,6 +19,7 @@ from tests.support.late_transfers import LateHostOffload
 
 # HostOffload keeps rounding errors of bf16 parameters, which a checkpoint of fp32 parameters does not have.
 pytestmark = pytest.mark.filterwarnings("ignore:the state_dict is of an optimizer with other options")
+# name: class, options of the class itself
 CLASSES: dict[str, tuple[type, dict[str, Any]]] = {
     "StepInBackward": (StepInBackward, {}),
     "HostOffload": (LateHostOffload, {}),
@@ -31,6 +32,7 @@ IN_BACKWARD = ("StepInBackward", "HostOffload, in backward")
 
 
 def builder(name: str, build: type) -> Callable[..., torch.optim.Optimizer]:
+    """Makes optimizers of class ``build`` in the wrapper of this name."""
     wrapper, wrapper_options = CLASSES[name]
 
     def make(params: Any, **options: Any) -> torch.optim.Optimizer:
@@ -41,6 +43,8 @@ def builder(name: str, build: type) -> Callable[..., torch.optim.Optimizer]:
 
 
 def with_options(build: Callable[..., torch.optim.Optimizer], defaults: dict[str, Any]) -> Any:
+    """Makes optimizers with copies of these options, some of which ``changes`` replace."""
+
     def make(params: Any, **changes: Any) -> torch.optim.Optimizer:
         return build(params, **copy.deepcopy({**defaults, **changes}))
 
@@ -80,7 +84,7 @@ def new(request: pytest.FixtureRequest) -> Any:
     return make
 
 
-@pytest.fixture(params=[param_of(n, b) for n in CLASSES for b in (optim.AdamW8bit, optim.LAMB)])
+@pytest.fixture(params=[param_of(name, build) for name in CLASSES for build in (optim.AdamW8bit, optim.LAMB)])
 def plain(request: pytest.FixtureRequest) -> Any:
     name, build = request.param
     make = with_options(builder(name, build), {"min_8bit_size": 0})

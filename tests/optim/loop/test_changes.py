@@ -24,8 +24,8 @@ from tests.support.helpers import (
     train,
 )
 
-FP32 = [optim.AdamW, optim.Adam, optim.Lion, optim.LAMB, optim.LARS, optim.SGD]
-over_fp32 = pytest.mark.parametrize("build", FP32, ids=name_of)
+FP32_CLASSES = [optim.AdamW, optim.Adam, optim.Lion, optim.LAMB, optim.LARS, optim.SGD]
+over_fp32 = pytest.mark.parametrize("build", FP32_CLASSES, ids=name_of)
 
 
 def moments_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -34,7 +34,7 @@ def moments_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def assert_close_as_codes(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    """Moments differ by no more than one rounding to 8 bits."""
+    """Moments differ by no more than one rounding to 8 bits, which is below 2 % of the largest value."""
     for x, y in zip(actual, expected, strict=True):
         assert (x - y).abs().amax() <= 0.02 * y.abs().amax()
 
@@ -45,8 +45,8 @@ def assert_close_as_codes(actual: list[torch.Tensor], expected: list[torch.Tenso
 @over_optimizers
 @over_cpu
 def test_clipping_begins_without_gradients(backend: str, build: type) -> None:
-    params, alone = make_params(), make_params()
-    optimizer, straight = build(params, max_grad_norm=1.0), build(alone, max_grad_norm=1.0)
+    params, separate = make_params(), make_params()
+    optimizer, straight = build(params, max_grad_norm=1.0), build(separate, max_grad_norm=1.0)
     with on(backend):
         for _ in range(2):
             optimizer.step()
@@ -62,24 +62,24 @@ def test_clipping_begins_without_gradients(backend: str, build: type) -> None:
 @over_optimizers
 @pytest.mark.parametrize("order", [1, -1])
 def test_bad_gradients_on_one_device_raise_before_the_other_device_steps(build: type, order: int) -> None:
-    here, there = make_params()[0], torch.nn.Parameter(torch.empty(6, 4, device="meta"))
-    optimizer = build([here, there][::order])
+    on_cpu, on_meta = make_params()[0], torch.nn.Parameter(torch.empty(6, 4, device="meta"))
+    optimizer = build([on_cpu, on_meta][::order])
     for grad in (
         torch.empty(6, 4, dtype=torch.int32, device="meta"),
         torch.empty(6, 4, dtype=torch.complex64, device="meta"),
     ):
-        here.grad = torch.ones_like(here)
-        there.grad_dtype = None
-        there.grad = grad
-        before, version = here.detach().clone(), here._version
+        on_cpu.grad = torch.ones_like(on_cpu)
+        on_meta.grad_dtype = None
+        on_meta.grad = grad
+        before, version = on_cpu.detach().clone(), on_cpu._version
         with pytest.raises((TypeError, RuntimeError), match="gradients"):
             optimizer.step()
-        assert_same(here, before)
-        assert here._version == version
-        assert (first_moment(optimizer, here) == 0).all()
-    there.grad = torch.empty(6, 4, device="meta")
+        assert_same(on_cpu, before)
+        assert on_cpu._version == version
+        assert (first_moment(optimizer, on_cpu) == 0).all()
+    on_meta.grad = torch.empty(6, 4, device="meta")
     optimizer.step()
-    assert here._version > version
+    assert on_cpu._version > version
 
 
 # ---- memory formats
@@ -180,7 +180,7 @@ def test_options_out_of_range_raise_at_every_step(change: dict[str, Any]) -> Non
     assert_same(snapshot(optimizer), before)
 
 
-def test_layers_may_change() -> None:
+def test_the_option_layers_may_change_between_steps() -> None:
     optimizer = optim.LAMB8bit([torch.nn.Parameter(hard((64, 128), 0, scale=0.1))])
     train(optimizer)
     optimizer.param_groups[0]["layers"] = 4
@@ -202,7 +202,7 @@ def test_capturable_is_a_groups_own() -> None:
 @over_optimizers
 @over_cpu
 @pytest.mark.parametrize("max_grad_norm", [None, 1.0])
-def test_a_step_under_inference_mode_and_one_outside(backend: str, build: type, max_grad_norm: float | None) -> None:
+def test_steps_under_inference_mode_change_no_bit(backend: str, build: type, max_grad_norm: float | None) -> None:
     optimizer, straight = (build(make_params(), max_grad_norm=max_grad_norm) for _ in range(2))
     with on(backend):
         for modes in ((True, False, True), (False, False, False)):
@@ -250,8 +250,7 @@ def test_a_model_turns_to_fp64_and_back(build: type) -> None:
 
 
 @over_fp32
-def test_fp64_under_a_grad_scaler(build: type) -> None:
-    """Scaled and clipped as fp32 parameters are, and skipped whole."""
+def test_fp64_parameters_are_unscaled_clipped_and_skipped_by_a_grad_scaler(build: type) -> None:
     params = [torch.nn.Parameter(p.detach().double()) for p in make_params()]
     straight = [torch.nn.Parameter(p.detach().clone()) for p in params]
     optimizer, other = build(params, max_grad_norm=0.5), build(straight, max_grad_norm=0.5)
@@ -314,7 +313,7 @@ def test_parameters_with_gaps_step_as_dense_ones(
 
 
 def train_half(case: str, build: type) -> torch.Tensor:
-    """Weights after three steps of a layer that loses half of its columns before: by a copy, else by a view."""
+    """Weights after three steps of a layer that has lost half of its columns: by a copy in case "copy", else a view."""
     torch.manual_seed(0)
     layer = torch.nn.Linear(512, 64)
     if case == "StepInBackward":
@@ -335,7 +334,7 @@ def train_half(case: str, build: type) -> torch.Tensor:
 
 @over_optimizers
 @over_cpu
-def test_gaps_that_come_after_the_optimizer_was_made(backend: str, build: type) -> None:
+def test_a_weight_that_becomes_a_view_with_gaps_steps_as_a_dense_one(backend: str, build: type) -> None:
     with on(backend):
         expected = train_half("copy", build)
         for case in ("view", "StepInBackward", "HostOffload"):
@@ -364,7 +363,7 @@ def test_amsgrad_needs_32_bits(build: type) -> None:
     train(build(make_params(), amsgrad=True, state_bits=32), 1)
 
 
-def test_amsgrad_comes_and_goes() -> None:
+def test_amsgrads_state_is_made_and_dropped_with_the_option() -> None:
     optimizer = optim.AdamW(make_params(), lr=1e-2)
     (p, *_) = optimizer.param_groups[0]["params"]
     train(optimizer, 2)
@@ -382,7 +381,7 @@ def test_amsgrad_comes_and_goes() -> None:
     assert "max_exp_avg_sq" not in optimizer.state[p]
 
 
-def test_parameters_that_were_made_on_meta() -> None:
+def test_an_optimizer_made_for_meta_parameters_steps_those_with_values() -> None:
     """A model is built on the meta device, gets its optimizer, and only then memory and values."""
     with torch.device("meta"):
         model = torch.nn.Linear(64, 128)

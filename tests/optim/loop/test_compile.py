@@ -41,7 +41,7 @@ RATES = {
     "changing fp32 tensor": (lambda: torch.tensor(1e-2), [1e-2, 9e-3, 5e-3, 0.0, 3e-2], 1),
     "warm-up from 0": (lambda: 0.0, [0.0, 1e-3, 2e-3, 1.0, 0.0], 2),
 }
-OTHERS = [build for build in OPTIMIZERS if build is not optim.AdamW8bit]
+OTHER_CLASSES = [build for build in OPTIMIZERS if build is not optim.AdamW8bit]
 
 
 def run(build: type, rates: str, wrap: Callable[[Any], Callable[..., Any]], **options: Any) -> Any:
@@ -64,8 +64,8 @@ def run(build: type, rates: str, wrap: Callable[[Any], Callable[..., Any]], **op
     ("build", "rates"),
     [
         *first_quick(((optim.AdamW8bit, rates) for rates in RATES), 2),
-        *(pytest.param(build, "changing float", marks=pytest.mark.full) for build in OTHERS),
-        *(pytest.param(*case, marks=pytest.mark.long) for case in itertools.product(OTHERS, [*RATES][1:])),
+        *(pytest.param(build, "changing float", marks=pytest.mark.full) for build in OTHER_CLASSES),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in itertools.product(OTHER_CLASSES, [*RATES][1:])),
     ],
     ids=name_of,
 )
@@ -78,7 +78,7 @@ def test_a_changing_lr_compiles_few_graphs_and_changes_no_bit(build: type, rates
 
 @pytest.mark.parametrize("edit", ["transposed", "gaps", "offset"])
 @pytest.mark.parametrize("build", [optim.AdamW8bit, pytest.param(optim.LAMB, marks=pytest.mark.full)], ids=name_of)
-def test_a_step_compiled_after_a_layout_changed(build: type, edit: str) -> None:
+def test_a_step_compiled_after_a_layout_changed_has_the_bits_of_eager_mode(build: type, edit: str) -> None:
     def train(compiles: bool) -> Any:
         params = make_params()
         optimizer = build(params)
@@ -173,11 +173,11 @@ def use_channels_last(optimizer: Any, seed: int) -> None:
         (optim.AdamW8bit, drop_gradient, 2),
         (optim.AdamW8bit, load_state, 2),  # other state tensors
         (optim.AdamW8bit, use_channels_last, 1),
-        *(pytest.param(build, scale_gradients, 1, marks=pytest.mark.full) for build in OTHERS),
+        *(pytest.param(build, scale_gradients, 1, marks=pytest.mark.full) for build in OTHER_CLASSES),
     ],
     ids=name_of,
 )
-def test_changes_between_compiled_steps(build: type, change: Callable[[Any, int], None], max_graphs: int) -> None:
+def test_changes_compile_few_graphs(build: type, change: Callable[[Any, int], None], max_graphs: int) -> None:
     def train(wrap: Callable[[Any], Callable[..., Any]]) -> Any:
         params = make_params()
         optimizer = build([{"params": [p]} for p in params])
@@ -240,7 +240,7 @@ def test_autograd_sees_that_parameters_changed() -> None:
 @pytest.mark.full
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
 @pytest.mark.parametrize("build", [optim.AdamW8bit, optim.Lion8bit], ids=name_of)
-def test_inductor(build: type) -> None:
+def test_a_step_compiled_by_inductor_has_the_bits_of_eager_mode(build: type) -> None:
     expected = run(build, "changing float", lambda o: o.step)
     assert_same(run(build, "changing float", lambda o: compiled(o, "inductor")), expected)
     assert graph_count() <= 2

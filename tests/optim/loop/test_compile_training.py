@@ -77,7 +77,7 @@ def test_20_steps_of_a_schedule_compile_once(build: type, lr: str) -> None:
         for case in COMPRESS
     ],
 )
-def test_shapes_that_change(case: str) -> None:
+def test_a_dynamic_graph_serves_shapes_that_change(case: str) -> None:
     net = model(case)
     compiled = torch.compile(net, dynamic=True, fullgraph=True, backend="aot_eager")
     for i, rows in enumerate((32, 48, 33, 7, 64)):

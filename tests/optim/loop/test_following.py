@@ -23,7 +23,7 @@ SHAPES = ((40, 128), (96, 64), (64,))
 
 @pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("new", EIGHT_BIT)
-def test_states_follow_the_parameters_in_place_of_theirs(new: Any, in_place: bool) -> None:
+def test_states_go_to_the_parameters_that_replace_theirs(new: Any, in_place: bool) -> None:
     straight, swapped = new(make_params(SHAPES), lr=1e-2), new(make_params(SHAPES), lr=1e-2)
     for optimizer in (straight, swapped):
         train(optimizer, 2)
@@ -37,7 +37,7 @@ def test_states_follow_the_parameters_in_place_of_theirs(new: Any, in_place: boo
     assert len(swapped.state) == len(SHAPES)
 
 
-def test_a_save_right_after_has_the_states() -> None:
+def test_a_state_dict_right_after_parameters_are_replaced_has_their_states() -> None:
     optimizer = optim.AdamW8bit(make_params(SHAPES))
     train(optimizer, 2)
     expected = copy.deepcopy(optimizer.state_dict())
@@ -73,7 +73,7 @@ def test_one_that_left_a_group_and_a_new_one_in_another_raise() -> None:
         train(optimizer, 1, first=1)
 
 
-def test_parameters_may_come_and_go() -> None:
+def test_parameters_that_leave_and_come_back_keep_their_states() -> None:
     optimizer = optim.AdamW8bit(make_params(SHAPES))
     train(optimizer, 2)
     first, *others = optimizer.param_groups[0]["params"]
@@ -85,7 +85,7 @@ def test_parameters_may_come_and_go() -> None:
     assert steps == [1, 3, 4, 4]
 
 
-def test_a_parameter_with_gaps_in_place_of_one_without() -> None:
+def test_a_parameter_with_gaps_may_replace_one_without() -> None:
     straight, swapped = optim.AdamW8bit(make_params(SHAPES)), optim.AdamW8bit(make_params(SHAPES))
     for optimizer in (straight, swapped):
         train(optimizer, 2)
@@ -98,7 +98,7 @@ def test_a_parameter_with_gaps_in_place_of_one_without() -> None:
     assert_same(ours, theirs)
 
 
-def test_names_of_a_list_that_was_extended_without_them() -> None:
+def test_a_group_extended_by_an_unnamed_parameter_has_numbers_for_names() -> None:
     named = [(name, p) for name, p in zip("abc", make_params(SHAPES), strict=True)]
     optimizer = optim.LAMB8bit(named[:2])
     optimizer.param_groups[0]["params"].append(named[2][1])
@@ -153,7 +153,7 @@ def test_flat_parts_of_deepspeed_raise_where_norms_are_needed(monkeypatch: pytes
     train(optimizer, 1)
 
 
-def test_entries_of_wrappers_survive() -> None:
+def test_a_states_entries_of_other_libraries_survive() -> None:
     """timm's Lookahead keeps its slow weights in the state; torch.optim saves and loads such entries."""
     optimizer = optim.AdamW8bit(make_params(SHAPES), lr=1e-2)
     train(optimizer, 1)
@@ -184,7 +184,7 @@ def test_a_state_loads_under_fake_tensor_mode() -> None:
         assert next(iter(loaded.state.values()))["exp_avg"].dtype == torch.int8
 
 
-def test_a_first_step_where_meta_is_the_default_device() -> None:
+def test_steps_and_loads_where_meta_is_the_default_device() -> None:
     straight, under_meta = optim.AdamW8bit(make_params(SHAPES)), optim.AdamW8bit(make_params(SHAPES))
     train(straight, 2)
     for step in range(2):

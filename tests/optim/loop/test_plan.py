@@ -17,6 +17,7 @@ from memkern.optim.state import State
 from tests.support.helpers import Calls, assert_same, give_gradients, make_params, needs_cpp, snapshot
 
 SHAPES = [(64, 128), (40, 128), (300,)]
+# name: what makes the optimizer of some parameters
 BUILDERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW": lambda p: optim.AdamW8bit(p, min_8bit_size=0),
     "AdamW, fp32": optim.AdamW,
@@ -44,6 +45,9 @@ def step(optimizer: torch.optim.Optimizer, seed: int, without: int | None = None
 
 def plan_of(optimizer: torch.optim.Optimizer, i: int = 0) -> Any:
     return optimizer.state[params_of(optimizer)[i]].plan
+
+
+# ---- edits that users make between two steps
 
 
 def replaced_entry(o: optim.AdamW8bit) -> None:
@@ -173,6 +177,9 @@ def name_of(edit: Callable[..., Any]) -> str:
     return edit.__name__
 
 
+# ---- plans
+
+
 @pytest.mark.parametrize("edit", EDITS, ids=name_of)
 def test_a_step_after_an_edit_is_that_of_a_new_plan(edit: Callable[[optim.AdamW8bit], Any]) -> None:
     """Bit for bit the steps of an optimizer whose plans are forgotten before each step."""
@@ -200,8 +207,8 @@ def test_a_plan_holds_while_nothing_changes() -> None:
     assert all(plan_of(optimizer, i) is first for i in range(len(SHAPES)))
 
 
-def test_a_state_that_another_parameter_gets() -> None:
-    """Of two parameters of one shape, each has a gradient in a step in which the other has none."""
+def test_a_step_after_two_states_are_exchanged_is_that_of_a_new_plan() -> None:
+    """The parameters have one shape, and each has a gradient in a step in which the other has none."""
     planned, replanned = (optim.AdamW8bit(make_params([(64, 128)] * 3), min_8bit_size=0) for _ in range(2))
     for i in range(4):
         for optimizer in (planned, replanned):
@@ -254,6 +261,7 @@ def test_an_optimizer_is_freed_with_its_plan() -> None:
         gc.enable()
 
 
+# The methods of a dict that change its entries: a call of each.
 METHODS = {
     "__setitem__": lambda s: s.__setitem__("step", s["step"]),
     "__delitem__": lambda s: s.__delitem__("step"),
@@ -298,7 +306,8 @@ def test_a_state_that_does_not_fit_any_more_raises(change: str) -> None:
 
 
 @needs_cpp
-def test_another_backend_a_mode_and_trust_bounds_between_steps() -> None:
+def test_steps_with_another_backend_mode_or_trust_bounds_are_those_of_new_plans() -> None:
+    """On the reference in one step, under a dispatch mode in the next, with trust_bounds in two more."""
     planned, replanned = (BUILDERS["LAMB"](make_params(SHAPES)) for _ in range(2))
     for i in range(8):
         for optimizer in (planned, replanned):
@@ -315,7 +324,7 @@ def test_another_backend_a_mode_and_trust_bounds_between_steps() -> None:
         assert_same(snapshot(planned), snapshot(replanned))
 
 
-def test_optimizers_in_threads_of_their_own() -> None:
+def test_optimizers_in_several_threads_step_as_in_one() -> None:
     """One optimizer steps while another's plan ends."""
     expected = new()
     for i in range(20):

@@ -31,7 +31,7 @@ class FakeHostOffload(HostOffload):
     _transfers_of = staticmethod(FakeTransfers)
 
 
-def steps(name: str, options: dict[str, Any], in_backward: bool) -> dict[str, Any]:
+def bytes_and_devices_of_steps(name: str, options: dict[str, Any], in_backward: bool) -> dict[str, Any]:
     """Bytes on the device (weights, both buffers, peak of a backward pass and its step), and the states' devices."""
     device.BUCKET_BYTES = 2**22
     with FakeTensorMode():
@@ -54,7 +54,7 @@ def steps(name: str, options: dict[str, Any], in_backward: bool) -> dict[str, An
         (stage,) = optimizer._stages.values()
         peak = memory.peak_bytes(step)
         states = [x for state in optimizer.state.values() for x in state.values()]
-        # These read states and weights together:
+        # Each of these calls and the step after it read states and weights together.
         optimizer.load_state_dict(optimizer.state_dict())
         optimizer.param_groups[0]["block_size"] = 128
         step()
@@ -75,16 +75,18 @@ def steps(name: str, options: dict[str, Any], in_backward: bool) -> dict[str, An
 
 
 def all_steps() -> dict[tuple[str, bool, bool], dict[str, Any]]:
-    """Results of :func:`steps` by (optimizer's name, has master_weights, steps in the backward pass)."""
+    """Results of :func:`bytes_and_devices_of_steps`, by (optimizer's name, has master_weights, steps in backward)."""
     return {
-        (name, has_errors, in_backward): steps(name, {"master_weights": "bf16+16"} if has_errors else {}, in_backward)
+        (name, has_errors, in_backward): bytes_and_devices_of_steps(
+            name, {"master_weights": "bf16+16"} if has_errors else {}, in_backward
+        )
         for name in ("AdamW8bit", "LAMB8bit", "SGD8bit", "AdamW")
         for has_errors in (False, True)
         for in_backward in (False, True)
     }
 
 
-def loaded_from_the_host() -> set[str]:
+def devices_of_states_loaded_from_the_host() -> set[str]:
     """The states' devices after a state_dict on the CPU is loaded with other master_weights for CUDA parameters."""
     with FakeTensorMode():
         params = [nn.Parameter(torch.empty(64, 64, dtype=torch.bfloat16, device="cuda")) for _ in range(2)]

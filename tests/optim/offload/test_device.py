@@ -1,4 +1,4 @@
-"""HostOffload(step_on="device") has the bits of a step in memory; the order of its copies, planted faults, memory."""
+"""HostOffload(step_on="device"): bits of the step without it, order of copies, planted faults, bytes of the device."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def on_device(build: Any, mode: str = "device", wrapper: Any = LateHostOffload, 
 
 
 def regions_of(optimizer: Any) -> list[Any]:
-    """The regions of the states, in the order of the parameters."""
+    """The states' regions (of the host's memory), in the order of the parameters."""
     states = (optimizer.state[p] for group in optimizer.param_groups for p in group["params"])
     return [*dict.fromkeys(state.region for state in states)]
 
@@ -57,7 +57,7 @@ def test_has_the_bits_of_the_step_in_memory(build: type, wrapper: Any, mode: str
 @pytest.mark.parametrize(
     "options", [{"master_weights": "bf16+16"}, {"master_weights": "bf16+8"}, {"stochastic_rounding": True}], ids=str
 )
-def test_bf16_weights(options: dict[str, Any], mode: str) -> None:
+def test_bf16_weights_have_the_bits_of_the_step_in_memory(options: dict[str, Any], mode: str) -> None:
     options = {"min_8bit_size": 0, **options}
     expected, _, _ = run(lambda params: optim.AdamW8bit(params, **options), dtype=torch.bfloat16)
     result, _, _ = run(on_device(optim.AdamW8bit, mode, **options), dtype=torch.bfloat16)
@@ -67,7 +67,7 @@ def test_bf16_weights(options: dict[str, Any], mode: str) -> None:
 @over_modes
 @pytest.mark.parametrize("name", ["AdamW8bit", "Lion8bit", "SGD8bit", "Adam", "Muon8bit"])
 @pytest.mark.parametrize("shape", [(40, 300), (50, 24), (3, 17, 100), (4000,), (1, 700)], ids=str)
-def test_parameters_that_come_some_rows_at_a_time(
+def test_parameters_that_come_some_rows_at_a_time_have_the_bits_of_the_step_in_memory(
     name: str, shape: tuple[int, ...], mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows longer than a block, several rows to a block, one row alone; all with rounding errors of bf16 weights."""
@@ -100,7 +100,7 @@ def test_parameters_that_come_some_rows_at_a_time(
     assert all(slot.memory.nbytes <= max_bytes for slot in stage.slots)
 
 
-def test_muon_keeps_matrices_together_that_a_plain_step_takes_together() -> None:
+def test_matrices_that_muon_orthogonalizes_together_are_in_one_region() -> None:
     shapes = [(64, 64)] * 4 + [(64,)]
 
     def train(make: Callable[[Any], Any]) -> Any:
@@ -132,7 +132,7 @@ def test_the_next_states_come_while_one_bucket_is_stepped(mode: str, monkeypatch
 
 
 def test_the_host_spends_less_than_60_us_on_a_bucket() -> None:
-    """Without the op and the copies themselves; measured: 15 us on one core of an EPYC."""
+    """Without the op and the copies themselves; measured: 15 us on a core of an EPYC. 60 allow for a slower one."""
     optimizer = on_device(optim.AdamW8bit, min_8bit_size=0)([nn.Parameter(torch.randn(8, 8)) for _ in range(40)])
     for p in optimizer.param_groups[0]["params"]:
         p.grad = torch.ones_like(p)
@@ -181,6 +181,7 @@ def skip_copy_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def without(owner: type, name: str) -> Callable[[pytest.MonkeyPatch], None]:
+    """Fault: the method ``name`` of the class does nothing."""
     return lambda monkeypatch: monkeypatch.setattr(owner, name, lambda *args: None)
 
 
@@ -201,6 +202,7 @@ def count_each_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device.Bucket, "copies_back", property(lambda bucket: bucket.copies, lambda *_: None), False)
 
 
+# Each plants one fault.
 FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "used before its copy has ended": without(LateTransfers, "device_waits"),
     "written before the copy back has ended": reuse_too_early,
@@ -226,7 +228,7 @@ def test_planted_faults_are_found(fault: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 @over_modes
-def test_a_compiled_step(mode: str) -> None:
+def test_a_compiled_step_has_the_bits_of_the_step_in_memory(mode: str) -> None:
     results = []
     for make in (optim.AdamW8bit, on_device(optim.AdamW8bit, mode)):
         model = model_of()
@@ -254,8 +256,8 @@ def test_memory_of_former_states_is_freed() -> None:
     assert held_bytes[2:] == held_bytes[:2]
 
 
-def test_parameters_that_have_a_gradient_now_and_then() -> None:
-    """As with experts. Their states stay in their places in the host's memory."""
+def test_states_of_parameters_with_a_gradient_now_and_then_stay_in_place() -> None:
+    """In the host's memory, as with experts."""
 
     def train(make: Callable[[Any], Any]) -> Any:
         params = [nn.Parameter(torch.full((20, 20), 1.0 + i)) for i in range(6)]
@@ -274,7 +276,7 @@ def test_parameters_that_have_a_gradient_now_and_then() -> None:
 
 
 def test_a_run_resumes_with_another_place_to_step(tmp_path: Any) -> None:
-    """From files: first the optimizer alone, then steps on the device, in the backward pass, on the CPU, and alone."""
+    """From files: without HostOffload, with steps on the device, in the backward pass, on the CPU, and without it."""
     options = {"lr": 1e-2, "min_8bit_size": 0, "master_weights": "bf16+16"}
     builders = [
         lambda p: optim.AdamW8bit(p, **options),
@@ -302,7 +304,7 @@ def test_a_run_resumes_with_another_place_to_step(tmp_path: Any) -> None:
     assert_same(results[0], results[1])
 
 
-def test_an_export_and_an_import_of_fp32_weights() -> None:
+def test_exported_and_imported_fp32_weights_are_those_of_the_step_in_memory() -> None:
     results = []
     for make in (optim.AdamW8bit, lambda p, **o: LateHostOffload(optim.AdamW8bit, p, step_on="device", **o)):
         model = model_of(torch.bfloat16)
@@ -323,11 +325,12 @@ def test_an_export_and_an_import_of_fp32_weights() -> None:
 
 @pytest.mark.full
 @pytest.mark.skipif(fake_cuda.why_not() is not None, reason="no fake CUDA tensors")
-def test_bytes_of_the_device() -> None:
+def test_the_device_holds_two_buckets_beside_weights_and_gradients() -> None:
     """The peak is gradients and products p * p, beside two buckets; no operator takes tensors of two devices."""
     for (name, _, in_backward), report in fake_cuda.call(on_cuda.all_steps).items():
         gradient = report["weights"] // on_cuda.COUNT
         assert report["states"] == {"cpu"}
+        # Two buckets. LAMB's are whole tensors, whose states take up to 4.2 bytes an element, a bf16 gradient 2.
         assert report["buffers"] <= 2 * (2**22 if name != "LAMB8bit" else max(2**22, 2.1 * gradient))
         assert report["peak"] <= (3 if in_backward else on_cuda.COUNT + 2) * gradient + 2**12
 
@@ -335,10 +338,10 @@ def test_bytes_of_the_device() -> None:
 @pytest.mark.full
 @pytest.mark.skipif(fake_cuda.why_not() is not None, reason="no fake CUDA tensors")
 def test_a_state_on_the_host_loads_into_an_optimizer_on_the_device() -> None:
-    assert fake_cuda.call(on_cuda.loaded_from_the_host) == {"cuda"}
+    assert fake_cuda.call(on_cuda.devices_of_states_loaded_from_the_host) == {"cuda"}
 
 
-def test_memory_that_cannot_be_pinned_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_cannot_be_pinned_is_pageable_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(size: int) -> Tensor:
         raise RuntimeError("CUDA error: out of memory\nmore lines")
 
@@ -350,7 +353,7 @@ def test_memory_that_cannot_be_pinned_is_not(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @over_modes
-def test_on_the_cpu_it_is_the_optimizer_itself(mode: str) -> None:
+def test_on_the_cpu_no_state_is_copied(mode: str) -> None:
     model = model_of()
     optimizer = on_device(optim.AdamW8bit, mode, HostOffload)(model.parameters())
     losses(model, 1)[0].backward()

@@ -24,9 +24,9 @@ def parameters(count: int = COUNT, seed: int = 0) -> list[nn.Parameter]:
     return [nn.Parameter(torch.randn(SHAPE, generator=generator)) for _ in range(count)]
 
 
-def train(optimizer: torch.optim.Optimizer, first: int, last: int, between: Callable[[Any], Any] | None = None) -> None:
-    """Steps with another gradient each from backward(). ``between``: called between backward() and step()."""
-    for step in range(first, last):
+def train(optimizer: torch.optim.Optimizer, first: int, end: int, between: Callable[[Any], Any] | None = None) -> None:
+    """Steps number ``first`` to ``end - 1``, each with its own gradient. ``between``: called before each step()."""
+    for step in range(first, end):
         optimizer.zero_grad()
         generator = torch.Generator().manual_seed(100 + step)
         params = [p for group in optimizer.param_groups for p in group["params"]]
@@ -36,7 +36,7 @@ def train(optimizer: torch.optim.Optimizer, first: int, last: int, between: Call
         optimizer.step()
 
 
-# ---- what a step changes in groups
+# ---- what a step changes in groups: classes that differ in where their groups have a number that each step changes
 
 
 class Counting(torch.optim.Optimizer):
@@ -81,7 +81,7 @@ class Nested(Counting):
         return group["progress"]["steps"][0]
 
 
-class Together(Counting):
+class OfAllGradients(Counting):
     """Like Prodigy's d: one number, computed from all parameters' gradients."""
 
     group_state = {"d": 1.0}  # noqa: RUF012
@@ -92,13 +92,13 @@ class Together(Counting):
         return group["d"]
 
 
-over_classes = pytest.mark.parametrize("build", [Counting, Declared, InPlace, Nested, Together], ids=name_of)
+over_classes = pytest.mark.parametrize("build", [Counting, Declared, InPlace, Nested, OfAllGradients], ids=name_of)
 
 
 @over_classes
 @over_transfers
 @pytest.mark.parametrize("gradients", [False, True])
-def test_numbers_that_a_class_keeps_in_its_groups(build: type, wrapper: type[HostOffload], gradients: bool) -> None:
+def test_numbers_in_groups_are_as_without_offload(build: type, wrapper: type[HostOffload], gradients: bool) -> None:
     make = lambda p: wrapper(build, p, offload_gradients=gradients)  # noqa: E731
     for resumes in (False, True):
         results = []
@@ -115,7 +115,7 @@ def test_numbers_that_a_class_keeps_in_its_groups(build: type, wrapper: type[Hos
 
 
 @over_classes
-def test_such_a_class_cannot_be_stepped_by_parameter(build: type) -> None:
+def test_a_class_that_keeps_numbers_in_its_groups_cannot_be_stepped_by_parameter(build: type) -> None:
     name = next(iter(build.group_state), "step")  # type: ignore[attr-defined]
     optimizer = StepInBackward(build, parameters())
     with pytest.raises(RuntimeError, match=rf"StepInBackward takes no {build.__name__}, whose step changes {name} of"):
@@ -164,12 +164,13 @@ def add_group(optimizer: Any) -> None:
 
 def take_out_and_add(optimizer: Any) -> None:
     """Moves a parameter to a new group some steps later, as callbacks that unfreeze layers do."""
-    taken = optimizer.param_groups[0]["params"].pop()
+    p = optimizer.param_groups[0]["params"].pop()
     train(optimizer, 3, 5)
-    optimizer.add_param_group({"params": [taken]})
+    optimizer.add_param_group({"params": [p]})
 
 
 def come_back(optimizer: Any) -> None:
+    """Leaves a parameter out of its group for some steps."""
     params = optimizer.param_groups[0]["params"]
     optimizer.param_groups[0]["params"] = params[1:]
     train(optimizer, 3, 5)
@@ -225,19 +226,22 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def train_with_change(make: Callable[[Any], Any], change: Callable[[Any], Any], then: str) -> Any:
-    """Parameters after and before the change, options of groups and states; ``then``: done between change and steps."""
+def train_with_change(make: Callable[[Any], Any], change: Callable[[Any], Any], after: str) -> Any:
+    """Parameters after and before the change, the groups' options, and the states, three steps after the change.
+
+    after: what the optimizer does right after the change: it is "saved" and loaded, "copied", or only "stepped".
+    """
     optimizer = make([{"params": parameters(2), "name": "a"}, {"params": parameters(2, 7), "name": "b"}])
     before = [p for group in optimizer.param_groups for p in group["params"]]
     train(optimizer, 0, 3)
     change(optimizer)
     params = [p for group in optimizer.param_groups for p in group["params"]]
     for p in {*before} - {*params}:  # state_dict() has no number for a state whose parameter is in no group
-        if then == "saved":
+        if after == "saved":
             optimizer.state.pop(p, None)
-    if then == "saved":
+    if after == "saved":
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    elif then == "copied":
+    elif after == "copied":
         optimizer = copy.deepcopy(optimizer)
         params = [p for group in optimizer.param_groups for p in group["params"]]
     train(optimizer, 5, 8)
@@ -246,17 +250,17 @@ def train_with_change(make: Callable[[Any], Any], change: Callable[[Any], Any], 
 
 
 @over_transfers
-@pytest.mark.parametrize("then", first_quick(["stepped", "saved", "copied"]))
+@pytest.mark.parametrize("after", first_quick(["stepped", "saved", "copied"]))
 @pytest.mark.parametrize("build", [optim.AdamW8bit, torch.optim.AdamW], ids=name_of)
 @pytest.mark.parametrize("mode", [*MODES, *ON_DEVICE])
 @pytest.mark.parametrize("change", CHANGES)
-def test_changes_of_groups(change: str, build: type, then: str, wrapper: type[HostOffload], mode: str) -> None:
+def test_changed_groups_step_alike(change: str, build: type, after: str, wrapper: type[HostOffload], mode: str) -> None:
     if mode in ON_DEVICE and build is torch.optim.AdamW:
         return
     options = {"min_8bit_size": 0} if build is optim.AdamW8bit else {}
-    expected = train_with_change(lambda p: build(p, lr=1e-2, **options), CHANGES[change], then)
+    expected = train_with_change(lambda p: build(p, lr=1e-2, **options), CHANGES[change], after)
     make = lambda p: wrapper(build, p, lr=1e-2, **(MODES | ON_DEVICE)[mode], **options)  # noqa: E731
-    assert_same(train_with_change(make, CHANGES[change], then), expected)
+    assert_same(train_with_change(make, CHANGES[change], after), expected)
 
 
 def load_contiguous(optimizer: Any) -> None:
@@ -281,7 +285,7 @@ BETWEEN: dict[str, Callable[[Any], Any]] = {
 @over_transfers
 @pytest.mark.parametrize("mode", [*MODES, *ON_DEVICE])
 @pytest.mark.parametrize("change", BETWEEN)
-def test_changes_between_backward_and_step(change: str, wrapper: type[HostOffload], mode: str) -> None:
+def test_changes_between_backward_and_step_change_no_bit(change: str, wrapper: type[HostOffload], mode: str) -> None:
     in_backward = "backward" in mode
     if change == "clipped" and in_backward:
         return
@@ -300,7 +304,7 @@ def test_changes_between_backward_and_step(change: str, wrapper: type[HostOffloa
     assert_same(*results)
 
 
-def test_fp32_weights_of_parameters_in_place_of_others() -> None:
+def test_parameters_in_place_of_others_have_their_fp32_weights() -> None:
     model = nn.Linear(64, 64).to(torch.bfloat16)
     optimizer = LateHostOffload(optim.AdamW8bit, model.parameters(), lr=1e-4)
     model(torch.ones(2, 64, dtype=torch.bfloat16)).sum().backward()
@@ -325,7 +329,7 @@ def test_an_export_converts_no_states() -> None:
 
 
 @over_transfers
-def test_a_gradient_of_a_parameter_that_has_left_stays(wrapper: type[HostOffload]) -> None:
+def test_the_gradient_of_a_parameter_that_left_the_groups_stays_on_the_device(wrapper: type[HostOffload]) -> None:
     """Its gradient is not moved to the host, since another optimizer may step the parameter."""
     a, b = parameters(2)
     optimizer = wrapper(optim.AdamW, [a, b], offload_gradients=True)
@@ -350,7 +354,7 @@ def test_a_group_that_is_refused_changes_nothing() -> None:
     assert float(optimizer.state[params[0]]["step"]) == 2
 
 
-def test_a_frozen_group_that_is_thawed_trains() -> None:
+def test_a_frozen_group_that_is_unfrozen_trains() -> None:
     """While frozen, the group has no trainable fp32 parameter, so that HostOffload turns on its master_weights."""
     frozen = parameters(2)
     for p in frozen:

@@ -26,7 +26,7 @@ def prune_half(model: nn.Module) -> None:
         p.data[p.data.abs() < p.data.abs().median()] = 0
 
 
-HOST_EDITS: dict[str, Callable[[nn.Module], Any]] = {
+EDITS: dict[str, Callable[[nn.Module], Any]] = {
     "load_state_dict": lambda model: model.load_state_dict(model_of(torch.float32).state_dict()),
     "vector_to_parameters": halve_vector,
     ".data": prune_half,
@@ -36,7 +36,7 @@ HOST_EDITS: dict[str, Callable[[nn.Module], Any]] = {
 @pytest.mark.pairwise
 @over_modes
 @over_transfers
-@pytest.mark.parametrize("edit", HOST_EDITS)
+@pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("case", ["fp32 weights", "bf16+8", "torch's, fp32", "torch's, bf16"])
 def test_a_step_goes_on_from_edited_weights(mode: str, wrapper: type[HostOffload], edit: str, case: str) -> None:
     """Like steps without HostOffload, and never from the weights before the edit."""
@@ -54,14 +54,14 @@ def test_a_step_goes_on_from_edited_weights(mode: str, wrapper: type[HostOffload
         for model, optimizer in zip(models, optimizers, strict=True):
             losses(model, 1)[0].backward()
             if step == 1:
-                HOST_EDITS[edit](model)  # between the backward pass and the step, too
+                EDITS[edit](model)  # between the backward pass and the step
             optimizer.step()
             optimizer.zero_grad()
             if step == 2:
-                HOST_EDITS[edit](model)
+                EDITS[edit](model)  # between two steps
     if case == "torch's, bf16":  # without HostOffload it has no fp32 weights
         before = [p.detach().clone() for p in models[1].parameters()]
-        HOST_EDITS[edit](models[1])
+        EDITS[edit](models[1])
         edited = [p.detach().clone() for p in models[1].parameters()]
         losses(models[1], 1)[0].backward()
         optimizers[1].step()
@@ -72,7 +72,7 @@ def test_a_step_goes_on_from_edited_weights(mode: str, wrapper: type[HostOffload
         assert_same([p.detach() for p in models[1].parameters()], [p.detach() for p in models[0].parameters()])
 
 
-def test_a_model_that_changes_its_memory_format() -> None:
+def test_a_model_that_changes_its_memory_format_steps_as_without_offload() -> None:
     conv = nn.Conv2d(4, 8, 3)
     optimizer = HostOffload(optim.AdamW8bit, conv.parameters(), min_8bit_size=0)
     plain = copy.deepcopy(conv)

@@ -1,4 +1,4 @@
-"""Arguments of bitsandbytes and apex, and GlobalOptimManager, raise errors that say what to write instead."""
+"""Arguments of bitsandbytes' and apex' optimizers, and GlobalOptimManager, raise errors that say what to write."""
 
 from __future__ import annotations
 

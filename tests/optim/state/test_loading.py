@@ -26,7 +26,7 @@ OTHER_OPTIONS = "of an optimizer with other options than this"
 
 
 def moments_of(optimizer: torch.optim.Optimizer) -> list[dict[str, torch.Tensor]]:
-    """Every moment as floats, whatever its storage."""
+    """Every moment of the first group's parameters as floats, whatever its storage."""
     group = optimizer.param_groups[0]
     return [{name: load_moment(name, optimizer.state[p]) for name in optimizer.moments} for p in group["params"]]
 
@@ -67,7 +67,7 @@ def test_a_32_bit_state_is_quantized_for_an_8_bit_optimizer(build: type, codec: 
         assert (first_moment(target, group["params"][i]).dtype == torch.int8) == (i == 0)
         for name in exact:
             error = (moments[name] - exact[name]).abs().amax() / exact[name].abs().amax()
-            assert error <= (0.02 if i == 0 else 0)
+            assert error <= (0.02 if i == 0 else 0)  # the others are too small for 8-bit states
     fresh = build(copy.deepcopy(group["params"]))
     fresh.load_state_dict(target.state_dict())
     assert_same(train(fresh, 2), train(target, 2))
@@ -193,7 +193,7 @@ def test_infinite_moments_load() -> None:
     ],
     ids=["SGD", "SGD8bit", "Lion", "Adam", "AdamW"],
 )
-@pytest.mark.parametrize("largest", [127.0, 128.0, 255.0, math.nan])
+@pytest.mark.parametrize("largest", [127.0, 128.0, 255.0, math.nan])  # the ends of int8 and uint8
 def test_fp32_states_of_whole_numbers_load(new: Any, options: dict[str, Any], largest: float) -> None:
     p = torch.nn.Parameter(torch.zeros(40))
     optimizer = new([p], **options)

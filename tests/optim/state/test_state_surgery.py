@@ -1,4 +1,7 @@
-"""Rows of a parameter and its state are cut out or appended, as 3D Gaussian splatting does: 8-bit codes refuse it."""
+"""Users cut rows out of a parameter and its state or append some, as 3D Gaussian splatting does.
+
+8-bit codes refuse it with an error that says how to do it in 32 bits.
+"""
 
 from __future__ import annotations
 
@@ -89,21 +92,22 @@ def test_rows_are_edited_in_32_bits_as_the_error_says(build: Any, change: Callab
     optimizer.param_groups[0]["state_bits"] = 32
     optimizer.state_dict()
     for key, x in floats.items():
+        # Rounded to codes of blocks that hold other rows than before.
         assert float((optimizer.state[p][key] - x).abs().max()) <= 0.2 * float(x.abs().max())
     step(optimizer, 1)
 
 
 def test_rows_of_whole_blocks_may_be_cut_with_their_scales() -> None:
-    cut, whole = (make_two_groups(optim.AdamW8bit, width=256) for _ in range(2))
-    for optimizer in (cut, whole):
+    cut, uncut = (make_two_groups(optim.AdamW8bit, width=256) for _ in range(2))
+    for optimizer in (cut, uncut):
         step(optimizer, 0)
     replace_parameter(cut, pruned, ["exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale"])
-    for optimizer in (cut, whole):
+    for optimizer in (cut, uncut):
         for group in optimizer.param_groups:
             for p in group["params"]:
                 p.grad = torch.ones_like(p)
         optimizer.step()
-    p, q = (optimizer.param_groups[0]["params"][0].detach() for optimizer in (cut, whole))
+    p, q = (optimizer.param_groups[0]["params"][0].detach() for optimizer in (cut, uncut))
     assert_same(p, pruned(q))
 
 
@@ -121,19 +125,19 @@ WRONG: dict[str, tuple[dict[str, Any], Callable[[Any], Any], str, str]] = {
 }
 
 
-@pytest.mark.parametrize("then", ["step", "other bits", "state_dict"])
+@pytest.mark.parametrize("next_call", ["step", "other bits", "state_dict"])
 @pytest.mark.parametrize("wrong", WRONG)
-def test_every_entry_is_checked_before_anything_is_changed(wrong: str, then: str) -> None:
+def test_every_entry_is_checked_before_anything_is_changed(wrong: str, next_call: str) -> None:
     options, edit, key, message = WRONG[wrong]
     params = [parameter().bfloat16() if "master_weights" in options else parameter() for _ in range(2)]
     optimizer = optim.AdamW8bit([nn.Parameter(p.detach()) for p in params], lr=1e-2, min_8bit_size=0, **options)
     step(optimizer, 0)
     p = optimizer.param_groups[0]["params"][1]
     optimizer.state[p].update(edit(optimizer.state[p]))
-    if then != "step":
+    if next_call != "step":
         bits = 8 if options.get("state_bits") == 32 else 32
         optimizer.param_groups[0]["state_bits"] = bits
     before = snapshot(optimizer)
     with pytest.raises(ValueError, match=rf"^{key} of parameter 1 \(shape .* {re.escape(message)}"):
-        optimizer.state_dict() if then == "state_dict" else step(optimizer, 1)
+        optimizer.state_dict() if next_call == "state_dict" else step(optimizer, 1)
     assert_same(snapshot(optimizer), before)
