@@ -69,14 +69,16 @@ def _is_op_of_memkern(node: fx.Node) -> bool:
 
 
 def graphs(kernel: str, bits: Any, dropout: float = 0.0) -> dict[str, Any]:
-    """Of a layer's two graphs: "saved", the bytes of what the forward graph computes and saves, by dtype; "again", how
-    often the backward graph runs attention's forward pass; "ops", the ops of memkern that both call.
+    """Counts in a layer's two graphs.
+
+    "saved": bytes of what the forward graph computes and saves, by dtype; "recomputed": how often the backward graph
+    runs attention's forward pass; "ops": memkern's ops that both call.
     """
     torch._dynamo.reset()
     counts: dict[str, Any] = {"saved": {}}
 
     def look(fw: fx.GraphModule, bw: fx.GraphModule, returned: int) -> None:
-        counts["again"] = _attention_calls(bw.graph, kernel)
+        counts["recomputed"] = _attention_calls(bw.graph, kernel)
         counts["ops"] = sorted(str(n.target) for g in (fw, bw) for n in g.graph.nodes if _is_op_of_memkern(n))
         for node in fw.graph.output_node().args[0][returned:]:  # type: ignore[index]
             x = node.meta["val"]

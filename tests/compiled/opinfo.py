@@ -109,12 +109,13 @@ def faults_of(name: str, call: Callable[..., Any], sample: Any) -> str:
         return ""
     faults = []
     bound = BOUNDS_IN_8_BITS.get(name, (0.03, ""))[0]
-    for x, in_eager, in_torch, in_exact, faults_in_codes in zip(tracked, eager, plain, exact, coded, strict=True):
-        if not (in_exact.isnan() & in_torch.isnan() | (in_exact == in_torch)).all():
-            faults.append(f"exact is off from torch's own cut by {_off(in_exact, in_torch):.1e}")
-        if is_near_eager and (error := _off(in_exact, torch.zeros_like(x) if in_eager is None else in_eager)) > 1e-4:
+    # g_*: the gradient of x by eager torch, by torch's own cut, by "exact" and by 8 bits
+    for x, g_eager, g_torch, g_exact, g_coded in zip(tracked, eager, plain, exact, coded, strict=True):
+        if not (g_exact.isnan() & g_torch.isnan() | (g_exact == g_torch)).all():
+            faults.append(f"exact is off from torch's own cut by {_off(g_exact, g_torch):.1e}")
+        if is_near_eager and (error := _off(g_exact, torch.zeros_like(x) if g_eager is None else g_eager)) > 1e-4:
             faults.append(f"exact is off from eager by {error:.1e}")
-        if (error := _off(faults_in_codes, in_torch)) > bound:
+        if (error := _off(g_coded, g_torch)) > bound:
             faults.append(f"8 bits are off by {error:.1e}")
     return "; ".join(dict.fromkeys(faults))
 
@@ -137,12 +138,12 @@ def _gradients_of_cuts(loss: Callable[..., Tensor], inputs: list[Tensor]) -> lis
     return [gradients(bits) for bits in (None, "exact", 8)]
 
 
-def _off(found: Tensor, expected: Tensor) -> float:
+def _off(actual: Tensor, expected: Tensor) -> float:
     """The relative error (2-norm) of the finite elements; inf where one tensor is finite and the other is not."""
     finite = expected.isfinite()
-    if not finite.equal(found.isfinite()):
+    if not finite.equal(actual.isfinite()):
         return float("inf")
-    difference = (found - expected)[finite].abs().double().norm()
+    difference = (actual - expected)[finite].abs().double().norm()
     return float(difference / expected[finite].abs().double().norm().clamp_min(1e-12)) if difference else 0.0
 
 

@@ -24,6 +24,9 @@ def make_model() -> nn.Sequential:
     return nn.Sequential(nn.Sequential(*blocks), nn.Linear(8, 8))
 
 
+# ---- what makes a model or a machine unfit, and returns the model
+
+
 def compiled_before(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
     model[1].compile()
     return model
@@ -57,7 +60,7 @@ def without_cxx(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
         (without_cxx, "compile: True given, and no C\\+\\+ compiler is found"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_compiled_is_left_as_it_is(edit: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unfit_model_is_left_as_it_is(edit: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = edit(make_model(), monkeypatch)
     with pytest.raises(OptionError, match=message):
         memkern.apply(model, Techniques(compile=True, saved_bits=8, linear_share=0.5, checkpointing="blocks"))
@@ -79,8 +82,8 @@ def test_apply_and_plan_refuse_a_compiled_model() -> None:
 
 
 @pytest.mark.full
-def test_blocks_with_a_cache_of_keys_and_values() -> None:
-    """transformers' models make one by default: in a training step it is left out, in generation it is filled."""
+def test_blocks_with_key_value_caches_compute_as_without_compile() -> None:
+    """transformers' models make a cache by default: it is left out of a training step, and filled in generation."""
     transformers = pytest.importorskip("transformers")
     sizes = {"n_layer": 10, "n_embd": 32, "n_head": 2, "vocab_size": 64, "n_positions": 32}
     gpt = transformers.GPT2LMHeadModel(
@@ -100,8 +103,8 @@ def test_blocks_with_a_cache_of_keys_and_values() -> None:
     cached = [transformers.DynamicCache(prefix, config=gpt.config) for _ in range(2)]
     logits = [m(input_ids=ids, past_key_values=c).logits for m, c in zip((gpt, plain), cached, strict=True)]
     torch.testing.assert_close(*logits)
-    found, expected = (m.eval().generate(ids[:, :4], max_new_tokens=8, do_sample=False) for m in (gpt, plain))
-    assert torch.equal(found, expected)
+    actual, expected = (m.eval().generate(ids[:, :4], max_new_tokens=8, do_sample=False) for m in (gpt, plain))
+    assert torch.equal(actual, expected)
     assert counters["stats"]["unique_graphs"] == 1
 
 

@@ -36,7 +36,7 @@ def graphs() -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_attention_is_coded_and_runs_again(graphs: dict[str, dict[str, Any]], kernel: str) -> None:
     plain, exact, coded = (graphs[f"{kernel}, {bits}"] for bits in (None, "exact", 8))
-    assert [g["again"] for g in (plain, exact, coded)] == [0, 0, 1]
+    assert [g["recomputed"] for g in (plain, exact, coded)] == [0, 0, 1]
     assert coded["ops"] == []  # codes are for Inductor to compile
     assert sum(exact["saved"].values()) < sum(plain["saved"].values())
     # queries, keys, values, inputs of two norms and of gelu
@@ -47,6 +47,6 @@ def test_attention_is_coded_and_runs_again(graphs: dict[str, dict[str, Any]], ke
 
 def test_attention_with_dropout_stays_exact(graphs: dict[str, dict[str, Any]]) -> None:
     with_dropout = graphs["flash, dropout"]
-    assert with_dropout["again"] == 0
+    assert with_dropout["recomputed"] == 0
     assert with_dropout["saved"]["int8"] == ROWS * WIDTH * (2 + 4)
     assert with_dropout["saved"]["float32"] >= ROWS * (4 * WIDTH + HEADS) * 4  # and the log-sum-exp

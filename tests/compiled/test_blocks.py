@@ -27,6 +27,8 @@ WIDTH = 64
 
 
 class Net(nn.Module):
+    """Three transformer blocks in a list."""
+
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -39,6 +41,7 @@ class Net(nn.Module):
 
 
 def applied(**techniques: Any) -> nn.Module:
+    """A Net whose blocks memkern.apply has compiled with 8-bit codes."""
     model = Net()
     memkern.apply(model, Techniques(compile=True, saved_bits=8, **techniques))
     return model
@@ -49,9 +52,9 @@ def test_varying_lengths_take_two_graphs() -> None:
     model = applied()
     for length in (64, 100, 33, 77):
         x = torch.randn(2, length, WIDTH, requires_grad=True)  # so that all blocks' inputs need gradients
-        (saved, found), (plain, expected) = (step(each, x) for each in (model, Net()))
+        (saved, actual), (plain, expected) = (step(each, x) for each in (model, Net()))
         assert saved < 0.4 * plain
-        assert relative_error(found, expected) < 0.02
+        assert relative_error(actual, expected) < 0.02
     assert counters["stats"]["unique_graphs"] == 2  # a graph for the first length, and one for any
 
 
@@ -65,11 +68,11 @@ def test_torchs_limit_is_a_warning_that_names_bytes(monkeypatch: pytest.MonkeyPa
     config = torch._dynamo.config
     with config.patch(recompile_limit=1):
         with pytest.warns(UserWarning, match=rf"Block.forward has .* as now, and saves {plain:,} bytes") as warned:
-            saved, found = step(model, x)  # the hooks that count are called still
+            saved, actual = step(model, x)
         assert len(warned) == 1
         assert (config.recompile_limit, config.fail_on_recompile_limit_hit) == (1, False)
-    assert 2 * plain - 2 * x.nbytes < saved < 3 * plain
-    assert relative_error(found, step(Net(), x)[1]) < 0.02
+    assert 2 * plain - 2 * x.nbytes < saved < 3 * plain  # two of three blocks run uncompiled
+    assert relative_error(actual, step(Net(), x)[1]) < 0.02
 
 
 COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
@@ -120,13 +123,15 @@ def test_a_model_with_a_list_of_blocks_is_compiled_by_blocks() -> None:
     assert not is_compiled(model)
     assert [name for name, _ in model.named_modules()] == names
     assert model.state_dict().keys() == keys
-    whole = memkern.compile(Net(), saved_bits=8, blocks=False)
-    assert hasattr(whole, "_orig_mod")
-    assert hasattr(memkern.compile(Block()), "_orig_mod")  # without a list
-    assert callable(memkern.compile(F.gelu))
     wrapped = nn.Sequential(Net())  # as DDP has it
     assert memkern.compile(wrapped) is wrapped
     assert all(map(is_compiled, wrapped[0].layers))
+
+
+def test_what_has_no_list_of_blocks_is_compiled_as_a_whole() -> None:
+    assert hasattr(memkern.compile(Net(), saved_bits=8, blocks=False), "_orig_mod")
+    assert hasattr(memkern.compile(Block()), "_orig_mod")  # without a list
+    assert callable(memkern.compile(F.gelu))
     norm, linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
     for layers in (
         nn.ModuleList([norm] * 2),
@@ -134,7 +139,7 @@ def test_a_model_with_a_list_of_blocks_is_compiled_by_blocks() -> None:
         nn.Sequential(Block(), Block()),
     ):
         small = nn.Sequential(layers, *(nn.Linear(WIDTH, WIDTH) for _ in range(16)))
-        assert hasattr(memkern.compile(small), "_orig_mod")  # lists beside the layers that matter
+        assert hasattr(memkern.compile(small), "_orig_mod")  # most parameters are beside the list
         assert not any(map(is_compiled, small.modules()))
 
 
@@ -151,10 +156,10 @@ def test_blocks_true_without_blocks_is_an_error() -> None:
 @pytest.mark.full
 def test_blocks_have_the_gradients_and_bytes_of_the_whole() -> None:
     x = torch.randn(2, 64, WIDTH)
-    whole, by_blocks = Net(), Net()
-    compiled = memkern.compile(whole, saved_bits=8, blocks=False)
+    as_a_whole, by_blocks = Net(), Net()
+    compiled = memkern.compile(as_a_whole, saved_bits=8, blocks=False)
     memkern.compile(by_blocks, saved_bits=8)
     saved, expected = step(compiled, x)
-    saved_by_blocks, found = step(by_blocks, x)
+    saved_by_blocks, actual = step(by_blocks, x)
     assert saved <= saved_by_blocks < saved + 3 * x.nbytes  # the input of each block is saved as it is
-    assert relative_error(found, expected) < 0.03
+    assert relative_error(actual, expected) < 0.03

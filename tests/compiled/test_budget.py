@@ -18,11 +18,13 @@ WIDTH, TOKENS = 64, 128
 
 
 def _model(blocks: int = 2) -> tuple[nn.Module, Tensor]:
+    """Transformer blocks with dropout, and their input."""
     torch.manual_seed(0)
     return nn.Sequential(*(Block(WIDTH, head=16, dropout=0.3) for _ in range(blocks))), torch.randn(2, TOKENS, WIDTH)
 
 
 def _cut(bits: Any, budget: Any) -> tuple[int, Tensor]:
+    """Saved bytes and gradients of the model compiled with a budget."""
     torch._dynamo.reset()
     model, x = _model()
     compiled = torch.compile(model, backend=backend(bits, memory_budget=budget))
@@ -53,13 +55,13 @@ def test_a_budget_is_kept(as_torch: tuple[int, Tensor], bits: Any) -> None:
     assert last > 0.1 * torchs_bytes  # not far below the last budget, a fifth
 
 
-def test_a_whole_budget_is_torchs_choice(as_torch: tuple[int, Tensor]) -> None:
+def test_a_budget_of_1_saves_what_torch_saves(as_torch: tuple[int, Tensor]) -> None:
     saved, gradients = _cut(8, 1.0)
     assert saved == as_torch[0]
     assert torch.equal(gradients, as_torch[1])
 
 
-def test_a_budget_out_of_reach_is_a_warning() -> None:
+def test_a_budget_out_of_reach_warns_with_the_saved_bytes() -> None:
     torch._dynamo.reset()
     x, w = torch.randn(2048, 256), torch.randn(256, 256, requires_grad=True)
     compiled = torch.compile(lambda x, w: torch.cumsum(x @ w, 0).square() @ w, backend=backend("exact", None, 1000))

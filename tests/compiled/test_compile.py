@@ -25,30 +25,30 @@ from .programs import CompiledProgram, compiled_gradients, faults_of, traced_gra
 
 ROWS, WIDTH = 64, 128
 # A loss of x and b (ROWS, WIDTH), w (WIDTH, WIDTH) and t, a class for each row; x and w have gradients.
-Case = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def _square(y: Tensor) -> Tensor:
     return y.square().mean()
 
 
-def _gated(gate: Callable[[Tensor], Tensor], bias: float) -> Case:
+def _gated(gate: Callable[[Tensor], Tensor], bias: float) -> Loss:
     return lambda x, w, b, t: _square(gate(x @ w + bias) * b @ w)
 
 
-def _softmax(size: float) -> Case:
+def _softmax(size: float) -> Loss:
     return lambda x, w, b, t: _square(torch.softmax(x @ w * size, -1) @ w)
 
 
-def _attention(deviation: float) -> Case:
+def _attention(deviation: float) -> Loss:
     def heads(x: Tensor) -> Tensor:
         return x.view(1, ROWS, 4, 32).transpose(1, 2)
 
-    def case(x: Tensor, w: Tensor, b: Tensor, t: Tensor) -> Tensor:
+    def loss(x: Tensor, w: Tensor, b: Tensor, t: Tensor) -> Tensor:
         q, k = (heads(y @ w) * deviation**0.5 for y in (x, b))
         return _square(F.scaled_dot_product_attention(q, k, heads(x @ w)))
 
-    return case
+    return loss
 
 
 def _learned_bias(x: Tensor, w: Tensor, b: Tensor, t: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ def _learned_bias(x: Tensor, w: Tensor, b: Tensor, t: Tensor) -> Tensor:
     return _square(F.scaled_dot_product_attention(q, k, v, attn_mask=bias))
 
 
-def _cross_entropy(margin: float) -> Case:
+def _cross_entropy(margin: float) -> Loss:
     return lambda x, w, b, t: F.cross_entropy(x @ w + margin * F.one_hot(t, WIDTH), t)
 
 
@@ -84,14 +84,15 @@ def _gelu_new(x: Tensor) -> Tensor:
     return 0.5 * x * (1.0 + torch.tanh(0.7978845608 * (x + 0.044715 * torch.pow(x, 3.0))))
 
 
-def _activation(f: Callable[[Tensor], Tensor]) -> Case:
+def _activation(f: Callable[[Tensor], Tensor]) -> Loss:
     return lambda x, w, b, t: _square(f(x @ w) @ w)
 
 
-# name: the function; the largest error of 8 bits; the largest share of torch's saved bytes
-CASES: dict[str, tuple[Case, float, float]] = {
-    **{f"sigmoid, {c}": (_gated(torch.sigmoid, c), 0.03, 0.5) for c in (0.0, 2.2, 4.6, 6.9, 13.8)},  # to 1 - 1e-6
-    **{f"tanh, {c}": (_gated(torch.tanh, c), 0.03, 0.5) for c in (0.0, 1.5, 2.6, 3.8)},  # to 0.999
+# name: the loss; the largest error of gradients from 8-bit codes; the largest share of torch's saved bytes
+CASES: dict[str, tuple[Loss, float, float]] = {
+    # Biases that take a gate up to 1 - 1e-6 and to 0.999.
+    **{f"sigmoid, {c}": (_gated(torch.sigmoid, c), 0.03, 0.5) for c in (0.0, 2.2, 4.6, 6.9, 13.8)},
+    **{f"tanh, {c}": (_gated(torch.tanh, c), 0.03, 0.5) for c in (0.0, 1.5, 2.6, 3.8)},
     **{f"softmax, {size}": (_softmax(size), 0.03, 0.5) for size in (1.0, 5.0, 15.0, 50.0)},
     # An error of 1.4 % times the deviation of the scores: codes depend on no look at the data (docs/compiled.md).
     **{f"attention, {d}": (_attention(d), max(0.03, 0.014 * d), 0.3) for d in (1.0, 5.0, 15.0, 50.0)},
@@ -139,8 +140,8 @@ CASES: dict[str, tuple[Case, float, float]] = {
 }
 
 
-def _step(function: Case, bits: Any, dtype: torch.dtype = torch.float32) -> tuple[Tensor, int]:
-    """The gradients of x and w, and the saved bytes without those of the inputs."""
+def _step(function: Loss, bits: Any, dtype: torch.dtype = torch.float32) -> tuple[Tensor, int]:
+    """The gradients of x and w, and the saved bytes without those of the inputs. bits: None for eager torch."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     x, w, b = torch.randn(ROWS, WIDTH), torch.randn(WIDTH, WIDTH) / WIDTH**0.5, torch.randn(ROWS, WIDTH)
@@ -162,25 +163,26 @@ QUICK = {
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in CASES]
 )
-def test_errors_and_bytes(name: str) -> None:
+def test_gradient_errors_and_saved_bytes_stay_below_bounds(name: str) -> None:
     function, error, share = CASES[name]
     expected, plain = _step(function, None)
     exact, exact_bytes = _step(function, "exact")
     coded, coded_bytes = _step(function, 8)
-    # compiled torch is as far from eager: 9e-4 at a cross entropy of 1e-5, whose p - 1 is rounded in fp32
+    # At a cross entropy of 1e-5, whose p - 1 is rounded in fp32, torch's own compiled graph is off from eager by 9e-4.
     assert relative_error(exact, expected) <= (1e-3 if name == "cross entropy, 15.0" else 2e-5)
     assert relative_error(coded, expected) <= error
-    assert exact_bytes <= plain * 1.02
+    assert exact_bytes <= plain * 1.02  # 2 %: a few numbers for each row
     assert coded_bytes <= plain * share
 
 
-@pytest.mark.parametrize("case", [CASES["layer norm, large mean"][0], _post_norm])
-def test_codes_of_values_in_16_bits(case: Case) -> None:
-    """bf16 saves no more bytes than fp32, though torch's bf16 norms on a CPU have another mean in the backward pass."""
-    (_, in_fp32), (_, in_bf16) = _step(case, 8), _step(case, 8, torch.bfloat16)
+@pytest.mark.parametrize("loss", [CASES["layer norm, large mean"][0], _post_norm])
+def test_bf16_saves_no_more_bytes_than_fp32(loss: Loss) -> None:
+    """Though torch's bf16 norms on a CPU have another mean in the backward pass."""
+    (_, in_fp32), (_, in_bf16) = _step(loss, 8), _step(loss, 8, torch.bfloat16)
     assert in_bf16 <= 1.01 * in_fp32
 
 
+# Seeds of random programs, and the mark of the test that runs them.
 PROGRAMS = {
     range(1): (),
     range(100, 150): pytest.mark.full,
@@ -189,28 +191,28 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("programs", [pytest.param(p, marks=marks) for p, marks in PROGRAMS.items()], ids=str)
-def test_random_programs(programs: range) -> None:
-    """Programs of 6 steps, half of what a program has by default."""
+def test_random_programs_have_no_faults(programs: range) -> None:
+    """Programs of 6 steps, half as many as a program has by default."""
     assert {seed: faults for seed in programs if (faults := faults_of(seed, steps=6))} == {}
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("seed", first_full(range(100, 103)))
-def test_random_programs_through_dynamo(seed: int) -> None:
-    """The graphs of torch.compile have the gradients of those that are traced without Dynamo."""
+def test_random_programs_have_the_same_gradients_through_dynamo(seed: int) -> None:
+    """As graphs that are traced without Dynamo."""
     program = CompiledProgram(seed)
     gradients(program, None)
-    for found, traced in zip(compiled_gradients(program), traced_gradients(program), strict=True):
-        assert torch.equal(found, traced)
+    for actual, traced in zip(compiled_gradients(program), traced_gradients(program), strict=True):
+        assert torch.equal(actual, traced)
 
 
-def test_experts_are_products() -> None:
-    """transformers' fallback for experts on a CPU counts as torch's grouped_mm, which it stands for."""
+def test_transformers_fallback_for_experts_counts_as_torchs_grouped_mm() -> None:
+    """It stands for grouped_mm on a CPU."""
     assert name_of("transformers.grouped_mm_fallback") == name_of(torch.ops.aten._grouped_mm)
 
 
-def test_what_is_no_gradient_is_not_rounded() -> None:
-    """A softmax without a gradient after one with a gradient has the latter's sequence number."""
+def test_a_result_without_a_gradient_is_not_rounded() -> None:
+    """Of two softmaxes, of which the second has no gradient: autograd gives it the first one's sequence number."""
 
     def function(x: Tensor, w: Tensor, b: Tensor, t: Tensor) -> Tensor:
         p = torch.softmax(x @ w, -1)
@@ -222,8 +224,8 @@ def test_what_is_no_gradient_is_not_rounded() -> None:
     assert relative_error(coded, expected) < 1e-4
 
 
-def test_logits_in_16_bits_stay() -> None:
-    """A 16-bit loss saves the logits: codes of probabilities are made of fp32 values, which would raise the peak."""
+def test_logits_in_16_bits_are_saved_as_they_are() -> None:
+    """Codes of probabilities are made of fp32 values, which would raise the peak."""
 
     def loss(logits: Tensor) -> Tensor:
         return F.cross_entropy(logits.float(), torch.arange(ROWS))
@@ -243,8 +245,8 @@ def test_logits_in_16_bits_stay() -> None:
         assert expected <= saved_dtypes <= expected | {torch.float32}
 
 
-def test_an_unknown_gradient_is_taken_for_a_large_one() -> None:
-    """A part of a model does not know the gradient of its output: what its elementwise operations save stays exact."""
+def test_elementwise_operations_before_an_unknown_gradient_stay_exact() -> None:
+    """A part of a model does not know the gradient of its output, which may be large."""
 
     def part(x: Tensor, w: Tensor) -> Tensor:
         return torch.tanh(x @ w)
@@ -272,8 +274,8 @@ def _gradients(model: nn.Module, function: Callable[..., Any], x: Tensor) -> Ten
 
 
 @pytest.mark.full
-def test_inductor() -> None:
-    """Dropout draws the masks of torch.compile; "exact" has its bits."""
+def test_exact_has_the_bits_of_torch_compile_through_inductor() -> None:
+    """Also of dropout's masks; gradients from 8-bit codes are near."""
     torch.manual_seed(0)
     model, x = Block(128, dropout=0.3), torch.randn(2, 64, 128)
     torch._dynamo.reset()
@@ -283,12 +285,11 @@ def test_inductor() -> None:
     torch._dynamo.reset()
     coded = memkern.compile(model, saved_bits=8)
     assert relative_error(_gradients(model, coded, x), expected) < 0.02
-    first, second = coded(x).square().mean(), coded(2 * x).square().mean()
-    (first + second).backward()
+    (coded(x).square().mean() + coded(2 * x).square().mean()).backward()  # after two forward passes
 
 
 @pytest.mark.full
-def test_every_codec_through_inductor() -> None:
+def test_gradients_from_every_kind_of_codes_are_near_through_inductor() -> None:
     torch.manual_seed(0)
     x, w, t = torch.randn(ROWS, WIDTH), torch.randn(WIDTH, WIDTH) / WIDTH**0.5, torch.arange(ROWS)
 
@@ -312,15 +313,15 @@ def test_every_codec_through_inductor() -> None:
         pytest.param("memkern", None, "exact", marks=pytest.mark.full),
     ],
 )
-def test_a_backend_by_its_name(name: str, options: dict[str, Any] | None, bits: Any) -> None:
+def test_a_backend_by_its_name_is_memkern_compile(name: str, options: dict[str, Any] | None, bits: Any) -> None:
     """The name is an entry point of the package: nothing of memkern need be imported."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
     x = torch.randn(ROWS, WIDTH)
     expected = _gradients(model, memkern.compile(model, saved_bits=bits), x)
     torch._dynamo.reset()
-    found = _gradients(model, torch.compile(model, backend=name, options=options), x)
-    assert relative_error(found, expected) == 0
+    actual = _gradients(model, torch.compile(model, backend=name, options=options), x)
+    assert relative_error(actual, expected) == 0
     torch._dynamo.reset()  # calls the backend's reset()
 
 
@@ -333,6 +334,7 @@ def test_a_backends_options_are_checked() -> None:
 # ---- arguments
 
 
+# message: options that are refused with it
 REFUSED: dict[str, tuple[dict[str, Any], ...]] = {
     "saved_bits must be 8 or 'exact'": tuple({"saved_bits": x} for x in (4, "8", None, True)),
     "memory_budget must be a share": tuple(
@@ -348,7 +350,9 @@ REFUSED: dict[str, tuple[dict[str, Any], ...]] = {
 }
 
 
-@pytest.mark.parametrize(("message", "options"), [(m, options) for m, cases in REFUSED.items() for options in cases])
+@pytest.mark.parametrize(
+    ("message", "options"), [(message, options) for message, cases in REFUSED.items() for options in cases]
+)
 def test_unknown_options_and_values_are_refused(message: str, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=message):
         memkern.compile(nn.Linear(2, 2), **options)

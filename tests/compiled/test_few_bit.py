@@ -60,8 +60,8 @@ def test_codes_are_saved_before_a_frozen_layer(name: str, bits: Any, dtype: torc
 
 @pytest.mark.parametrize("bits", ["exact", 8])
 @pytest.mark.parametrize("name", NAMES)
-def test_where_the_input_is_needed_nothing_changes(name: str, bits: Any) -> None:
-    """The weight of the layer after needs the activation's output, which is computed again from its input."""
+def test_no_codes_are_saved_where_the_input_is_needed(name: str, bits: Any) -> None:
+    """A trained layer after the activation needs its output, which is computed again from its input."""
     x = torch.randn(ROWS, WIDTH)
     steps = []
     for activations in (None, 1):
@@ -72,7 +72,7 @@ def test_where_the_input_is_needed_nothing_changes(name: str, bits: Any) -> None
     assert torch.equal(gradient, gradient_with_codes)
 
 
-def test_an_input_that_is_returned_is_held_anyway() -> None:
+def test_no_codes_are_saved_of_an_input_that_is_returned() -> None:
     class Both(MLP):
         def forward(self, x: Tensor) -> Any:
             h = self.up(x)
@@ -86,7 +86,7 @@ def test_an_input_that_is_returned_is_held_anyway() -> None:
     assert torch.equal(*gradients)  # no codes were made
 
 
-def test_two_in_a_row_and_one_input_for_two() -> None:
+def test_activations_in_a_row_and_of_one_input_have_near_gradients() -> None:
     class Two(MLP):
         def forward(self, x: Tensor) -> Tensor:
             h = self.up(x)
@@ -101,13 +101,13 @@ def test_two_in_a_row_and_one_input_for_two() -> None:
 
 
 @pytest.mark.full
-def test_through_inductor_and_with_sizes_that_change() -> None:
+def test_gradients_are_those_of_memkerns_module_through_inductor_with_changing_sizes() -> None:
     model, module = MLP(nn.GELU()), MLP(memkern.nn.GELU(bits=3))
     call = memkern.compile(model, activations=3, dynamic=True)
     for rows in (ROWS, 2 * ROWS, 3 * ROWS):
         x = torch.randn(rows, WIDTH)
-        (_, found), (_, expected) = step(model, x, call), step(module, x)
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+        (_, actual), (_, expected) = step(model, x, call), step(module, x)
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_a_cast_of_both_passes_is_not_saved_in_fp32() -> None:

@@ -59,13 +59,13 @@ def test_weights_are_not_saved_again() -> None:
 
 
 LAYOUTS = (torch.contiguous_format, torch.channels_last)
-CASES = [("exact", LAYOUTS[1]), (8, LAYOUTS[0]), ("exact", LAYOUTS[0]), (8, LAYOUTS[1])]
+CASES = [("exact", LAYOUTS[1]), (8, LAYOUTS[0]), ("exact", LAYOUTS[0]), (8, LAYOUTS[1])]  # saved bits, layout
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("bits", "layout"), first_full(CASES), ids=str)
-def test_gradients(bits: Any, layout: Any) -> None:
-    """In both memory layouts, with two image sizes; a weight that is written before the backward pass raises."""
+def test_gradients_are_near_eager_torchs(bits: Any, layout: Any) -> None:
+    """With two image sizes; and a weight that is written before the backward pass raises, as in eager torch."""
     torch.manual_seed(0)
     net = Net().to(memory_format=layout)
     plain = copy.deepcopy(net)
@@ -73,10 +73,10 @@ def test_gradients(bits: Any, layout: Any) -> None:
     call = memkern.compile(net, saved_bits=bits, dynamic=True)
     for side in (16, 24):
         x = torch.randn(2, 8, side, side).to(memory_format=layout)
-        expected, found = _step(plain, plain, x), _step(net, call, x)
+        expected, actual = _step(plain, plain, x), _step(net, call, x)
         for name, g in expected.items():
-            assert (found[name] - g).norm() < (1e-4 if bits == "exact" else 0.03) * g.norm() + 1e-6, name
-            assert found[name].stride() == g.stride()
+            assert (actual[name] - g).norm() < (1e-4 if bits == "exact" else 0.03) * g.norm() + 1e-6, name
+            assert actual[name].stride() == g.stride()
     loss = call(x).square().sum()
     with torch.no_grad():
         net.last.weight.mul_(2)

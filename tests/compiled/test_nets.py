@@ -63,8 +63,8 @@ def _step(net: nn.Module) -> tuple[int, int, float]:
     x = torch.randn(2, 16, 14, 14, generator=torch.Generator().manual_seed(1))
     torch._dynamo.reset()
     eager, expected = step(net, x)
-    coded, found = step(net, x, torch.compile(net, backend=backend(8)))
-    return coded, eager, relative_error(found, expected)
+    coded, actual = step(net, x, torch.compile(net, backend=backend(8)))
+    return coded, eager, relative_error(actual, expected)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def _step(net: nn.Module) -> tuple[int, int, float]:
     ],
     ids=["sigmoid", "hardsigmoid", "scale", "up"],
 )
-def test_parts_are_coded(make: Callable[[], nn.Module], largest_share: float) -> None:
+def test_saved_bytes_and_gradient_errors_stay_below_bounds(make: Callable[[], nn.Module], largest_share: float) -> None:
     torch.manual_seed(0)
     coded, eager, error = _step(make())
     assert coded / eager < largest_share

@@ -51,28 +51,28 @@ def batch(memory_format: torch.memory_format = torch.contiguous_format) -> Tenso
 
 
 @pytest.mark.parametrize("norm", NORMS)
-def test_inputs_of_norms_are_in_codes(norm: str) -> None:
+def test_inputs_of_norms_are_saved_in_codes(norm: str) -> None:
     x = batch()
     exact, expected = run(net(norm), x, "exact")
-    coded, found = run(net(norm), x, 8)
-    assert coded < 0.36 * exact
-    assert 1e-4 < relative_error(found, expected) < 0.02
+    coded, actual = run(net(norm), x, 8)
+    assert coded < 0.36 * exact  # codes and their scales take 0.26 of fp32 numbers
+    assert 1e-4 < relative_error(actual, expected) < 0.02
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("activation", [nn.ReLU, nn.GELU, nn.Identity], ids=lambda cls: cls.__name__)
 @pytest.mark.parametrize("norm", ["batch", "group"])
-def test_with_other_activations(norm: str, activation: type[nn.Module]) -> None:
+def test_inputs_of_norms_before_other_activations_are_saved_in_codes(norm: str, activation: type[nn.Module]) -> None:
     x = batch()
     exact, expected = run(net(norm, activation), x, "exact")
-    coded, found = run(net(norm, activation), x, 8)
+    coded, actual = run(net(norm, activation), x, 8)
     assert coded < 0.55 * exact
-    assert relative_error(found, expected) < 0.02
+    assert relative_error(actual, expected) < 0.02
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("norm", ["batch", "instance", "group"])
-def test_other_precisions_and_layouts(norm: str) -> None:
+def test_other_precisions_and_layouts_save_codes_too(norm: str) -> None:
     for dtype, memory_format, autocast in (
         (torch.float32, torch.channels_last, False),
         (torch.float32, torch.contiguous_format, True),
@@ -81,9 +81,9 @@ def test_other_precisions_and_layouts(norm: str) -> None:
         x = batch(memory_format).to(dtype)
         exact_net, coded_net = (net(norm).to(dtype=dtype, memory_format=memory_format) for _ in range(2))
         exact, expected = run(exact_net, x, "exact", autocast)
-        coded, found = run(coded_net, x, 8, autocast)
+        coded, actual = run(coded_net, x, 8, autocast)
         assert coded < 0.75 * exact
-        assert relative_error(found, expected) < 0.03
+        assert relative_error(actual, expected) < 0.03
 
 
 @pytest.mark.parametrize("norm", ["batch", "instance", "group"])
@@ -97,22 +97,22 @@ def test_a_mean_far_from_zero_does_no_harm(norm: str) -> None:
         return model
 
     x = batch()
-    (_, expected), (_, found) = run(shifted(), x, "exact"), run(shifted(), x, 8)
-    assert relative_error(found, expected) < 0.02
+    (_, expected), (_, actual) = run(shifted(), x, "exact"), run(shifted(), x, 8)
+    assert relative_error(actual, expected) < 0.02
 
 
 @pytest.mark.full
-def test_evaluation_statistics_and_running_ones() -> None:
-    """A frozen norm (eval) takes running statistics; in training the updated ones are torch's."""
+def test_a_norm_in_evaluation_saves_codes_and_updates_statistics_as_torchs() -> None:
+    """A frozen norm (eval) takes the running statistics; in training it updates them to torch's."""
     x = batch()
     frozen, coded_net, plain = net("batch"), net("batch"), net("batch")
     for model in (frozen, coded_net):
         model(x)
         model.eval()
     exact, expected = run(frozen, x, "exact")
-    coded, found = run(coded_net, x, 8)
+    coded, actual = run(coded_net, x, 8)
     assert coded < 0.5 * exact
-    assert relative_error(found, expected) < 0.02
+    assert relative_error(actual, expected) < 0.02
     run(frozen.train(), x, 8)
     plain(x)
     plain(x)

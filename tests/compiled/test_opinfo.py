@@ -15,7 +15,7 @@ QUICK = (
     "nn.functional.hardswish", "nn.functional.mish", "nn.functional.max_pool2d", "nn.functional.cross_entropy",
     "nn.functional.scaled_dot_product_attention",
 )  # fmt: skip
-PARTS = 12
+PARTS = 12  # of all operations; a test takes every twelfth one
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +26,7 @@ def _all_coded() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_a_sample(name: str) -> None:
+def test_the_first_sample_has_no_faults(name: str) -> None:
     assert [*opinfo.failures(name)] == []
 
 
@@ -34,6 +34,6 @@ def test_a_sample(name: str) -> None:
     "part", [pytest.param(part, marks=pytest.mark.full if part < 2 else pytest.mark.long) for part in range(PARTS)]
 )
 @pytest.mark.filterwarnings("ignore")
-def test_samples_of_every_operation(part: int) -> None:
+def test_the_first_samples_of_all_operations_have_no_faults(part: int) -> None:
     names = sorted(opinfo.infos())[part::PARTS]
     assert [wrong for name in names for wrong in opinfo.failures(name)] == []

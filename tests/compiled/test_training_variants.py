@@ -20,6 +20,8 @@ aten = torch.ops.aten
 
 
 class Block(nn.Module):
+    """A norm and an MLP with dropout, on a residual stream."""
+
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256), nn.Linear(256, WIDTH)
@@ -29,6 +31,8 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
+    """Two blocks, each called by ``around(block, x)``; returns a loss."""
+
     def __init__(self, around: Callable[[Block, Tensor], Tensor] | None = None) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -42,6 +46,8 @@ class Model(nn.Module):
 
 
 class Tied(nn.Module):
+    """A language model whose embedding is its last layer, too; returns a loss."""
+
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -148,14 +154,14 @@ QUICK = {("dropout", "once"), ("a graph for each block", "once"), ("selective ch
     ("name", "steps"), [pytest.param(*case, marks=() if case in QUICK else pytest.mark.full) for case in CASES]
 )
 @pytest.mark.filterwarnings("ignore")
-def test_gradients(name: str, steps: str) -> None:
+def test_exact_has_torchs_bits_and_8_bits_are_near(name: str, steps: str) -> None:
     expected, exact, coded = (gradients(MODELS[name], STEPS[steps], bits) for bits in (None, "exact", 8))
     assert torch.equal(exact, expected)
     assert relative_error(coded, expected) < 0.03
 
 
 @pytest.mark.parametrize("bits", ["exact", 8])
-def test_evaluation(bits: Any) -> None:
+def test_evaluation_gives_the_models_own_result(bits: Any) -> None:
     torch._dynamo.reset()
     model = Model().eval()
     x = torch.randn(ROWS, WIDTH)

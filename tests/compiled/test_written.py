@@ -36,6 +36,9 @@ class Model(nn.Module):
         return self.down(self.update(self, self.up(x)))
 
 
+# ---- updates: each writes something of the model and computes with it
+
+
 def running_mean(self: Any, h: Tensor) -> Tensor:
     with torch.no_grad():
         self.mean.mul_(0.5).add_(h.mean(0), alpha=0.5)
@@ -52,7 +55,7 @@ def counter(self: Any, h: Tensor) -> Tensor:
     return F.silu(h) + self.steps
 
 
-def whole_counter(self: Any, h: Tensor) -> Tensor:
+def integer_counter(self: Any, h: Tensor) -> Tensor:
     self.count += 1
     return F.silu(h) * (1 + self.count.float()).rsqrt()
 
@@ -139,7 +142,7 @@ def in_a_checkpoint(self: Any, h: Tensor) -> Tensor:
 
 
 UPDATES = (
-    running_mean, factor_of_mean, counter, whole_counter, annealed, before_and_after, slot_by_index, slot_by_slice,
+    running_mean, factor_of_mean, counter, integer_counter, annealed, before_and_after, slot_by_index, slot_by_slice,
     cache, codebook, view_of_a_buffer, parameter, by_data, for_the_backward_pass_alone, in_a_checkpoint,
 )  # fmt: skip
 
@@ -154,9 +157,9 @@ def run(update: Callable[..., Tensor], wrap: Wrap) -> tuple[Tensor, Tensor]:
 
 def assert_alike(update: Callable[..., Tensor], wrap: Wrap, tolerance: float) -> None:
     expected, buffers = run(update, lambda model: model)
-    found, updated = run(update, wrap)
+    actual, updated = run(update, wrap)
     torch.testing.assert_close(updated, buffers)
-    assert relative_error(found, expected) < tolerance
+    assert relative_error(actual, expected) < tolerance
 
 
 # options of tests.support.partitioned.backend
@@ -179,7 +182,7 @@ EVERY = [
 
 @pytest.mark.parametrize(("update", "cut"), EVERY, ids=lambda x: getattr(x, "__name__", x))
 @pytest.mark.filterwarnings("ignore:a compiled graph saves")
-def test_gradients(update: Callable[..., Tensor], cut: str) -> None:
+def test_gradients_and_buffers_are_eager_torchs(update: Callable[..., Tensor], cut: str) -> None:
     rounded = CUTS[cut]["bits"] == 8 or "activations" in CUTS[cut]
     assert_alike(update, lambda model: torch.compile(model, backend=backend(**CUTS[cut])), 0.03 if rounded else 1e-5)
 
@@ -190,18 +193,18 @@ def test_gradients(update: Callable[..., Tensor], cut: str) -> None:
     [(factor_of_mean, "exact"), (slot_by_index, "exact"), (counter, 8), (cache, 8)],
     ids=lambda x: getattr(x, "__name__", x),
 )
-def test_through_inductor(update: Callable[..., Tensor], bits: Any) -> None:
+def test_gradients_and_buffers_are_eager_torchs_through_inductor(update: Callable[..., Tensor], bits: Any) -> None:
     assert_alike(update, lambda model: memkern.compile(model, saved_bits=bits), 0.03 if bits == 8 else 1e-5)
 
 
 @pytest.mark.full
-def test_blocks_without_techniques_of_their_own() -> None:
+def test_gradients_of_blocks_without_other_techniques_are_eager_torchs() -> None:
     """compile=True alone: with torch's own cut the backward pass would read the buffer after it was written."""
 
     def blocks(model: nn.Module) -> nn.Module:
-        both = nn.Sequential(model, Model(annealed))
-        memkern.apply(both, memkern.Techniques(compile=True))
-        return both[0]
+        two_blocks = nn.Sequential(model, Model(annealed))
+        memkern.apply(two_blocks, memkern.Techniques(compile=True))
+        return two_blocks[0]
 
     assert_alike(annealed, blocks, 1e-5)
 
@@ -225,7 +228,7 @@ def _overlapping(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
 @pytest.mark.parametrize("in_graph", [True, False])
 @pytest.mark.parametrize("bits", ["exact", 8])
 @pytest.mark.parametrize("function", [_argument, _column, _overlapping])
-def test_arguments(function: Callable[..., Tensor], bits: Any, in_graph: bool) -> None:
+def test_gradients_where_arguments_are_written(function: Callable[..., Tensor], bits: Any, in_graph: bool) -> None:
     torch._dynamo.reset()
     results = []
     for f in (function, torch.compile(function, backend=backend(bits, in_graph=in_graph))):
