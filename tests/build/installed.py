@@ -1,8 +1,8 @@
-"""python tests/build/installed.py checks that the installed memkern gives the bits of tests/fixtures/hashes.json.
+"""``python tests/build/installed.py`` checks that the installed memkern gives the bits of tests/fixtures/hashes.json.
 
-Called in this way, Python imports memkern from its environment and not from this tree. Prints one line of JSON:
-versions, the backend of CPU tensors, how many cases have the recorded hash, and which do not. Ends with 1 where one
-does not, or where CPU tensors do not run in C++ (``--backend reference`` expects the reference).
+Called in this way, Python imports memkern from its environment and not from this tree. It prints one line of JSON:
+versions, the backend of CPU tensors, how many cases have the recorded hash, and which do not. It exits with 1 where a
+case does not, or where CPU tensors do not run in C++ (``--backend reference`` expects the reference).
 """
 
 from __future__ import annotations

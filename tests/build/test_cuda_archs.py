@@ -1,4 +1,4 @@
-"""setup.py compiles for the CUDA architectures that are listed, known to nvcc or present, and .cu files in parallel."""
+"""setup.py chooses CUDA architectures by a list, by nvcc or by the GPUs, and compiles .cu files in parallel."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ import setuptools
 
 from tests.support.tree import ROOT
 
-FILES = len([*(ROOT / "csrc" / "cuda").glob("*.cu")])
+CU_FILES = len([*(ROOT / "csrc" / "cuda").glob("*.cu")])
 # nvcc's version: the architectures that it knows, in tenths (50 is 5.0)
 NVCC = {
     "12.4": "50 52 60 70 75 80 86 87 89 90",
     "12.8": "50 70 75 80 86 87 89 90 100 101 120",
     "13.0": "75 80 86 87 88 89 90 100 103 110 120 121",
 }
-NGC = "7.5 8.0 8.6 9.0 10.0 12.0+PTX"  # of NVIDIA's containers, with spaces
-CUDA_12 = "7.0;7.5;8.0;8.6;9.0;10.0;12.0+PTX"  # of images for PyTorch's wheels
+# TORCH_CUDA_ARCH_LIST in NVIDIA's containers (with spaces), and in the images that build PyTorch's wheels.
+NGC = "7.5 8.0 8.6 9.0 10.0 12.0+PTX"
+CUDA_12 = "7.0;7.5;8.0;8.6;9.0;10.0;12.0+PTX"
 
 
 @pytest.fixture
@@ -46,7 +47,7 @@ def setup_py(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("version", "listed", "expected"),
+    ("version", "listed", "expected"),  # nvcc's version, TORCH_CUDA_ARCH_LIST, the architectures that are compiled for
     [
         ("13.0", NGC, "8.0 8.6 9.0 10.0 12.0+PTX"),
         ("12.4", NGC, "8.0 8.6 9.0+PTX"),
@@ -62,11 +63,12 @@ def test_listed_archs_that_nvcc_knows_are_kept(
     setup_py: Any, capsys: pytest.CaptureFixture[str], version: str, listed: str, expected: str
 ) -> None:
     assert setup_py(version, listed)["cuda_archs"]() == expected.split()
-    dropped = [name for name in re.findall(r"[^; ]+", listed) if name not in expected.split()]
-    left_out = [name for name in dropped if f"{name}+PTX" not in expected.split()]
+    dropped = [
+        name for name in re.findall(r"[^; ]+", listed) if not {name, f"{name}+PTX"}.intersection(expected.split())
+    ]
     printed = capsys.readouterr().out
-    assert all(repr(name) in printed for name in left_out)
-    assert bool(printed) == bool(left_out)
+    assert all(repr(name) in printed for name in dropped)
+    assert bool(printed) == bool(dropped)
 
 
 @pytest.mark.parametrize(
@@ -126,11 +128,11 @@ def test_each_gpu_gets_code_for_its_rate_of_fp64(setup_py: Any) -> None:
 
 @pytest.mark.full
 # archs: number of architectures; jobs: MAX_JOBS; units: number of objects that nvcc is called for
-@pytest.mark.parametrize(("archs", "jobs", "units"), [(1, 16, FILES), (1, 4, FILES), (1, 2, 1), (7, 16, 1)])
+@pytest.mark.parametrize(("archs", "jobs", "units"), [(1, 16, CU_FILES), (1, 4, CU_FILES), (1, 2, 1), (7, 16, 1)])
 def test_files_are_compiled_in_parallel(
     setup_py: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, archs: int, jobs: int, units: int
 ) -> None:
-    """One by one where there are processors for that, those that take longest first; the link waits for all."""
+    """Each by its own nvcc where there are processors for it, the longest first; the link waits for all."""
     functions = setup_py("13.0", ";".join(["8.0", "8.6", "8.7", "8.9", "9.0", "10.0", "12.0"][:archs]))
     monkeypatch.setenv("MAX_JOBS", str(jobs))
     log = tmp_path / "log"

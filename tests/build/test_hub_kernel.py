@@ -1,7 +1,7 @@
 """tools/hub_kernel.py writes a project that kernel-builder takes; libraries built from it load beside memkern.
 
-kernel-builder itself is not needed: the test compiles as it does and lays the files out as it does. pip install kernels
-brings the loader, and the parser of build.toml that kernel-builder has.
+kernel-builder itself is not needed: the test compiles as it does and puts the files where it does. ``pip install
+kernels`` brings the loader, and kernel-builder's parser of build.toml.
 """
 
 import ast
@@ -24,7 +24,7 @@ tomllib = pytest.importorskip("tomllib")  # of Python 3.11
 
 ROOT = Path(__file__).parents[2]
 OWN = {"triton": "triton", "nn/conv1d.py": "transformers"}  # folder or file: the further package that it may import
-IDS = ("_memkern_cpu_1111111", "_memkern_cpu_2222222")
+IDS = ("_memkern_cpu_1111111", "_memkern_cpu_2222222")  # of two builds, as kernel-builder names them
 
 pytestmark = pytest.mark.long
 

@@ -29,6 +29,7 @@ def hashes(*command: str) -> dict[str, dict[str, str]]:
 
 @pytest.fixture
 def generated() -> None:
+    """Writes the headers that csrc/generate.py generates."""
     runpy.run_path(str(ROOT / "csrc/generate.py"))["write_headers"]()
 
 

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 LAST = "ext_modules, cmdclass = extensions(what_to_build())"  # setup.py's functions are above this line
 
 
-def decided(before: str, after: str = "print(what_to_build())", **variables: str) -> subprocess.CompletedProcess[str]:
+def run_setup(before: str, after: str = "print(what_to_build())", **variables: str) -> subprocess.CompletedProcess[str]:
     """Runs ``before``, setup.py's functions and ``after`` in a process; ``after`` prints the target to build."""
     source = (ROOT / "setup.py").read_text()
     assert source.count(LAST) == 1
@@ -26,7 +26,7 @@ def decided(before: str, after: str = "print(what_to_build())", **variables: str
 
 @pytest.mark.parametrize(("version", "works"), [("65.5.0", False), ("76.1", False), ("77.0.3", True)])
 def test_a_setuptools_that_is_too_old_is_named_with_the_cure(version: str, works: bool) -> None:
-    run = decided(f"import setuptools; setuptools.__version__ = {version!r}", MEMKERN_BUILD="none")
+    run = run_setup(f"import setuptools; setuptools.__version__ = {version!r}", MEMKERN_BUILD="none")
     assert (run.returncode == 0) == works
     assert (run.stdout == "none\n") == works
     message = f"needs setuptools 77 or newer to build, found {version}: pip install 'setuptools>=77'"
@@ -46,7 +46,7 @@ import sys, sysconfig, types
 sys.modules["torch"] = types.SimpleNamespace(version=types.SimpleNamespace(cuda="13.0"))
 sysconfig.get_path = lambda name: {str(tmp_path)!r}
 """
-    run = decided(before, NVCC=str(tmp_path / "nvcc"))
+    run = run_setup(before, NVCC=str(tmp_path / "nvcc"))
     assert run.stdout == f"{built}\n", run.stderr[-2000:]
 
 
@@ -60,11 +60,11 @@ sysconfig.get_path = lambda name: {str(tmp_path)!r}
     ],
 )
 def test_a_build_that_is_impossible_is_an_error(changes: dict[str, str], message: str) -> None:
-    run = decided("", "what_to_build(), for_any_python()", NVCC="/nonexistent", **changes)
+    run = run_setup("", "what_to_build(), for_any_python()", NVCC="/nonexistent", **changes)
     assert run.returncode == 1
     assert run.stderr.startswith(message)
 
 
-def test_a_build_without_isolation_asks_for_what_it_needs_alone() -> None:
-    # `python -m build --no-isolation` fails where one of these is missing; ninja is not needed.
+def test_the_build_requires_setuptools_and_torch_alone() -> None:
+    # `python -m build --no-isolation` fails where a required package is missing, such as ninja, which is not needed.
     assert 'requires = ["setuptools>=77", "torch>=2.10"]' in (ROOT / "pyproject.toml").read_text()

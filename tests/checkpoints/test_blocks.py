@@ -1,4 +1,6 @@
-"""checkpoint_blocks: the gradients of a model without it; with bits=8 those of one whose block inputs are quantized."""
+"""checkpoint_blocks gives the gradients of a model without it; with bits=8 those of one whose block inputs are rounded
+to codes.
+"""
 
 import copy
 import gc
@@ -29,7 +31,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Calls its blocks, but for those that are left out, by ``call(block, x)``, which returns the next one's input."""
+    """Calls ``call(block, x)``, which returns the next block's input, for each of its blocks but the skipped ones."""
 
     def __init__(
         self,
@@ -93,9 +95,9 @@ def run_and_gradients(model: nn.Module, x: Tensor = X) -> list[Tensor]:
     return [out.detach(), *(p.grad.clone() for p in (x, *model.parameters()) if p.grad is not None)]
 
 
-def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
-    assert len(found) == len(expected)
-    assert all(map(torch.equal, found, expected))
+def assert_same(actual: list[Tensor], expected: list[Tensor]) -> None:
+    assert len(actual) == len(expected)
+    assert all(map(torch.equal, actual, expected))
 
 
 @pytest.mark.parametrize("every", [1, 2, 9])  # 9 is more than the model's 5 blocks
@@ -131,19 +133,19 @@ class Rounded(torch.autograd.Function):
 @pytest.mark.parametrize("form", FORMS)
 def test_codes_round_the_first_argument_alone(form: str, every: int) -> None:
     """The argument is given by position or by name, and its gradient reaches what is before the block."""
-    model, twin = Net(*FORMS[form]), Net(*FORMS[form])
+    model, rounded_by_hooks = Net(*FORMS[form]), Net(*FORMS[form])
     memkern.checkpoint_blocks(model, bits=8, every=every)
 
     def rounds(block: nn.Module, args: Any, kwargs: Any) -> Any:
         kwargs = {name: Rounded.apply(x) if name == "x" else x for name, x in kwargs.items()}
         return tuple(Rounded.apply(x) if i == 0 else x for i, x in enumerate(args)), kwargs
 
-    for block in twin.blocks[::every]:
+    for block in rounded_by_hooks.blocks[::every]:
         block.register_forward_pre_hook(rounds, with_kwargs=True)
-    assert_same(run_and_gradients(model), run_and_gradients(twin))
+    assert_same(run_and_gradients(model), run_and_gradients(rounded_by_hooks))
     assert [block.runs for block in model.blocks] == [2 if i % every == 0 else 1 for i in range(5)]
-    model.skipped = twin.skipped = (1, 3)
-    assert_same(run_and_gradients(model), run_and_gradients(twin))
+    model.skipped = rounded_by_hooks.skipped = (1, 3)
+    assert_same(run_and_gradients(model), run_and_gradients(rounded_by_hooks))
 
 
 def checkpointed_and_plain(dtype: torch.dtype, bits: int | None) -> tuple[nn.Module, nn.Module]:
@@ -154,11 +156,11 @@ def checkpointed_and_plain(dtype: torch.dtype, bits: int | None) -> tuple[nn.Mod
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_codes_of_other_dtypes(dtype: torch.dtype) -> None:
+def test_codes_of_half_precision_inputs_give_near_gradients(dtype: torch.dtype) -> None:
     runs = [run_and_gradients(model, X.to(dtype)) for model in checkpointed_and_plain(dtype, 8)]
-    for found, expected in zip(*runs, strict=True):
-        assert found.dtype == dtype
-        assert (found - expected).norm() < 0.1 * expected.norm()
+    for actual, expected in zip(*runs, strict=True):
+        assert actual.dtype == dtype
+        assert (actual - expected).norm() < 0.1 * expected.norm()
 
 
 def test_float64_is_exact_and_without_gradients_nothing_is_rounded() -> None:

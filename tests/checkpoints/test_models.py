@@ -32,8 +32,11 @@ def seed(number: int) -> None:
     numpy.random.seed(number)  # noqa: NPY002 - which transformers draws from
 
 
-def steps(source: Any, every: int | None) -> list[Tensor]:
-    """All that a model returns, its hidden states too, and the gradients of its parameters, in each of two steps."""
+def outputs_and_gradients(source: Any, every: int | None) -> list[Tensor]:
+    """All that a model returns, its hidden states too, and the gradients of its parameters, in each of two steps.
+
+    every: of checkpoint_blocks; None for a model without checkpoints.
+    """
     seed(0)
     model = source.build(torch.float32, empty=False)
     if every is not None:
@@ -59,7 +62,7 @@ def steps(source: Any, every: int | None) -> list[Tensor]:
 def test_outputs_hidden_states_and_gradients_are_those_of_the_plain_model(kind: str) -> None:
     try:
         source = tiny.source(kind)
-        expected = steps(source, None)
+        expected = outputs_and_gradients(source, None)
     except Exception:  # transformers' own, of any kind
         if kind in DROP_LAYERS:
             raise
@@ -68,6 +71,6 @@ def test_outputs_hidden_states_and_gradients_are_those_of_the_plain_model(kind: 
     if not any(True for _ in block_lists(source.build(torch.float32))):
         pytest.skip("this model has no list of like blocks")
     for every in (1, 2):
-        found = steps(source, every)
-        assert len(found) == len(expected)
-        assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(found, expected, strict=True))
+        actual = outputs_and_gradients(source, every)
+        assert len(actual) == len(expected)
+        assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(actual, expected, strict=True))

@@ -1,4 +1,4 @@
-"""memkern.backend: the choice by device, use_backend, MEMKERN_BACKEND, what errors say, and memkern info."""
+"""memkern.backend chooses by device, use_backend and MEMKERN_BACKEND, and says why a backend is not available."""
 
 import json
 import os
@@ -20,6 +20,7 @@ ROOT = Path(memkern.__file__).parents[1]
 
 
 def python(code: str, folder: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs code in a process without memkern's variables, but with these ones."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("MEMKERN_") and k != "PYTHONPATH"} | environment
     command = [sys.executable, "-c", code]
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120)
@@ -72,7 +73,7 @@ def test_every_device_has_a_backend(device: str) -> None:
     assert backend.available()[backend.select(device)] is None
 
 
-def test_use_backend_holds_inside_nests_and_ends() -> None:
+def test_use_backend_holds_inside_its_block_and_may_be_nested() -> None:
     outside = backend.select("cpu")
     with memkern.use_backend("reference"):
         assert backend.select("cpu") == "reference"
@@ -87,7 +88,7 @@ def test_use_backend_holds_inside_nests_and_ends() -> None:
     assert backend.select("cpu") == outside
 
 
-def test_an_unknown_backend() -> None:
+def test_an_unknown_backend_is_refused() -> None:
     with pytest.raises(ValueError, match=r"one of cpu, cuda, triton, reference, got 'tpu'"), memkern.use_backend("tpu"):
         pass
 
@@ -270,12 +271,12 @@ STEP = (
 
 
 @pytest.mark.full
-def test_environment_asks_for_a_backend() -> None:
+def test_memkern_backend_chooses_a_backend() -> None:
     assert python(STEP, MEMKERN_BACKEND="reference").stdout == "reference\n"
     if backend.available()["cpu"] is None:
         inside = "\nwith memkern.use_backend('reference'): print(backend.select('cpu'))"
         printed = python(STEP + inside, MEMKERN_BACKEND="cpu").stdout
-        assert printed == "cpu\nreference\n"  # the narrower wish wins
+        assert printed == "cpu\nreference\n"  # use_backend wins inside its block
 
 
 @pytest.mark.full
@@ -283,7 +284,7 @@ def test_environment_asks_for_a_backend() -> None:
     ("name", "error", "message"),
     [("tpu", "ValueError", "backend must be one of"), ("triton", "RuntimeError", "is not available")],
 )
-def test_environment_asks_for_an_absent_backend(name: str, error: str, message: str) -> None:
+def test_memkern_backend_with_an_absent_backend_is_an_error(name: str, error: str, message: str) -> None:
     if backend.available().get(name, "") is None:
         pytest.skip(f"{name} runs here")
     result = python(STEP, MEMKERN_BACKEND=name)
@@ -297,7 +298,7 @@ def test_environment_asks_for_an_absent_backend(name: str, error: str, message: 
 
 @needs_cpp
 @pytest.mark.parametrize("isa", ISAS)
-def test_environment_asks_for_an_instruction_set(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memkern_cpu_isa_chooses_an_instruction_set_that_runs(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
     host = pytest.importorskip("memkern._host")
     best = host.cpu_isa()
     monkeypatch.setenv("MEMKERN_CPU_ISA", isa)
@@ -334,8 +335,7 @@ def test_info_ends_quietly_where_nobody_reads_it() -> None:
     assert "BrokenPipe" not in run.stderr
 
 
-def test_info(capsys: pytest.CaptureFixture[str]) -> None:
-    """memkern info prints the report, without any optional package."""
+def test_info_prints_the_report_without_any_optional_package(capsys: pytest.CaptureFixture[str]) -> None:
     main(["info", "--json"])
     report = json.loads(capsys.readouterr().out)
     assert report == json.loads(json.dumps(backend.report()))

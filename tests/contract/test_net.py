@@ -1,4 +1,4 @@
-"""Every backend has the results of tests/fixtures/hashes.json bit for bit; a pickled module computes what it did."""
+"""Every backend has the results of tests/fixtures/hashes.json bit for bit; a pickled module computes the same bits."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ from tests.support.helpers import ISAS, device_of, marks_of, on, skip_other_norm
 # ---- results
 
 HASHES = json.loads(make_hashes.FILE.read_text())
-QUICK = ("AdamW", "activations", "blockwise", "affine", "linear")
-SLOW = ("reference", "generic")  # half a minute each for all groups
-LONG = ("Adam8bit", "LAMB8bit", "LARS8bit", "SGD8bit")  # 15 s each on the reference: AdamW8bit's and Lion8bit's moments
+# What decides the tier of a backend and a group of cases (case()).
+QUICK_GROUPS = ("AdamW", "activations", "blockwise", "affine", "linear")
+SLOW_BACKENDS = ("reference", "generic")  # half a minute each for all groups
+# 15 s each on the reference, with moments like AdamW8bit's and Lion8bit's.
+LONG_GROUPS = ("Adam8bit", "LAMB8bit", "LARS8bit", "SGD8bit")
 
 
 def case(backend: str, group: str) -> Any:
     marks = marks_of(backend)
-    if backend in SLOW and group not in QUICK:
+    if backend in SLOW_BACKENDS and group not in QUICK_GROUPS:
         marks.append(pytest.mark.full)
-    if backend == "reference" and group in LONG:
+    if backend == "reference" and group in LONG_GROUPS:
         marks.append(pytest.mark.long)
     return pytest.param(backend, group, marks=marks, id=f"{backend}-{group}")
 
@@ -48,9 +50,9 @@ def test_results_are_those_of_the_hashes(backend: str, group: str) -> None:
     wrong = []
     with on(backend):
         for name, run in cases.items():
-            found, expected = run(device_of(backend)), HASHES[group][name]
+            actual, expected = run(device_of(backend)), HASHES[group][name]
             # A state may have entries that were not there when the hashes were recorded.
-            if differing := [key for key in expected if found.get(key) != expected[key]]:
+            if differing := [key for key in expected if actual.get(key) != expected[key]]:
                 wrong.append(f"{name}: {', '.join(differing)}")
     assert not wrong, f"{len(wrong)} of {len(cases)} cases differ:\n" + "\n".join(wrong[:20])
 
@@ -88,7 +90,7 @@ def module(name: str) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("name", [*public(memkern.nn, torch.nn.Module), "compressed"])
-def test_a_pickled_module_works(name: str) -> None:
+def test_a_pickled_module_computes_the_same_bits(name: str) -> None:
     fresh = module(name)
     copied = pickle.loads(pickle.dumps(fresh))
     assert [type(m) for m in copied.modules()] == [type(m) for m in fresh.modules()]

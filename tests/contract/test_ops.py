@@ -44,7 +44,7 @@ def test_every_registered_op_has_a_schema() -> None:
 
 
 @over_ops
-def test_schemas_are_alike(name: str) -> None:
+def test_an_op_and_its_reference_have_the_same_schema(name: str) -> None:
     ours, references = (str(op(namespace, name)._schema) for namespace in NAMESPACES[:2])
     assert ours.split("::")[1] == references.split("::")[1]
     stated = torch._C.parse_schema(f"memkern::{name}{schemas.SCHEMAS[name]}")
@@ -66,7 +66,7 @@ def test_cpu_tensors_run_in_cpp(name: str) -> None:
     "namespace", [pytest.param(n, marks=pytest.mark.full if n == "memkern_reference" else ()) for n in NAMESPACES]
 )
 @pytest.mark.parametrize(("name", "sample"), [(name, each) for name in SAMPLES for each in SAMPLES[name]])
-def test_opcheck(namespace: str, name: str, sample: str) -> None:
+def test_ops_pass_opcheck(namespace: str, name: str, sample: str) -> None:
     """opcheck's slow test_aot_dispatch_dynamic is run for steps, Muon's ops and the first call of each case alone."""
     checks = ["test_schema", "test_autograd_registration", "test_faketensor"]
     if name.endswith("step_") or "muon" in name or sample.endswith(", 0"):
@@ -75,8 +75,7 @@ def test_opcheck(namespace: str, name: str, sample: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in SAMPLES if not name.endswith("_")])
-def test_meta_tensors(name: str) -> None:
-    # What the fakes say about shapes, strides and dtypes, on tensors without data.
+def test_results_on_meta_tensors_have_the_shapes_strides_and_dtypes_of_real_ones(name: str) -> None:
     for make in SAMPLES[name].values():
         args = make()
         real = op("memkern", name)(*args)
@@ -90,29 +89,28 @@ def test_meta_tensors(name: str) -> None:
 @over_namespaces
 @pytest.mark.parametrize("name", LAYERWISE)
 @pytest.mark.parametrize("layers", [1, 3])
-def test_two_passes_one_after_the_other(namespace: str, name: str, layers: int) -> None:
-    """Squares of layers by one call, and the step with them by another: the bits of a step in one call."""
+def test_squares_and_step_in_two_calls_have_the_bits_of_one(namespace: str, name: str, layers: int) -> None:
 
     def arguments() -> schemas.StepArgs:
         return step_args(
             name, ("1-D", "long rows", "whole blocks"), layers=[1, layers], groups=(0, 4), gradient=of_size(1e-3)
         )
 
-    whole, halves, unchanged = arguments(), arguments(), arguments()
-    squares, truth = (torch.zeros(sum(map(len, whole.trust_ratios)), 2, dtype=torch.float64) for _ in range(2))
+    in_one_call, in_two_calls, unchanged = arguments(), arguments(), arguments()
+    squares, truth = (torch.zeros(sum(map(len, in_one_call.trust_ratios)), 2, dtype=torch.float64) for _ in range(2))
     step = op(namespace, name)
     op("memkern_reference", name)(*arguments()._replace(squares=truth, squares_only=True))
-    step(*whole)
-    step(*halves._replace(squares=squares, squares_only=True))
-    assert_same([*halves], [*unchanged])
-    torch.testing.assert_close(squares, truth, rtol=1e-12, atol=0)
+    step(*in_one_call)
+    step(*in_two_calls._replace(squares=squares, squares_only=True))
+    assert_same([*in_two_calls], [*unchanged])
+    torch.testing.assert_close(squares, truth, rtol=1e-12, atol=0)  # fp64 sums in another order
     assert (squares > 0).all()
-    step(*halves._replace(squares=squares))
-    assert_same([*halves], [*whole])
+    step(*in_two_calls._replace(squares=squares))
+    assert_same([*in_two_calls], [*in_one_call])
 
 
 @over_namespaces
-def test_opcheck_of_squares(namespace: str) -> None:
+def test_a_call_for_squares_passes_opcheck(namespace: str) -> None:
     squares = torch.zeros(2, 2, dtype=torch.float64)
     args = step_args("lamb_step_", ("odd", "1-D"), squares=squares, squares_only=True)
     torch.library.opcheck(op(namespace, "lamb_step_"), args)
@@ -128,8 +126,8 @@ def test_no_gradient_flows_through_codes(namespace: str) -> None:
 
 
 @pytest.mark.parametrize("name", STEP_OPS)
-def test_gradients_of_other_strides_are_taken(name: str) -> None:
-    """The reference has the bits of the same gradients laid out as the parameters are."""
+def test_the_reference_takes_gradients_of_other_strides(name: str) -> None:
+    """With the bits of the same gradients laid out as the parameters are."""
     (strided,) = CASES[f"{name}: gradients of other strides"].calls()
     args = schemas.StepArgs(*copy.deepcopy(strided))
     grads = [torch.empty_like(p, dtype=g.dtype).copy_(g) for p, g in zip(args.params, args.grads, strict=True)]

@@ -76,7 +76,7 @@ def test_flags_become_options_of_train(typed_flags: str, options: dict[str, Any]
         ("--batch-size 0", "0 given; allowed: a whole number, 1 or more"),
     ],
 )
-def test_a_batch_that_is_no_product_of_its_micro_batches(typed_flags: str, message: str) -> None:
+def test_a_batch_that_is_no_product_of_its_micro_batches_is_refused(typed_flags: str, message: str) -> None:
     with pytest.raises(OptionError, match=f"^batch_size: {message}$"):
         given_options(parser_of(train_cli).parse_args(typed_flags.split()))
 
@@ -173,7 +173,7 @@ def test_a_copy_of_a_run_takes_techniques_by_name() -> None:
     ],
     ids=str,
 )
-def test_bad_techniques(changes: dict[str, Any], message: str) -> None:
+def test_bad_techniques_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError) as error:
         Techniques(**changes)
     assert message in str(error.value)

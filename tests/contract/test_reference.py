@@ -1,4 +1,4 @@
-"""memkern.reference, which specifies all kernels: its parts and its steps against formulas in fp64."""
+"""memkern.reference, which specifies all kernels: its parts and its steps agree with formulas in fp64."""
 
 import math
 from fractions import Fraction
@@ -29,7 +29,7 @@ def test_sqrt_is_correctly_rounded(seed: int) -> None:
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.5, 0.9, 0.999, 0.99999])
-def test_powers(beta: float) -> None:
+def test_powers_are_near_those_in_fp64(beta: float) -> None:
     assert state.power_of(beta, 0) == 1
     assert state.power_of(beta, 1) == beta
     for step in (2, 3, 10, 1000, 12345, 2**24):
@@ -37,7 +37,7 @@ def test_powers(beta: float) -> None:
         assert math.isclose(state.power_of(beta, step), beta**step, rel_tol=step * 2**-52, abs_tol=1e-300)
 
 
-def test_sign() -> None:
+def test_sign_of_zeros_is_0_and_of_nan_nan() -> None:
     x = torch.tensor([3.0, -2e-45, 0.0, -0.0, torch.inf, -torch.inf, torch.nan])
     s = lion.sign(x)
     assert s[:6].tolist() == [1, -1, 0, 0, 1, -1]
@@ -70,16 +70,16 @@ def test_moments_come_back_decayed(codec: str, signed: bool) -> None:
     scale = torch.zeros(cut.scale_shape)
     blocks = blockwise.to_blocks(x, cut)
     state.store_moment(blocks, codes, scale, cut, number, step=3)
-    whole, decayed = (state.load_moment(codes, scale, cut, number, decay) for decay in (1.0, 0.9))
-    torch.testing.assert_close(decayed, 0.9 * whole, rtol=1e-6, atol=0)
+    loaded, decayed = (state.load_moment(codes, scale, cut, number, decay) for decay in (1.0, 0.9))
+    torch.testing.assert_close(decayed, 0.9 * loaded, rtol=1e-6, atol=0)
     largest = blocks.abs().amax(1, keepdim=True)
     if codec == "power":
         # At the largest value the step between codes of m is 2 / 127 of it, of v's fourth root 4 / 255, with dither.
-        assert ((whole - blocks).abs() <= largest * (2.02 / 127 if signed else 4.02 / 255)).all()
+        assert ((loaded - blocks).abs() <= largest * (2.02 / 127 if signed else 4.02 / 255)).all()
     else:
         # Half of the widest gap between neighbouring values of the map.
         gaps = torch.tensor(C.dynamic_map(signed)).diff().max()
-        assert ((whole - blocks).abs() <= largest * (gaps / 2 + 1e-6)).all()
+        assert ((loaded - blocks).abs() <= largest * (gaps / 2 + 1e-6)).all()
 
 
 # ---- whole steps

@@ -92,7 +92,7 @@ def test_figures_of_the_first_steps(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
-# excerpts
+# ---- excerpts
 
 
 @pytest.mark.parametrize("page", [ROOT / "docs" / "kernels.md"], ids=lambda page: page.name)
@@ -106,7 +106,7 @@ def test_excerpts_are_those_of_the_files(page: Path) -> None:
         assert any(source[i : i + len(lines)] == lines for i in places), (title, text)
 
 
-# commands
+# ---- commands
 
 
 def commands(page: Path) -> Iterator[list[str]]:

@@ -1,4 +1,4 @@
-"""Few-bit activations give the codes and gradients of their tables, and torch's outputs, also in place."""
+"""Few-bit activations give the codes and gradients of their tables and torch's outputs, also in place."""
 
 from itertools import product
 from typing import Any
@@ -71,11 +71,11 @@ def test_codes_are_what_the_table_says(table: Levels) -> None:
 @over_all
 @over_layouts
 @over_bits
-def test_planes(backend: str, layout: str, bits: int) -> None:
+def test_codes_are_bit_planes_in_memory_order(backend: str, layout: str, bits: int) -> None:
     x = values(layout)
     codes = encode(backend, x, LEVELS["gelu", bits]).cpu()
     assert codes.shape == (bits, plane_bytes(x.numel()))
-    assert 8 * codes.numel() < bits * x.numel() + 8 * 64  # padding is less than 64 bytes
+    assert 8 * codes.numel() < bits * x.numel() + 8 * 64  # the padding of all planes is less than 64 bytes
     unpacked = (codes[:, :, None] >> torch.arange(8) & 1).view(bits, -1)
     assert not unpacked[:, x.numel() :].any(), "padding must be zeros"
     # Plane p, byte i, bit j: bit p of the code of element 8 i + j, in memory order.
@@ -129,7 +129,7 @@ def on_device_of(x: Tensor, backend: str) -> Tensor:
 
 @over_cpu
 @pytest.mark.parametrize("kind", ["expanded", "transposed", "slices", "channels_last"])
-def test_gradients_of_any_strides(backend: str, kind: str) -> None:
+def test_the_outputs_gradient_may_have_any_strides(backend: str, kind: str) -> None:
     x = values("permuted")
     grad = {
         "expanded": torch.ones(()).expand(x.shape),
@@ -145,7 +145,7 @@ def test_gradients_of_any_strides(backend: str, kind: str) -> None:
 @over_cpu
 @over_activations
 @over_dtypes
-def test_nan_in_nan_out(backend: str, name: str, dtype: torch.dtype) -> None:
+def test_nan_stays_nan_in_the_output_and_has_a_finite_gradient(backend: str, name: str, dtype: torch.dtype) -> None:
     x = torch.tensor([1.0, torch.nan, -1.0, torch.nan], dtype=dtype)
     with on(backend):
         y, dx = gradients(lambda t: ACTIVATIONS[name](t), x, torch.ones(4, dtype=dtype))
@@ -155,8 +155,8 @@ def test_nan_in_nan_out(backend: str, name: str, dtype: torch.dtype) -> None:
 
 @over_cpu
 @over_exact
-def test_gradcheck(backend: str, name: str) -> None:
-    # In fp64, which the kernels do not have; a rounded derivative fails by design.
+def test_exact_derivatives_pass_gradcheck_on_the_reference(backend: str, name: str) -> None:
+    # In fp64, which other backends refuse; a rounded derivative could not pass.
     x = torch.tensor([-7.3, -1.2, -0.4, 0.3, 0.9, 2.0, 6.5], dtype=torch.float64, requires_grad=True)
     with on(backend):
         if backend == "reference":
@@ -174,7 +174,7 @@ def test_gradcheck(backend: str, name: str) -> None:
 @over_cpu
 @pytest.mark.parametrize("name", [name for name, a in ACTIVATIONS.items() if a.inplace])
 @pytest.mark.parametrize("layout", ["odd", "channels_last", "every second", "empty", "0-dim"])
-def test_in_place(backend: str, name: str, layout: str) -> None:
+def test_in_place_has_the_same_output_and_gradient(backend: str, name: str, layout: str) -> None:
     activation = ACTIVATIONS[name]
     leaf = values(layout).requires_grad_()
     with on(backend):
@@ -199,7 +199,7 @@ def test_in_place_on_a_leaf_raises_before_anything_changes() -> None:
     assert_same(x, before)
 
 
-def test_in_place_on_a_view() -> None:
+def test_in_place_on_a_view_has_the_gradient_of_its_base() -> None:
     x = torch.randn(8, 6, requires_grad=True)
     base = x * 1
     ACTIVATIONS["relu"](base[2:5], inplace=True)
@@ -218,11 +218,11 @@ def test_in_place_is_seen_by_autograds_checks() -> None:
         y.sum().backward()
 
 
-# ---- from the output
+# ---- from the output: keep="output"
 
 
 @pytest.mark.parametrize("name", TWO_BRANCHES)
-def test_derivative_from_the_output(name: str) -> None:
+def test_the_derivative_from_the_output_is_near_the_true_one(name: str) -> None:
     activation = ACTIVATIONS[name.replace("_", " ")]
     x = torch.randn(200_000, generator=torch.Generator().manual_seed(0))
     rms_errors = {}
@@ -232,7 +232,8 @@ def test_derivative_from_the_output(name: str) -> None:
         truth = gradients(activation.torch, x.to(dtype).double(), torch.ones(200_000).double())[1]
         rms_errors[dtype] = float((dx.double() - truth).pow(2).mean().sqrt())
         assert float((dx.double() - truth).abs().max()) < (0.03 if dtype == torch.bfloat16 else 1e-3)
-    assert rms_errors[torch.float32] < 8e-5  # docs/numerics.md states both
+    # docs/numerics.md states both.
+    assert rms_errors[torch.float32] < 8e-5
     assert rms_errors[torch.bfloat16] < 2.3e-3
 
 
@@ -247,7 +248,7 @@ def test_from_the_output_in_any_layout(layout: str) -> None:
     assert torch.allclose(dx[finite], truth[finite], atol=1e-3, rtol=0)
 
 
-def test_a_changed_output_raises() -> None:
+def test_an_output_that_was_changed_raises_in_the_backward_pass() -> None:
     x = torch.randn(100, requires_grad=True)
     y = ACTIVATIONS["gelu"].ours(x, keep="output")
     y.mul_(2)

@@ -88,7 +88,7 @@ def test_a_graph_is_walked_twice(backend: str) -> None:
             torch.autograd.grad(y.sum(), x)
 
 
-def test_a_module_used_twice() -> None:
+def test_a_module_used_twice_has_the_sum_of_both_gradients() -> None:
     x = torch.randn(500, requires_grad=True)
     act = nn.SiLU()
     (act(x) + act(2 * x)).sum().backward()
@@ -98,7 +98,7 @@ def test_a_module_used_twice() -> None:
 
 @pytest.mark.parametrize("keep", ["codes", "output"])
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointing(keep: str, reentrant: bool) -> None:
+def test_gradients_through_checkpoints_are_the_same(keep: str, reentrant: bool) -> None:
     layer = torch.nn.Linear(16, 16)
     x = torch.randn(8, 16, requires_grad=True)
 
@@ -111,10 +111,10 @@ def test_checkpointing(keep: str, reentrant: bool) -> None:
 
 
 @pytest.mark.parametrize("keep", ["codes", "output"])
-@pytest.mark.parametrize("by", ["the input", "a weight"])
-def test_double_backward_raises(keep: str, by: str) -> None:
+@pytest.mark.parametrize("dx_depends_on", ["the input", "a weight"])
+def test_double_backward_raises(keep: str, dx_depends_on: str) -> None:
     x, w = torch.randn(8, requires_grad=True), torch.randn(8, requires_grad=True)
-    y = functional.gelu(x, keep=keep) * (w if by == "a weight" else 1)
+    y = functional.gelu(x, keep=keep) * (w if dx_depends_on == "a weight" else 1)
     (dx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match=r"no second derivative.*torch\.nn\.functional"):
         dx.sum().backward()
@@ -141,7 +141,7 @@ def test_saved_codes_can_be_offloaded() -> None:
 
 @over_activations
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_autocast_as_torchs(name: str, dtype: torch.dtype) -> None:
+def test_outputs_and_dtypes_under_autocast_are_torchs(name: str, dtype: torch.dtype) -> None:
     activation = ACTIVATIONS[name]
     x = values("odd", dtype)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -175,7 +175,7 @@ def test_compile_without_a_graph_break(case: str) -> None:
 
 
 @pytest.mark.full
-def test_inductor() -> None:
+def test_inductor_gives_the_same_output_and_gradient() -> None:
     torch._dynamo.reset()
     x = torch.randn(64, 48)
     compiled = torch.compile(lambda t: functional.gelu(t) * 2, fullgraph=True)
@@ -190,7 +190,7 @@ MODULES += [nn.ReLU, nn.LeakyReLU, nn.Hardtanh, nn.Hardsigmoid, nn.Hardshrink, n
 
 
 @pytest.mark.parametrize("cls", MODULES, ids=lambda c: c.__name__)
-def test_modules_are_torchs(cls: Any) -> None:
+def test_modules_are_subclasses_with_torchs_arguments(cls: Any) -> None:
     torch_class = getattr(torch.nn, cls.__name__)
     assert issubclass(cls, torch_class)
     ours, theirs = (inspect.signature(c).parameters for c in (cls, torch_class))
@@ -213,7 +213,7 @@ def test_modules_call_their_function(name: str, bits: int) -> None:
         assert f"bits={bits}" in repr(module)
 
 
-def test_modules_in_place() -> None:
+def test_modules_in_place_return_their_input() -> None:
     x = torch.randn(9)
     classes = [nn.SiLU, nn.Mish, nn.Hardswish, nn.ReLU, nn.LeakyReLU, nn.ELU, nn.CELU, nn.SELU, nn.Hardsigmoid]
     for cls in (*classes, functools.partial(nn.Threshold, 0.0, 0.0)):
@@ -239,7 +239,7 @@ def test_modules_check_when_they_are_made(build: Callable[[], Any], message: str
         build()
 
 
-def test_gelu_module_from_the_output() -> None:
+def test_a_gelu_module_may_keep_its_output() -> None:
     x = values("odd")
     module = nn.GELU("tanh", keep="output")
     assert "keep='output'" in repr(module)

@@ -1,4 +1,4 @@
-"""fit_levels finds the tables in memkern.fewbit.tables, and a table next to a fitted one has a larger error."""
+"""fit_levels finds the tables of memkern.fewbit.tables, whose errors are the least."""
 
 import math
 import re
@@ -23,12 +23,12 @@ from tests.support.helpers import assert_same, first_quick, hard
 ROOT = Path(__file__).parents[2]
 over_names = pytest.mark.parametrize("name", DERIVATIVES)
 
-# Of the 3-bit GELU of the library fewbit (2023), by sigma: mean squared error of the derivative, x ~ N(0, sigma^2).
-FEWBIT = {0.25: 5.24e-3, 0.5: 4.68e-3, 1.0: 3.38e-3, 2.0: 2.10e-3, 3.0: 1.50e-3}
+# The mean squared error of the derivative of the library fewbit's 3-bit GELU (2023) for x ~ N(0, sigma^2), by sigma.
+FEWBIT_ERRORS = {0.25: 5.24e-3, 0.5: 4.68e-3, 1.0: 3.38e-3, 2.0: 2.10e-3, 3.0: 1.50e-3}
 
 
 def sampled_error(table: Levels, name: str, sigma: float) -> float:
-    """The error over a million evenly spread quantiles of N(0, sigma^2), without the fit's own grid."""
+    """The mean squared error over a million evenly spread quantiles of N(0, sigma^2), without the fit's own grid."""
     u = (torch.arange(1_000_000, dtype=torch.float64) + 0.5) / 1_000_000
     x = sigma * math.sqrt(2) * torch.erfinv(2 * u - 1)
     return float((DERIVATIVES[name](x) - table.derivative(x).double()).pow(2).mean())
@@ -69,11 +69,11 @@ def test_derivatives_are_those_of_the_functions(name: str) -> None:
 @pytest.mark.parametrize("sigma", SIGMAS)
 def test_3_bit_gelu_errs_less_than_fewbits(sigma: float) -> None:
     error = sampled_error(LEVELS["gelu", 3], "gelu", sigma)
-    assert FEWBIT[sigma] / error >= 1.5
+    assert FEWBIT_ERRORS[sigma] / error >= 1.5
     assert error == pytest.approx(fit_table("gelu", 3).errors[sigma], rel=1e-3)
 
 
-def test_3_bit_gelu_levels() -> None:
+def test_3_bit_gelu_has_round_levels_and_known_thresholds() -> None:
     table = LEVELS["gelu", 3]
     assert sorted(table.levels) == [-0.1, 0.0, 0.2, 0.4, 0.6, 0.8, 1.0, 1.1]
     assert table.thresholds == (0.256185, 0.554376, 0.883233, 2.348606)
@@ -89,7 +89,7 @@ def test_3_bit_gelu_levels() -> None:
         ("silu", 3, None, 1.99e-3),
     ],
 )
-def test_best_levels_for_n_0_1(name: str, bits: int, levels: list[float] | None, error: float) -> None:
+def test_levels_for_n_0_1_have_the_least_error(name: str, bits: int, levels: list[float] | None, error: float) -> None:
     fit = fit_levels(DERIVATIVES[name], bits, sigmas=(1.0,))
     assert fit.errors[1.0] <= error * 1.003  # the errors above are rounded
     if levels:
@@ -109,7 +109,8 @@ def test_tables_have_the_symmetry_of_the_derivative(name: str, bits: int) -> Non
         assert len(table.thresholds) < 2**bits
 
 
-# Activations whose tables are another's, scaled: parameters, and the most of the mean error over that of an own table.
+# Activations whose tables are another's, scaled: their parameters, and how many times the mean error of a table that
+# is fitted to them their error may be.
 MADE_OF_OTHERS = {
     "elu": ((1.0, 0.0), 1.2),
     "elu 0.3": ((0.3, 0.0), 1.01),
@@ -130,7 +131,7 @@ def test_tables_made_of_others_are_near_the_best(name: str, bits: int) -> None:
     assert sum(errors.values()) <= factor * sum(fit_levels(derivative, bits).errors.values())
 
 
-def test_errors_in_the_docs() -> None:
+def test_errors_in_the_docs_are_those_of_the_tables() -> None:
     rows = re.findall(r"^\| (\w+), (\d) bits? \|(.*)\|$", (ROOT / "docs/numerics.md").read_text(), re.MULTILINE)
     assert len(rows) >= 10
     for name, bits, numbers in rows:
@@ -141,8 +142,7 @@ def test_errors_in_the_docs() -> None:
 
 
 @pytest.mark.parametrize("name", ["gelu", "mish", "tanh"])
-def test_no_neighbour_is_better(name: str) -> None:
-    # A minimum of the mean error: moving any level makes it worse.
+def test_moving_any_level_makes_the_error_larger(name: str) -> None:
     fit = fit_levels(DERIVATIVES[name], 3)
     best = sum(fit.errors.values())
     for i, step in product(range(8), (-3e-3, 3e-3)):
@@ -152,7 +152,7 @@ def test_no_neighbour_is_better(name: str) -> None:
         assert moved > best
 
 
-def test_exact_levels_are_among_them() -> None:
+def test_exact_levels_are_among_the_fitted_ones() -> None:
     fit = fit_levels(DERIVATIVES["silu"], 3, exact=(1.0,))
     assert {0.0, 1.0} <= {*fit.levels.levels}
     fit = fit_levels(DERIVATIVES["mish"], 3, exact=(0.0, 0.5, 1.0))

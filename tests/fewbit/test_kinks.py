@@ -1,4 +1,4 @@
-"""Few-bit activations have torch's derivatives, or some near them, where these jump and at the numbers next to that."""
+"""Where derivatives jump, and at the numbers next to it, few-bit activations have torch's derivatives or near ones."""
 
 from typing import Any
 
@@ -38,17 +38,17 @@ EXACT: dict[str, tuple[str, tuple[float, ...]]] = {
     "hardsigmoid": ("hardsigmoid", ()),
     **{f"hardshrink {lambd}": ("hardshrink", (lambd,)) for lambd in (0.5, 0.3, 1.1, 0.0, -1.0)},
     **{f"softshrink {lambd}": ("softshrink", (lambd,)) for lambd in (0.5, 0.3, 1.1, 0.0)},
-    **{f"threshold {at}": ("threshold", (at, 20.0)) for at in (0.5, 0.3, -1.1, 0.0)},
+    **{f"threshold {threshold}": ("threshold", (threshold, 20.0)) for threshold in (0.5, 0.3, -1.1, 0.0)},
 }
-NEAR = {"hardswish": 0.1, "elu": 0.04, "celu": 0.04, "selu": 0.07}
-"""Activations whose derivatives are coded, and the largest error with 4 bits."""
+LARGEST_ERRORS = {"hardswish": 0.1, "elu": 0.04, "celu": 0.04, "selu": 0.07}
+"""Of activations whose derivatives are coded: the largest error with 4 bits."""
 
 
 def kinks(dtype: torch.dtype) -> Tensor:
     """Numbers where derivatives jump, and their neighbours."""
-    at = torch.tensor([0.0, 0.3, 0.5, 1.0, 1.1, 3.0, 6.0, torch.inf], dtype=dtype)
-    up, down = (at.nextafter(torch.full_like(at, toward)) for toward in (torch.inf, -torch.inf))
-    x = torch.cat([at, up, down])
+    jumps = torch.tensor([0.0, 0.3, 0.5, 1.0, 1.1, 3.0, 6.0, torch.inf], dtype=dtype)
+    up, down = (jumps.nextafter(torch.full_like(jumps, toward)) for toward in (torch.inf, -torch.inf))
+    x = torch.cat([jumps, up, down])
     return torch.cat([x, -x]).requires_grad_()
 
 
@@ -66,12 +66,12 @@ def test_exact_derivatives_at_kinks_are_torchs(backend: str, case: str, dtype: t
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", NEAR)
+@pytest.mark.parametrize("name", LARGEST_ERRORS)
 def test_derivatives_at_kinks_are_near_torchs(name: str, dtype: torch.dtype) -> None:
     x = kinks(dtype)
     (dx,) = torch.autograd.grad(getattr(memkern.functional, name)(x, bits=4).sum(), x)
     (expected,) = torch.autograd.grad(getattr(F, name)(x).sum(), x)
-    assert (dx - expected).abs().max() < NEAR[name]
+    assert (dx - expected).abs().max() < LARGEST_ERRORS[name]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

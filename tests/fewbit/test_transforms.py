@@ -28,7 +28,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "geglu, one argument twice": lambda x: functional.geglu(x, x * 2),
     "in place": lambda x: functional.leaky_relu(x * 2, inplace=True),
 }
-EXACT = ("swiglu", "geglu, one argument twice")
+EXACT = ("swiglu", "geglu, one argument twice")  # their derivatives are not coded
 WAY_OUT = r"memkern\.restore\(model\)"
 over_functions = pytest.mark.parametrize("name", FUNCTIONS)
 
@@ -61,7 +61,7 @@ SHAPES = {
 @pytest.mark.feature("torch", "`torch.func.grad`, `vjp`, `vmap`, `jacrev` through memkern's functions")
 @over_functions
 @pytest.mark.parametrize("shape", [s if s == "contiguous" else pytest.param(s, marks=pytest.mark.full) for s in SHAPES])
-def test_gradients_of_examples(name: str, shape: str) -> None:
+def test_gradients_of_examples_are_autograds(name: str, shape: str) -> None:
     x, loss = SHAPES[shape](), loss_of(name)
     expected = torch.stack([gradient(loss, example) for example in x])
     compare(name, grad(loss)(x[0]), expected[0])
@@ -74,7 +74,7 @@ def test_gradients_of_examples(name: str, shape: str) -> None:
 
 
 @over_functions
-def test_jacobians(name: str) -> None:
+def test_jacobians_are_autograds(name: str) -> None:
     x = torch.randn(2, 12)
     fn = FUNCTIONS[name]
     y, back = vjp(fn, x)
@@ -88,8 +88,8 @@ def test_jacobians(name: str) -> None:
 
 
 @pytest.mark.parametrize("batched", ["x", "weight"])
-def test_randomized_linear(batched: str) -> None:
-    """Forward and grad_x are torch's; the weight's gradient is an estimate from a projection per example."""
+def test_randomized_linear_estimates_the_weights_gradient_of_each_example(batched: str) -> None:
+    """Each example has a projection of its own. Outputs and gradients of x are torch's."""
     x, weight = torch.randn(3, 20, 12), torch.randn(3, 24, 12)
 
     def loss(x: Tensor, weight: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ def test_randomized_linear(batched: str) -> None:
         vmap(grad(loss, argnums=1), in_dims=dims)(*args)
 
 
-def test_linear_cross_entropy() -> None:
+def test_linear_cross_entropy_has_torchs_gradient_and_no_second_one() -> None:
     x, weight, target = torch.randn(20, 12), torch.randn(30, 12), torch.randint(30, (20,))
 
     def loss(x: Tensor) -> Tensor:

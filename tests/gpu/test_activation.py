@@ -46,7 +46,7 @@ def test_forward_is_near_torchs(backend: str, name: str, dtype: torch.dtype) -> 
 
 
 @over_gpu
-def test_large_tensors(backend: str) -> None:
+def test_tensors_of_more_than_2_to_the_31_elements_are_coded_as_their_parts(backend: str) -> None:
     if torch.cuda.mem_get_info()[0] < 12 * LARGE:
         pytest.skip("too little free memory")
     x = torch.empty(LARGE, dtype=torch.bfloat16, device="cuda").normal_()
@@ -63,7 +63,7 @@ def test_large_tensors(backend: str) -> None:
 
 
 @over_gpu
-def test_autocast_as_torchs(backend: str) -> None:
+def test_autocast_gives_torchs_dtypes(backend: str) -> None:
     x = torch.randn(1000, device="cuda", dtype=torch.bfloat16)
     with on(backend), torch.autocast("cuda", dtype=torch.bfloat16):
         for name in ("softplus", "gelu"):

@@ -53,7 +53,7 @@ def train(accelerator: Any, model: Any, optimizer: Any, scheduler: Any, data: li
 
 @pytest.mark.feature("accelerate", "loop with accumulation, clipping and a schedule: bits of the plain loop")
 @MODELS
-def test_the_loop_is_the_plain_loop(make: Callable[..., Any]) -> None:
+def test_the_loop_has_the_bits_of_a_plain_loop(make: Callable[..., Any]) -> None:
     parts = prepared(make)
     train(*parts, batches(0, 8))
 

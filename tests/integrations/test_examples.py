@@ -68,7 +68,7 @@ def test_an_example_trains(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.full
-def test_timm_s_factory() -> None:
+def test_the_example_of_timms_factory_trains() -> None:
     timm_factory.load()
     pytest.importorskip("timm.optim")
     torch.manual_seed(0)

@@ -53,7 +53,7 @@ def _set_up_process() -> None:
     AcceleratorState.__init__ = with_fsdp
 
 
-def _whole(model: torch.nn.Module) -> list[Tensor]:
+def _full_parameters(model: torch.nn.Module) -> list[Tensor]:
     """All of each parameter, of which a process has a shard."""
     parameters = [p.detach() for p in model.parameters()]
     assert all(isinstance(p, DTensor) for p in parameters)
@@ -86,7 +86,7 @@ def _train(model: Any, optimizer: Any, scheduler: Any, first: int, last: int, ba
 def in_accelerate(name: str) -> list[Tensor]:
     accelerator, *parts = _prepared(name)
     _train(*parts, 0, 4, accelerator.backward)
-    return _whole(parts[0])
+    return _full_parameters(parts[0])
 
 
 def resumed(name: str, folder: str) -> tuple[list[Tensor], list[Tensor]]:
@@ -95,28 +95,28 @@ def resumed(name: str, folder: str) -> tuple[list[Tensor], list[Tensor]]:
     _train(*parts, 0, 2, accelerator.backward)
     accelerator.save_state(folder)
     _train(*parts, 2, 4, accelerator.backward)
-    straight = _whole(parts[0])
+    straight = _full_parameters(parts[0])
     accelerator, *parts = _prepared(name, seed=1)
     accelerator.load_state(folder)
     _train(*parts, 2, 4, accelerator.backward)
-    return straight, _whole(parts[0])
+    return straight, _full_parameters(parts[0])
 
 
 @pytest.mark.feature("accelerate", "FSDP2: an optimizer made before `prepare` trains as in one process")
 @pytest.mark.parametrize("name", OPTIONS)
-def test_an_optimizer_made_before_prepare(ranks: Ranks, name: str) -> None:
-    found, on_rank_1 = ranks(2, in_accelerate, name)
-    assert_same(found, on_rank_1)
+def test_an_optimizer_made_before_prepare_steps_as_in_one_process(ranks: Ranks, name: str) -> None:
+    actual, on_rank_1 = ranks(2, in_accelerate, name)
+    assert_same(actual, on_rank_1)
     cls, options = OPTIONS[name]
     model = gpt2()
     optimizer = getattr(optim, cls)(model.parameters(), lr=1e-3, **options)
     _train(model, optimizer, torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 10), 0, 4)
     expected = [p.detach() for p in model.parameters()]
     if name in ("LAMB8bit", "clipped"):  # norms are summed in another order over two ranks
-        for x, y in zip(found, expected, strict=True):
+        for x, y in zip(actual, expected, strict=True):
             torch.testing.assert_close(x, y, atol=1e-6, rtol=1e-5)
     else:
-        assert_same(found, expected)
+        assert_same(actual, expected)
 
 
 @pytest.mark.feature("accelerate", "FSDP2: `save_state`, `load_state`: resumes bit for bit")
@@ -140,12 +140,12 @@ def in_trainer(name: str, folder: str, checkpoint: str | None, seed: int) -> tup
         gpt2(seed), arguments, train_dataset=Texts(), optimizer_cls_and_kwargs=(getattr(optim, cls), options)
     )
     trainer.train(resume_from_checkpoint=checkpoint)
-    return _whole(trainer.model), [x["loss"] for x in trainer.state.log_history if "loss" in x]
+    return _full_parameters(trainer.model), [x["loss"] for x in trainer.state.log_history if "loss" in x]
 
 
 @pytest.mark.feature("transformers", "Trainer with FSDP2: trains, and resumes bit for bit")
 @pytest.mark.parametrize("name", ["AdamW8bit", "clipped"])
-def test_the_trainer(ranks: Ranks, name: str, tmp_path: Path) -> None:
+def test_the_trainer_resumes_bit_for_bit(ranks: Ranks, name: str, tmp_path: Path) -> None:
     (straight, losses), _ = ranks(2, in_trainer, name, str(tmp_path), None, 0)
     assert len(losses) == 4
     (continued, _), _ = ranks(2, in_trainer, name, str(tmp_path), str(tmp_path / "checkpoint-2"), 1)

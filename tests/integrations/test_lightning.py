@@ -50,7 +50,7 @@ def fit(module: Module, folder: Path, steps: int, resume: str | None = None, row
 
 
 @pytest.mark.feature("lightning", "`configure_optimizers`: bits of the plain loop, with a schedule and clipping")
-def test_the_fit_is_the_plain_loop(tmp_path: Path) -> None:
+def test_fit_has_the_bits_of_a_plain_loop(tmp_path: Path) -> None:
     module = Module()
     fit(module, tmp_path, 4, gradient_clip_val=1.0)
     plain = Module()
@@ -99,7 +99,7 @@ def test_a_checkpoint_resumes_bit_for_bit(tmp_path: Path, make: Callable[..., An
 
 
 @pytest.mark.feature("lightning", '`precision="bf16-mixed"` and accumulation')
-def test_autocast_and_accumulation(tmp_path: Path) -> None:
+def test_losses_under_autocast_with_accumulation_are_near_fp32s(tmp_path: Path) -> None:
     module = Module()
     memkern.compress(module)
     fit(module, tmp_path, 4, precision="bf16-mixed", accumulate_grad_batches=2)

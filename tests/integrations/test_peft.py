@@ -77,7 +77,7 @@ def test_a_compressed_gpt2_is_transformers_conv1d_still(duplicate: Any) -> None:
 @pytest.mark.feature("peft", "LoRA adapters with 8-bit states (group option `min_8bit_size`)")
 # bytes of two moments: fp32, or 8-bit codes with an fp32 scale per block of 128
 @pytest.mark.parametrize(("min_8bit_size", "bytes_each"), [(4096, 8), (512, 2 + 8 / 128)])
-def test_bytes_of_adapters_states(min_8bit_size: int, bytes_each: float) -> None:
+def test_adapters_states_take_8_bytes_or_codes(min_8bit_size: int, bytes_each: float) -> None:
     model = adapted(gpt2(), r=8)
     adapters = [p for p in model.parameters() if p.requires_grad]
     assert {p.numel() for p in adapters} == {512, 1536, 2048}

@@ -63,27 +63,27 @@ def test_the_factory_makes_them_with_groups(name: str) -> None:
     assert type(optimizer) is names.optimizer(name.removeprefix("memkern").removeprefix("_"))
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, 0.05]
     assert all(p.dim() == 1 for p in optimizer.param_groups[0]["params"])
-    twin = Net()
-    groups = timm.param_groups_weight_decay(twin, 0.05)
+    model_by_hand = Net()
+    groups = timm.param_groups_weight_decay(model_by_hand, 0.05)
     options = {"momentum": 0.9} if "sgd" in name else {}  # timm's default
     by_hand = type(optimizer)(groups, lr=1e-3, **options)
-    assert_same(trained(model, optimizer), trained(twin, by_hand))
+    assert_same(trained(model, optimizer), trained(model_by_hand, by_hand))
 
 
 @pytest.mark.feature("timm", "layer decay")
-def test_layer_decay() -> None:
-    model, twin = Net(), Net()
+def test_layer_decay_is_that_of_groups_made_by_hand() -> None:
+    model, model_by_hand = Net(), Net()
     options = {"lr": 1e-3, "betas": (0.9, 0.95), "block_size": 64}
     optimizer = timm.create_optimizer_v2(model, "memkern_adamw8bit", weight_decay=0.05, layer_decay=0.5, **options)
     scales = {group["lr_scale"] for group in optimizer.param_groups}
     assert len(scales) > 2
     assert {group["block_size"] for group in optimizer.param_groups} == {64}
     assert {group["betas"] for group in optimizer.param_groups} == {(0.9, 0.95)}
-    groups = timm.param_groups_layer_decay(twin, weight_decay=0.05, layer_decay=0.5)
+    groups = timm.param_groups_layer_decay(model_by_hand, weight_decay=0.05, layer_decay=0.5)
     by_hand = optim.AdamW8bit(groups, **options)
     for group in (*optimizer.param_groups, *by_hand.param_groups):
         group["lr"] *= group["lr_scale"]  # what timm's schedulers do
-    assert_same(trained(model, optimizer), trained(twin, by_hand))
+    assert_same(trained(model, optimizer), trained(model_by_hand, by_hand))
 
 
 def test_registering_again_says_nothing(registered: list[str]) -> None:
@@ -95,7 +95,7 @@ def test_registering_again_says_nothing(registered: list[str]) -> None:
     assert type(timm.create_optimizer_v2(Net(), "lookahead_memkernlion8bit", lr=1e-3)).__name__ == "Lookahead"
 
 
-def test_a_name_that_timm_has_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_timm_has_is_not_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(names, "optimizers", lambda: {"lion8bit": optim.Lion8bit, "rprop8bit": optim.AdamW8bit})
     from timm.optim._optim_factory import default_registry
 

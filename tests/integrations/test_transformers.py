@@ -69,14 +69,14 @@ def test_muon_takes_the_groups_of_the_model(tmp_path: Path) -> None:
     groups = by_pair.optimizer.param_groups
     assert [group["algorithm"] for group in groups if group["initial_lr"] == 1e-3] == ["muon"]
     assert {group["algorithm"] for group in groups if group["initial_lr"] == 3e-4} == {"adamw"}
-    twin = gpt2()
-    by_hand = memkern.optim.Muon8bit(memkern.optim.muon_groups(twin, lr=1e-3, adamw_lr=3e-4))
-    expected = trainer(args, twin, optimizers=(by_hand, None))
+    model_by_hand = gpt2()
+    by_hand = memkern.optim.Muon8bit(memkern.optim.muon_groups(model_by_hand, lr=1e-3, adamw_lr=3e-4))
+    expected = trainer(args, model_by_hand, optimizers=(by_hand, None))
     expected.train()
     assert_same(parameters_of(by_pair.model), parameters_of(expected.model))
 
 
-def test_arguments_become_options(tmp_path: Path) -> None:
+def test_the_trainers_arguments_become_options(tmp_path: Path) -> None:
     args = arguments(tmp_path, adam_beta2=0.95, adam_epsilon=1e-6)
     cls, options = optimizer_cls_and_kwargs(args, "adamw8bit", block_size=64)
     assert cls is optim.AdamW8bit
@@ -100,7 +100,7 @@ def test_with_a_model_marked_embeddings_keep_32_bits(tmp_path: Path) -> None:
     assert state[model.transformer.h[0].mlp.c_fc.weight]["exp_avg"].dtype == torch.int8
 
 
-def test_bad_names_and_options(tmp_path: Path) -> None:
+def test_bad_names_and_options_are_refused(tmp_path: Path) -> None:
     args = arguments(tmp_path)
     with pytest.raises(ValueError, match=r"optimizer must be one of adam, adam8bit, .*, got 'adamw_8bit'"):
         optimizer_cls_and_kwargs(args, "adamw_8bit")

@@ -1,6 +1,7 @@
-"""Randomized linear layers use one seed from forward to backward: with autograd, autocast, checkpoints, compilers.
+"""The forward and the backward pass of a randomized linear layer use one seed, also under autocast, checkpoints and
+torch.compile.
 
-Layers are of 150 features; by default 30 of 150 tokens are kept, a share of 0.2.
+Layers have 150 features; by default 30 of 150 tokens are kept, a share of 0.2.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from tests.support.linear_helpers import assert_gram, checkpointed, gram, inputs
 @over_projections
 @pytest.mark.parametrize("own_generator", [True, False], ids=["generator", "global"])
 @pytest.mark.parametrize("preserve", [True, False], ids=["preserved", "not preserved"])
-def test_checkpointing(name: str, own_generator: bool, preserve: bool) -> None:
+def test_a_recomputation_uses_the_seed_of_its_own_backward_pass(name: str, own_generator: bool, preserve: bool) -> None:
     generator = torch.Generator().manual_seed(4) if own_generator else None
     layer = RandomizedLinear(150, 150, projection=name, generator=generator)
     assert_gram(gram(layer, checkpointed(preserve_rng_state=preserve)), 30)
@@ -45,7 +46,7 @@ def test_two_layers_in_one_checkpoint() -> None:
 
 
 @over_projections
-def test_autocast(name: str) -> None:
+def test_autocast_computes_as_torchs_layer_and_saves_half_precision(name: str) -> None:
     layer = RandomizedLinear(150, 150, projection=name)
     plain = nn.Linear(150, 150)
     plain.load_state_dict(layer.state_dict())
@@ -60,6 +61,7 @@ def test_autocast(name: str) -> None:
     assert layer.weight.grad.dtype == torch.float32
     error = (layer.weight.grad - plain.weight.grad).square().sum()
     y = grad.float().flatten(0, 1)
+    # One draw of the weight gradient's squared error is near its mean, the variance.
     assert 0.5 < error / variance(name, x.detach().flatten(0, 1).double(), y.double(), 120) < 2
 
     def run(layer: nn.Module, x: Tensor) -> Tensor:
@@ -86,7 +88,7 @@ def test_compile_without_a_graph_break(name: str, bias: bool) -> None:
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-def test_compile_with_a_generator_and_under_autocast() -> None:
+def test_compile_with_a_generator_and_under_autocast_uses_one_seed() -> None:
     layer = RandomizedLinear(150, 150, generator=torch.Generator())
     compiled = torch.compile(layer, backend="aot_eager")  # the draw breaks the graph: no fullgraph
     assert_gram(gram(layer, lambda _, x: compiled(x)), 30)
@@ -97,7 +99,7 @@ def test_compile_with_a_generator_and_under_autocast() -> None:
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-def test_compile_around_a_checkpoint() -> None:
+def test_compile_around_a_checkpoint_uses_one_seed() -> None:
     layer = RandomizedLinear(150, 150)
     compiled = torch.compile(checkpointed(), fullgraph=True, backend="aot_eager")
     assert_gram(gram(layer, compiled), 30)
@@ -113,7 +115,7 @@ def test_inductor_keeps_the_projection_and_not_the_input() -> None:
     assert_gram(gram(layer, lambda _, x: compiled(x)), 30)
 
 
-def test_generators() -> None:
+def test_seeds_come_from_the_layers_generator_or_the_global_one() -> None:
     def run(**options: Any) -> Tensor:
         return gram(RandomizedLinear(150, 150, **options))
 
@@ -131,7 +133,7 @@ def test_generators() -> None:
     assert not torch.equal(gram(layer), a)  # its own seed per call
 
 
-def test_a_graph_that_is_used_twice() -> None:
+def test_a_graph_that_is_used_twice_gives_the_same_gradients() -> None:
     x, weight, bias, grad = inputs((200, 24), 16)
     y = randomized_linear(x, weight, bias)
     first, second = (torch.autograd.grad(y, [x, weight, bias], grad, retain_graph=True) for _ in range(2))

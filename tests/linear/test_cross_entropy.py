@@ -68,7 +68,7 @@ def test_equals_torch_in_fp64(bias: bool, reduction: str, smoothing: float, weig
 
 @pytest.mark.parametrize("chunk_size", [1, 10, CLASSES - 1, CLASSES, 1000, None])
 @pytest.mark.parametrize("shape", [(ROWS,), (4, 15), (), (2, 3, 5)], ids=str)
-def test_any_shape_and_chunk(shape: tuple[int, ...], chunk_size: int | None) -> None:
+def test_equals_torch_for_any_shape_and_chunk(shape: tuple[int, ...], chunk_size: int | None) -> None:
     x, weight, bias, target = problem(shape=shape)
     target.view(-1)[0] = 3
     ours, theirs = by_both(x, weight, bias, target, chunk_size=chunk_size, reduction="none", label_smoothing=0.1)
@@ -126,7 +126,7 @@ def test_only_what_is_asked_for_has_a_gradient(needs: tuple[int, ...]) -> None:
         assert (leaf.grad is not None) == bool(n)
 
 
-def test_tied_weights() -> None:
+def test_a_tied_weight_has_torchs_gradient() -> None:
     """The embedding's gradient is the sum of both uses."""
     tokens, target = torch.randint(CLASSES, (20,)), torch.randint(CLASSES, (20,))
     grads = []
@@ -141,7 +141,7 @@ def test_tied_weights() -> None:
     torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-13)
 
 
-def test_every_row_ignored() -> None:
+def test_a_loss_without_rows_that_count_is_torchs() -> None:
     x, weight, bias, target = problem()
     target.fill_(IGNORED)
     for reduction in ("mean", "sum", "none"):
@@ -151,7 +151,7 @@ def test_every_row_ignored() -> None:
         assert not any(g.any() for g in ours[1:])
 
 
-def test_another_ignore_index_and_no_rows() -> None:
+def test_another_ignore_index_and_no_rows_give_torchs_loss() -> None:
     ours, theirs = by_both(*problem()[:3], torch.randint(3, (ROWS,)), ignore_index=2)
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
     x, weight, bias, target = problem(shape=(0,))
@@ -159,8 +159,8 @@ def test_another_ignore_index_and_no_rows() -> None:
     torch.testing.assert_close(ours, theirs)
 
 
-def test_infinite_logits() -> None:
-    """A class that is ruled out by a bias of -inf, and one row without a finite logit that is ignored."""
+def test_infinite_logits_give_torchs_loss() -> None:
+    """Of a class with a bias of -inf; and of ignored rows without a finite logit."""
     x, weight, bias, target = problem()
     with torch.no_grad():
         bias[5] = -torch.inf
@@ -174,7 +174,7 @@ def test_infinite_logits() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=name_of)
-def test_autocast(dtype: torch.dtype) -> None:
+def test_autocast_is_no_further_from_the_truth_than_torch(dtype: torch.dtype) -> None:
     x, weight, bias, target = problem(torch.float32)
     with torch.autocast("cpu", dtype):
         ours = linear_cross_entropy(x, weight, target, linear_bias=bias, chunk_size=10)
@@ -189,7 +189,7 @@ def test_autocast(dtype: torch.dtype) -> None:
         assert error <= (1.5 if name == "input" else 1.05) * allowed, name
 
 
-def test_a_scaler_s_factor_reaches_the_logits_gradients() -> None:
+def test_a_scalers_factor_reaches_the_logits_gradients() -> None:
     """Without the scale many of the logits' gradients, p / rows, are too small for fp16, as with torch's loss."""
     x, weight, _, _ = problem(torch.float16, shape=(4096,))
     target = torch.randint(CLASSES, (4096,))
@@ -240,22 +240,22 @@ def big(dtype: torch.dtype) -> tuple[LinearCrossEntropy, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name_of)
-def test_saved_bytes(dtype: torch.dtype) -> None:
+def test_a_few_numbers_are_saved_for_each_row(dtype: torch.dtype) -> None:
     loss_fn, x, target = big(dtype)
-    # target, factor of the row, largest logit and logarithm of the sum; and the sum of the rows' weights.
+    # Bytes of a row's target, factor, largest logit and logarithm of the sum; and of the sum of the rows' weights.
     assert memory.saved_bytes(lambda: loss_fn(x, target), loss_fn, x) <= BIG_ROWS * (8 + 4 + 4 + 4) + 4
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name_of)
-def test_peak_bytes(dtype: torch.dtype, smoothing: float) -> None:
+def test_the_peak_has_two_chunks_of_logits(dtype: torch.dtype, smoothing: float) -> None:
     loss_fn, x, target = big(dtype)
     loss_fn.label_smoothing = smoothing
     weight = loss_fn.linear.weight
     leaf_bytes = memory.tensor_bytes([weight, x])
     chunk_bytes = BIG_ROWS * BIG_CHUNK * 4
     bf16_chunk_bytes = chunk_bytes // 2 if dtype == torch.bfloat16 else 0
-    row_bytes = 40 * BIG_ROWS * FEATURES  # what has a number or a few per row, and the input's gradient in fp32
+    row_bytes = 40 * BIG_ROWS * FEATURES  # an allowance for a few numbers per row, and the input's gradient in fp32
     peak = memory.peak_bytes(lambda: loss_fn(x, target).backward(), loss_fn, x)
     assert peak <= 2 * leaf_bytes + 2 * chunk_bytes + bf16_chunk_bytes + row_bytes  # leaves and their gradients
     run_torch = lambda: torch_loss(x, weight, None, target, label_smoothing=smoothing).backward()  # noqa: E731
@@ -271,7 +271,8 @@ def test_no_autocast_copy_of_the_weight() -> None:
             loss_fn(x, target)
 
     leaf_bytes = memory.tensor_bytes([loss_fn.linear.weight, x])
-    chunk_bytes, row_bytes = BIG_ROWS * BIG_CHUNK * 4, 40 * BIG_ROWS * FEATURES  # as in test_peak_bytes
+    # As in test_the_peak_has_two_chunks_of_logits.
+    chunk_bytes, row_bytes = BIG_ROWS * BIG_CHUNK * 4, 40 * BIG_ROWS * FEATURES
     assert memory.peak_bytes(run, loss_fn, x) <= leaf_bytes + 2.5 * chunk_bytes + row_bytes
 
 
@@ -293,7 +294,7 @@ def test_nothing_is_saved_without_gradients() -> None:
 # ---- the module and bad input
 
 
-def test_module() -> None:
+def test_the_module_has_torchs_loss_and_state_dict() -> None:
     loss_fn = LinearCrossEntropy(FEATURES, CLASSES, True, weight=torch.rand(CLASSES), label_smoothing=0.1)
     assert [*loss_fn.state_dict()] == ["weight", "linear.weight", "linear.bias"]
     x, _, _, target = problem(torch.float32)
@@ -303,7 +304,7 @@ def test_module() -> None:
     assert "label_smoothing=0.1" in repr(loss_fn)
 
 
-def test_from_linear_has_the_layer_s_parameters() -> None:
+def test_from_linear_has_the_layers_parameters() -> None:
     linear = nn.Linear(FEATURES, CLASSES)
     loss_fn = LinearCrossEntropy.from_linear(linear, reduction="sum")
     assert loss_fn.linear is linear
@@ -334,7 +335,7 @@ BAD: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_input(name: str) -> None:
+def test_bad_input_is_refused(name: str) -> None:
     args, options, error, message = BAD[name]
     with pytest.raises(error, match=message):
         linear_cross_entropy(*args, **options)

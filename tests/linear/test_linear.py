@@ -1,4 +1,4 @@
-"""Randomized linear layers have torch's outputs and gradients, but the weight's; saved bytes, options, the module."""
+"""Randomized linear layers have torch's outputs, and its gradients but for the weight's, and save a share of tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.linear_helpers import inputs, over_projections
 @over_dtypes
 @pytest.mark.parametrize("shape", [(200, 24), (3, 67, 24), (2, 3, 5, 24)], ids=str)
 @pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no bias"])
-def test_all_but_the_weight_gradient_is_torch_s(
+def test_all_but_the_weight_gradient_is_torchs(
     name: str, dtype: torch.dtype, shape: tuple[int, ...], with_bias: bool
 ) -> None:
     x, weight, bias, grad = inputs(shape, 17, dtype)
@@ -39,7 +39,7 @@ def test_all_but_the_weight_gradient_is_torch_s(
 
 
 @over_projections
-def test_inputs_of_any_strides(name: str) -> None:
+def test_inputs_of_any_strides_give_the_same_results(name: str) -> None:
     x, weight, bias, grad = inputs((6, 40, 24), 17)
     permuted = x.detach().permute(2, 1, 0).contiguous().permute(2, 1, 0).requires_grad_()
     results = []
@@ -57,7 +57,7 @@ def test_inputs_of_any_strides(name: str) -> None:
 
 @over_projections
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name_of)
-def test_saved_bytes(name: str, dtype: torch.dtype) -> None:
+def test_a_share_of_tokens_and_the_seed_are_saved(name: str, dtype: torch.dtype) -> None:
     layer = RandomizedLinear(64, 96, share=0.25, projection=name, dtype=dtype)
     x = torch.randn(4, 100, 64, dtype=dtype, requires_grad=True)
     assert memory.saved_bytes(lambda: layer(x)) == 100 * 64 * dtype.itemsize + 16  # 100 of 400 tokens, and the seed
@@ -102,7 +102,7 @@ def test_nothing_is_kept_or_drawn_without_gradients(mode: Any) -> None:
     [{"min_tokens": 201}, {"share": 1.0}, {"share": 0.999}],
     ids=["fewer tokens than min_tokens", "all are kept", "all are kept, rounded"],
 )
-def test_where_the_layer_is_plain(options: dict[str, Any]) -> None:
+def test_the_layer_is_torchs_where_nothing_would_be_saved(options: dict[str, Any]) -> None:
     x, weight, bias, grad = inputs((2, 100, 24), 16)
     assert_same(
         torch.autograd.grad(randomized_linear(x, weight, bias, **options), [x, weight, bias], grad),
@@ -140,8 +140,8 @@ def test_module_is_a_linear_with_the_same_state() -> None:
     layer = RandomizedLinear(24, 16, share=0.5, projection="dct", min_tokens=64)
     assert_same(layer.state_dict(), plain.state_dict())
     assert "share=0.5, projection='dct'" in repr(layer)
-    twin = copy.deepcopy(layer)
-    assert (twin.share, twin.projection, twin.min_tokens) == (0.5, "dct", 64)
+    copied = copy.deepcopy(layer)
+    assert (copied.share, copied.projection, copied.min_tokens) == (0.5, "dct", 64)
     assert RandomizedLinear(24, 16, bias=False).bias is None
 
 

@@ -21,7 +21,7 @@ def test_rows_are_a_sample_without_replacement() -> None:
         assert_same(s @ s.T, torch.eye(6, dtype=torch.float64))
         counts += s.sum(0)
     expected = 2000 * 6 / 20
-    assert (counts - expected).abs().max() < 5 * math.sqrt(expected)
+    assert (counts - expected).abs().max() < 5 * math.sqrt(expected)  # 5 standard deviations, or more
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 24, 97])
@@ -56,9 +56,9 @@ def test_dense_entries_are_signs_and_normals() -> None:
 @over_projections
 def test_chunk_size_does_not_change_the_projection(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x, seed = torch.randn(333, 50, dtype=torch.float64), next(seeds())
-    whole = projection.project(x, 70, name, seed)
+    in_one_chunk = projection.project(x, 70, name, seed)
     monkeypatch.setattr(projection, "CHUNK", 3000)
-    torch.testing.assert_close(projection.project(x, 70, name, seed), whole, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(projection.project(x, 70, name, seed), in_one_chunk, rtol=1e-12, atol=1e-12)
 
 
 def test_another_seed_is_another_projection() -> None:
@@ -74,7 +74,7 @@ def test_another_seed_is_another_projection() -> None:
             assert not torch.equal(matrix(name, 50, 10, other_seed), first)
 
 
-RUNS = 2000
+RUNS = 2000  # estimates of a gradient
 
 
 @pytest.mark.full
@@ -94,11 +94,11 @@ def test_weight_gradient_is_unbiased_with_the_known_variance(name: str) -> None:
         estimates += torch.autograd.grad(out, weight, y)
     errors = torch.stack(estimates) - exact
     expected = variance(name, x, y, k)
-    assert errors.mean(0).square().sum() < 3 * expected / RUNS
+    assert errors.mean(0).square().sum() < 3 * expected / RUNS  # a mean of RUNS has the variance over RUNS
     squares = errors.square().sum((1, 2))
-    spread = float(squares.std()) / math.sqrt(RUNS)
-    assert abs(float(squares.mean()) - expected) < 4 * spread
-    assert 4 * spread < 0.2 * expected  # the comparison can fail
+    deviation = float(squares.std()) / math.sqrt(RUNS)  # of their mean
+    assert abs(float(squares.mean()) - expected) < 4 * deviation
+    assert 4 * deviation < 0.2 * expected  # a variance that is off by a fifth is found
 
 
 @pytest.mark.gpu

@@ -14,10 +14,10 @@ def without_compiled_rows(request: pytest.FixtureRequest, monkeypatch: pytest.Mo
     if "compiled_rows" not in request.fixturenames:
         real = planning._alone
 
-        def alone(predictor: Any, rows: Any) -> Any:
+        def without_compiled(predictor: Any, rows: Any) -> Any:
             return real(predictor, {name: changes for name, changes in rows.items() if "compile" not in changes})
 
-        monkeypatch.setattr(planning, "_alone", alone)
+        monkeypatch.setattr(planning, "_alone", without_compiled)
 
 
 @pytest.fixture

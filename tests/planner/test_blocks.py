@@ -1,4 +1,4 @@
-"""Shortcuts make a plan fast and do not change it: traces of few blocks, a cache of fake tensors' operations."""
+"""What makes a plan fast does not change it: traces of few blocks, cached results of fake tensors' operations."""
 
 from typing import Any
 
@@ -62,11 +62,11 @@ def test_peaks_of_few_blocks_are_extrapolated_to_all(source: Any, changes: dict[
     fake_step.trace(source.with_depth(2), techniques, "cpu")  # fills caches
     traces, more_blocks = fake_step.traces(source, techniques, "cpu")
     assert len(traces) == 2
-    whole = fake_step.trace(source, techniques, "cpu")
+    whole_model_trace = fake_step.trace(source, techniques, "cpu")
     for free in (False, True):
-        found = peaks(traces, more_blocks, free_gradients=free, unit=64)
-        expected = peaks([whole], 0, free_gradients=free, unit=64)
-        assert [sum(found[phase].values()) for phase in expected] == [sum(x.values()) for x in expected.values()]
+        actual = peaks(traces, more_blocks, free_gradients=free, unit=64)
+        expected = peaks([whole_model_trace], 0, free_gradients=free, unit=64)
+        assert [sum(actual[phase].values()) for phase in expected] == [sum(x.values()) for x in expected.values()]
     assert fake_step.static_bytes(source, techniques, "cpu") == fake_step._static_bytes(source, techniques, "cpu")
 
 
@@ -103,8 +103,8 @@ def test_cached_results_are_what_fake_tensor_mode_makes() -> None:
         for _ in range(3):  # the first call makes the results, later ones look them up
             with FakeMode():
                 x = torch.empty(6, 4)
-                found = call(x, torch.ones(4, dtype=torch.long))
-            assert described(found) == expected
+                actual = call(x, torch.ones(4, dtype=torch.long))
+            assert described(actual) == expected
     with FakeMode():
         x = torch.empty(6, 4)
         for _ in range(2):
@@ -120,10 +120,10 @@ def test_shortened_loops_need_the_memory_of_whole_ones(monkeypatch: pytest.Monke
         return fake_step.trace(source.with_depth(2), Techniques(micro_batch=2, loss_chunk=32), "cpu")
 
     traced(True)  # fills caches
-    shortened, whole = traced(True), traced(False)
-    assert len(shortened.operators) < len(whole.operators)
+    shortened, whole_model_trace = traced(True), traced(False)
+    assert len(shortened.operators) < len(whole_model_trace.operators)
     options: dict[str, Any] = {"free_gradients": True, "unit": 64}
-    assert peaks([shortened], 0, **options) == peaks([whole], 0, **options)
+    assert peaks([shortened], 0, **options) == peaks([whole_model_trace], 0, **options)
 
 
 def test_kinds_of_blocks_that_run_the_same_operators_count_as_one() -> None:
@@ -137,5 +137,5 @@ def test_kinds_of_blocks_that_run_the_same_operators_count_as_one() -> None:
         source: Any = resolve(config, tokens, None, None, None)
         traces, more_blocks = fake_step.traces(source, Techniques(), "cpu")
         assert len(traces) == count
-        whole = fake_step.trace(source, Techniques(), "cpu")
-        assert peaks(traces, more_blocks, **options) == peaks([whole], 0, **options)
+        whole_model_trace = fake_step.trace(source, Techniques(), "cpu")
+        assert peaks(traces, more_blocks, **options) == peaks([whole_model_trace], 0, **options)

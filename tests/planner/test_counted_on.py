@@ -109,13 +109,13 @@ def on_cuda() -> tuple[dict[str, list[int]], set[str]]:
     return {way: saved(way, "cuda") for way in WAYS}, operators
 
 
-def test_models_on_the_fake_device() -> None:
+def test_models_on_the_fake_device_save_the_bytes_of_the_cpu() -> None:
     """Blocks can make tensors of numbers there, in a checkpoint's second run, too: Falcon's blocks index by lists. The
     backward passes of SiLU and Mish are one operator each, though torch without CUDA decomposes them."""
     if fake_cuda.why_not():
         pytest.skip("fake CUDA needs a C++ compiler, and a torch without CUDA")
-    found, operators = fake_cuda.call(on_cuda)
-    assert found == {way: saved(way, "cpu") for way in WAYS}
-    assert all(with_checkpoints < as_it_is for as_it_is, with_checkpoints in found.values())
+    actual, operators = fake_cuda.call(on_cuda)
+    assert actual == {way: saved(way, "cpu") for way in WAYS}
+    assert all(with_checkpoints < as_it_is for as_it_is, with_checkpoints in actual.values())
     assert {"aten.silu_backward.default", "aten.mish_backward.default"} <= operators
     assert "aten.sigmoid.default" not in operators

@@ -91,7 +91,7 @@ def test_equal_graphs_are_made_once_in_a_session() -> None:
 
 
 @pytest.mark.full
-def test_blocks_of_torch_s_own_classes_are_compiled_anew_afterwards() -> None:
+def test_blocks_of_torchs_own_classes_are_compiled_anew_after_a_plan() -> None:
     """torch.compile compiles one function for all of them, not their forward methods."""
 
     def model() -> nn.Module:

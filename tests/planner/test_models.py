@@ -98,7 +98,7 @@ def test_a_model_with_batch_normalization_is_planned_for_with_two_sequences() ->
         planned(model)
 
 
-def test_the_class_that_a_configuration_is_for() -> None:
+def test_a_configuration_without_an_architecture_has_a_default_class() -> None:
     assert architecture(transformers.BertConfig()) == "BertForSequenceClassification"
     assert architecture(transformers.T5Config()) == "T5ForConditionalGeneration"
     assert architecture(transformers.WhisperConfig()) == "WhisperForConditionalGeneration"

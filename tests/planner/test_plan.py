@@ -18,7 +18,7 @@ from memkern.techniques.options import Techniques
 from tests.support.helpers import first_full
 from tests.support.planned_models import WIDTH, Block, Stack, predictor_of
 
-LITTLE = "594MiB"  # 18 MiB more than a process takes (DEFAULTS)
+LITTLE = "594MiB"  # 18 MiB more than the planner counts for a process on the CPU (DEFAULTS)
 
 # ---- the choice
 
@@ -48,7 +48,7 @@ def test_what_is_recommended_fits_and_is_the_fastest_found() -> None:
 
 
 @pytest.mark.full
-def test_the_largest_micro_batch_is_the_largest() -> None:
+def test_the_largest_micro_batch_fits_and_a_larger_one_does_not() -> None:
     model, x = Stack(), torch.zeros(2, WIDTH)
     plan = memkern.plan(model, memory=LITTLE, inputs=x, device="cpu", techniques=Techniques())
     predictor = predictor_of(model, x)
@@ -108,7 +108,7 @@ ON_HOST: dict[str, Any] = {
     ),
     ids=str,
 )
-def test_the_lines_of_code_run(folder: Path, changes: dict[str, Any]) -> None:
+def test_the_printed_code_lowers_the_loss(folder: Path, changes: dict[str, Any]) -> None:
     import transformers
 
     plan = memkern.plan(folder, memory="4GiB", seq_len=32, device="cpu", techniques=Techniques(**changes), dropout=0)
@@ -133,7 +133,7 @@ MILLIONS = {  # of parameters
 
 @pytest.mark.full
 @pytest.mark.parametrize(("name", "count"), MILLIONS.items())
-def test_built_in_models(name: str, count: float) -> None:
+def test_built_in_models_have_their_numbers_of_parameters(name: str, count: float) -> None:
     predictor = Predictor(resolve(name, 64, None, None, None), "cpu", "cpu", DEFAULTS["cpu"])
     assert predictor.static_bytes(Techniques()).count / 1e6 == pytest.approx(count, abs=0.2)
     plain, checkpointed = (predictor.predict(Techniques(checkpointing=how)).phases for how in (None, "blocks"))

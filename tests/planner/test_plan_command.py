@@ -25,7 +25,7 @@ def run(capsys: pytest.CaptureFixture, *arguments: str) -> tuple[int, str, str]:
 
 
 @pytest.mark.full
-def test_the_command(folder: Path, capsys: pytest.CaptureFixture) -> None:
+def test_the_status_of_the_command_says_whether_a_plan_fits(folder: Path, capsys: pytest.CaptureFixture) -> None:
     arguments = ("--model", str(folder), "--seq-len", "64", "--device", "cpu")
     code, out, _ = run(capsys, *arguments, "--memory", "2GiB")
     assert code == 0
@@ -56,7 +56,7 @@ def test_the_command(folder: Path, capsys: pytest.CaptureFixture) -> None:
     ],
     ids=str,
 )
-def test_bad_arguments(capsys: pytest.CaptureFixture, changes: dict[str, str], message: str) -> None:
+def test_bad_arguments_are_refused(capsys: pytest.CaptureFixture, changes: dict[str, str], message: str) -> None:
     arguments = {"--model": "gpt2", "--memory": "1GiB", "--seq-len": "8"} | changes
     code, out, err = run(capsys, *(word for pair in arguments.items() for word in pair))
     assert (code, out) == (2, "")
@@ -78,7 +78,7 @@ def test_bad_arguments(capsys: pytest.CaptureFixture, changes: dict[str, str], m
     ],
     ids=["chunks of the loss", "clipping and a step in backward", "no technique", "no inputs", "no blocks"],
 )
-def test_what_the_model_or_an_argument_rules_out(changes: dict[str, Any], message: str) -> None:
+def test_arguments_that_a_model_or_others_rule_out_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         memkern.plan(**{"model": Stack(), "memory": "1GiB", "inputs": torch.zeros(2, WIDTH), "device": "cpu"} | changes)
     with pytest.raises(TypeError, match="model must be a name"):
@@ -89,7 +89,7 @@ def test_what_the_model_or_an_argument_rules_out(changes: dict[str, Any], messag
     ("text", "size"),
     [("12GiB", 12 * 2**30), ("12gb", 12 * 10**9), ("11.5 GiB", 11.5 * 2**30), (1024, 1024), (1e16, 10**16)],
 )
-def test_sizes_of_memory(text: Any, size: float) -> None:
+def test_sizes_of_memory_are_read(text: Any, size: float) -> None:
     assert parse_memory(text) == size
 
 

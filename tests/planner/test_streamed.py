@@ -62,7 +62,7 @@ def test_what_is_brought_in_each_part_of_a_step() -> None:
     assert set(groups.extra_bytes(Trace([], {}, operators, 7))) == {5001}
 
 
-def test_tied_weights_are_the_root_s_and_the_last_block_stays() -> None:
+def test_tied_weights_are_the_roots_and_the_last_block_stays() -> None:
     trace = Trace([], {}, [("op",)] * 8, 4, block_clocks=((0, 8), (2, 6)))
     groups = WeightsOnHost(block=10, root=100, block_tensor=2)
     assert groups.extra_bytes(trace) == [100, 122, 120, 110, 110, 120, 140, 140, 140]
@@ -124,7 +124,7 @@ def test_a_pass_takes_at_least_the_time_of_its_transfers() -> None:
     assert time_of(techniques, 900, 2 * 10**6) > time_of(techniques, 900)
 
 
-def test_the_host_s_step_is_hidden_by_the_backward_pass_and_never_faster_than_the_device_s() -> None:
+def test_the_hosts_step_is_hidden_by_the_backward_pass_and_never_faster_than_the_devices() -> None:
     after, inside, on_device = (
         Techniques(**FRUGAL | {"weights_on_host": place, "step_in_backward": steps})
         for place, steps in (("layers", False), ("layers", True), (None, True))

@@ -21,7 +21,7 @@ def there_and_back(x: Tensor, **options: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_the_formula(bits: int) -> None:
+def test_codes_scales_and_zero_points_follow_the_formula(bits: int) -> None:
     x = torch.randn(4, 300)
     codes, scale, zero_point = memkern.quantize_affine(x, bits=bits, granularity="tensor")
     a, b = x.min().double(), x.max().double()
@@ -55,7 +55,7 @@ def test_errors_are_within_a_step(bits: int, granularity: str, shape: Any, dtype
 
 @pytest.mark.parametrize("offset", [0.0, 1e3, -1e5, 1e8, -1e30])
 @pytest.mark.parametrize("width", [1e-30, 1e-3, 1.0, 1e6])
-def test_ranges_far_from_zero(offset: float, width: float) -> None:
+def test_ranges_far_from_zero_have_errors_within_a_step(offset: float, width: float) -> None:
     x = offset + width * torch.rand(8, 256)
     back = there_and_back(x)
     assert back.isfinite().all()
@@ -80,7 +80,7 @@ def test_non_finite_values_stay_out_of_the_range() -> None:
     assert abs(float(back[3])) <= 2 / 255
 
 
-def test_layout_in_memory_stays() -> None:
+def test_the_memory_format_stays() -> None:
     x = torch.randn(2, 8, 5, 5).to(memory_format=torch.channels_last)
     codes, _, _ = memkern.quantize_affine(x)
     assert codes.stride() == x.stride()
@@ -108,7 +108,7 @@ CODES = memkern.quantize_affine(X)
         (lambda: memkern.dequantize_affine(*CODES, dtype=torch.float64), TypeError, "dtype must be float32"),
     ],
 )
-def test_bad_input(call: Any, error: Any, message: str) -> None:
+def test_bad_input_is_refused(call: Any, error: Any, message: str) -> None:
     with pytest.raises(error, match=message):
         call()
 
@@ -136,7 +136,7 @@ def assert_within_a_step(x: Tensor, **options: Any) -> None:
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_beside_every_boundary(bits: int) -> None:
+def test_values_beside_every_boundary_have_errors_within_a_step(bits: int) -> None:
     """Halfway between two codes, and three units in the last place to both sides; ranges near and far from zero."""
     codes = torch.arange(2**bits) + 0.5
     for a, b in ((0.0, 1.0), (-3.0, 5.0), (1e3, 1e3 + 1), (-1e30, 1e30), (-3e38, 3e38)):

@@ -158,7 +158,7 @@ def test_extreme_blocks(backend: str, dtype: torch.dtype, name: str) -> None:
 @over_codecs
 @over_signs
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
-def test_a_bad_value_touches_no_other(backend: str, codec: str, signed: bool, bad: float) -> None:
+def test_a_value_that_is_not_finite_changes_no_other(backend: str, codec: str, signed: bool, bad: float) -> None:
     x = hard((3, 300), 5, signed=signed)
     spoilt = x.clone()
     spoilt[2, 7] = bad
@@ -175,7 +175,7 @@ def test_a_bad_value_touches_no_other(backend: str, codec: str, signed: bool, ba
 # ---- arguments
 
 
-def test_defaults_and_what_is_left_alone() -> None:
+def test_by_default_codes_are_signed_and_x_is_unchanged() -> None:
     x = torch.nn.Parameter(torch.randn(4, 256))
     before = x.detach().clone()
     codes, scale = memkern.quantize_blockwise(x)
@@ -203,7 +203,7 @@ BAD = [  # arguments, and the error with its message
 
 @over_cpu
 @pytest.mark.parametrize(("options", "error", "message"), BAD, ids=lambda v: None)
-def test_quantize_refuses(backend: str, options: dict, error: type, message: str) -> None:
+def test_quantize_refuses_bad_arguments(backend: str, options: dict, error: type, message: str) -> None:
     options = {"x": torch.ones(8)} | options
     with on(backend), pytest.raises(error, match=message):
         memkern.quantize_blockwise(options.pop("x"), **options)
@@ -227,7 +227,7 @@ BAD_BACK = [  # (codes, scale), options, and the error with its message
 
 @over_cpu
 @pytest.mark.parametrize(("args", "options", "error", "message"), BAD_BACK, ids=lambda v: None)
-def test_dequantize_refuses(backend: str, args: tuple, options: dict, error: type, message: str) -> None:
+def test_dequantize_refuses_bad_arguments(backend: str, args: tuple, options: dict, error: type, message: str) -> None:
     with on(backend), pytest.raises(error, match=message):
         memkern.dequantize_blockwise(*args, **options)
 

@@ -123,7 +123,7 @@ def test_dither_is_even_along_a_block_and_over_steps() -> None:
     assert dither(8, 5, cpu)[3] == ((3 * 2654435769 + 5 * 1640531527) % 2**32 >> 8) / 2**24
 
 
-def test_dither_at_large_steps() -> None:
+def test_dither_stays_below_1_at_the_largest_step() -> None:
     from memkern.reference.blockwise import dither
 
     # step is an fp32 counter: 2^24 is as far as it counts.

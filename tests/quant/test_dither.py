@@ -124,7 +124,7 @@ INF, NAN = math.inf, math.nan
     [[0.0, -0.0], [NAN, 1.0, -0.25], [INF, 1.0, -INF, 0.25], [NAN, INF], [1e-40, -1e-41], [1e30, 2.0**-149]],
     ids=str,
 )
-def test_zeros_and_what_is_not_finite(backend: str, step: int, values: list[float]) -> None:
+def test_zeros_and_values_that_are_not_finite_have_code_0(backend: str, step: int, values: list[float]) -> None:
     x = torch.tensor([values + [0.0] * 14])
     with on(backend):
         codes, scale = memkern.quantize_blockwise(at(x, backend), step=step)

@@ -47,7 +47,7 @@ def layout_id(case: tuple) -> str:
 
 
 @pytest.mark.parametrize("case", TABLE, ids=layout_id)
-def test_layout(case: tuple) -> None:
+def test_block_layout_is_that_of_the_table(case: tuple) -> None:
     shape, strides, block_size, segment, block, scale_shape = case
     layout = block_layout(shape, strides, block_size)
     assert layout == (math.prod(shape), segment, block, scale_shape)
@@ -79,12 +79,12 @@ def test_gaps_and_overlaps_are_not_dense(shape: tuple[int, ...], strides: tuple[
 
 
 @pytest.mark.parametrize("block_size", [8, 16, 24, 128, 1000, 4096])
-def test_block_sizes(block_size: int) -> None:
+def test_multiples_of_8_up_to_4096_are_block_sizes(block_size: int) -> None:
     check_block_size(block_size)
 
 
 @pytest.mark.parametrize("block_size", [0, 4, 12, 8192, 4104, -8, 128.0, True, "128", None])
-def test_bad_block_sizes(block_size: object) -> None:
+def test_other_block_sizes_are_refused(block_size: object) -> None:
     with pytest.raises(ValueError, match="multiple of 8 from 8 to 4096"):
         check_block_size(block_size)  # type: ignore[arg-type]
 
@@ -199,7 +199,7 @@ def test_ops_refuse_what_is_not_dense(backend: str, name: str) -> None:
 
 
 @over_cpu
-def test_a_dense_view_of_something_larger(backend: str) -> None:
+def test_a_dense_view_is_quantized_as_a_copy_of_it(backend: str) -> None:
     base = hard((9, 300), 1)
     view = base[3:5]  # rows of a larger tensor, at an offset
     before = base.clone()

@@ -76,7 +76,7 @@ def batches(step: int, techniques: Techniques, world: int = 1, rank: int = 0) ->
     return [x.chunk(world)[rank] for x in tokens]
 
 
-def whole(x: Any) -> Tensor:
+def full_copy(x: Any) -> Tensor:
     """A copy of a tensor, or of all of a DTensor."""
     return (x.full_tensor() if hasattr(x, "full_tensor") else x).detach().clone()
 
@@ -104,13 +104,15 @@ def train(
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
-    return {name: whole(p) for name, p in model.named_parameters()}
+    return {name: full_copy(p) for name, p in model.named_parameters()}
 
 
 def states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
     """Each parameter's state, by its name."""
     names = {p: name for name, p in model.named_parameters()}
-    return {names[p]: {k: whole(x) for k, x in s.items() if isinstance(x, Tensor)} for p, s in optimizer.state.items()}
+    return {
+        names[p]: {k: full_copy(x) for k, x in s.items() if isinstance(x, Tensor)} for p, s in optimizer.state.items()
+    }
 
 
 def assert_equal(a: dict[str, Any], b: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ class Interrupted(Exception):
     """Ends a pass or a step in its middle."""
 
 
-def both(
+def on_device_and_streamed(
     use: Callable[[Model, torch.optim.Optimizer, Techniques], None], techniques: Techniques = PLAIN
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The weights after ``use`` of a model with weights on the device, and of one with weights on the host."""
@@ -52,7 +52,7 @@ def test_a_forward_pass_between_backward_and_step_reads_and_leaves_nothing_stale
                 losses.append(model(tokens).item())
 
     losses: list[float] = []
-    assert_equal(*both(use))
+    assert_equal(*on_device_and_streamed(use))
     assert losses[: len(losses) // 2] == losses[len(losses) // 2 :]
 
 
@@ -90,7 +90,7 @@ def test_a_pass_that_was_interrupted_is_forgotten(phase: str, changes: dict[str,
             return  # as the interrupted run, which may have stepped the head and does not go on
         train(model, optimizer, t, range(2, 4))
 
-    plain, streamed = both(use, techniques)
+    plain, streamed = on_device_and_streamed(use, techniques)
     if "step_in_backward" in changes:
         different = [name for name, x in plain.items() if not torch.equal(x, streamed[name])]
         assert different in ([], ["head.weight"])
@@ -119,11 +119,11 @@ def test_a_step_after_a_forward_pass_that_was_interrupted(layer: str) -> None:
         model.state_dict()
 
     losses: list[float] = []
-    assert_equal(*both(use))
+    assert_equal(*on_device_and_streamed(use))
     assert losses[:3] == losses[3:]
 
 
-def test_edits_of_weights_between_steps_count() -> None:
+def test_steps_go_on_from_edited_weights() -> None:
     def use(model: Model, optimizer: torch.optim.Optimizer, t: Techniques) -> None:
         train(model, optimizer, t, range(2))
         with torch.no_grad():
@@ -135,10 +135,10 @@ def test_edits_of_weights_between_steps_count() -> None:
         model.load_state_dict(state)
         train(model, optimizer, t, range(5, 6))
 
-    assert_equal(*both(use))
+    assert_equal(*on_device_and_streamed(use))
 
 
-def test_two_graphs_at_a_time() -> None:
+def test_two_graphs_at_a_time_have_the_bits_of_the_device() -> None:
     def use(model: Model, optimizer: torch.optim.Optimizer, t: Techniques) -> None:
         for step in range(3):
             losses = [model(tokens) for tokens in batches(step, t.replace(accumulation=2))]
@@ -147,7 +147,7 @@ def test_two_graphs_at_a_time() -> None:
             optimizer.step()
             optimizer.zero_grad()
 
-    assert_equal(*both(use))
+    assert_equal(*on_device_and_streamed(use))
 
 
 class Twice(Model):
@@ -162,7 +162,7 @@ class Twice(Model):
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_a_block_that_runs_twice(monkeypatch: pytest.MonkeyPatch, accumulation: int) -> None:
+def test_a_block_that_runs_twice_sums_two_gradients(monkeypatch: pytest.MonkeyPatch, accumulation: int) -> None:
     """The block's two gradients are added in another order: in fp32 two have one sum, and the four of two micro-batches
     differ by rounding."""
     monkeypatch.setattr(runs, "Model", Twice)
@@ -172,7 +172,7 @@ def test_a_block_that_runs_twice(monkeypatch: pytest.MonkeyPatch, accumulation: 
 
     losses: list[list[float]] = []
     techniques = Techniques(precision="fp32", state_bits=32, optimizer="sgd", accumulation=accumulation)
-    plain, streamed = both(use, techniques)
+    plain, streamed = on_device_and_streamed(use, techniques)
     if accumulation == 1:
         assert_equal(plain, streamed)
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
@@ -191,7 +191,7 @@ def test_two_optimizers_that_step_in_backward_and_one_that_was_dropped() -> None
                 part.step()
                 part.zero_grad()
 
-    assert_equal(*both(use, PLAIN.replace(step_in_backward=True)))
+    assert_equal(*on_device_and_streamed(use, PLAIN.replace(step_in_backward=True)))
 
 
 class Checkpointed(Model):
@@ -209,7 +209,7 @@ class Checkpointed(Model):
 
 @pytest.mark.parametrize("changes", [{}, {"step_in_backward": True}, {"accumulation": 2}], ids=str)
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoints_around_calls_of_blocks(
+def test_checkpoints_around_calls_of_blocks_change_no_bit(
     monkeypatch: pytest.MonkeyPatch, reentrant: bool, changes: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(runs, "Model", Checkpointed)
@@ -219,7 +219,7 @@ def test_checkpoints_around_calls_of_blocks(
     def use(model: Model, optimizer: torch.optim.Optimizer, t: Techniques) -> None:
         losses.append(train(model, optimizer, t, range(3)))
 
-    assert_equal(*both(use, PLAIN.replace(**changes)))
+    assert_equal(*on_device_and_streamed(use, PLAIN.replace(**changes)))
     assert losses[0] == losses[1]
 
 
@@ -233,7 +233,7 @@ def test_a_layer_called_outside_of_the_forward_pass_raises() -> None:
 
 
 @pytest.mark.parametrize("options", [{"offload_gradients": True}, {"step_on": "device"}], ids=str)
-def test_host_offload_over_streamed_weights(options: dict[str, Any]) -> None:
+def test_host_offload_over_streamed_weights_changes_no_bit(options: dict[str, Any]) -> None:
     """HostOffload is not needed there, and changes no bit."""
 
     def use(model: Model, optimizer: torch.optim.Optimizer, t: Techniques) -> None:
@@ -241,17 +241,17 @@ def test_host_offload_over_streamed_weights(options: dict[str, Any]) -> None:
         offload = memkern.optim.HostOffload(inner, model.parameters(), lr=1e-2, host_dtype=None, **options)
         train(model, offload, t, range(3))
 
-    assert_equal(*both(use, Techniques(state_bits=8)))
+    assert_equal(*on_device_and_streamed(use, Techniques(state_bits=8)))
 
 
-def test_frozen_weights_and_blocks() -> None:
+def test_frozen_weights_and_blocks_have_the_bits_of_the_device() -> None:
     def use(model: Model, optimizer: torch.optim.Optimizer, t: Techniques) -> None:
         model.embedding.weight.requires_grad_(False)
         for p in [*model.blocks[0].parameters(), model.blocks[2].up.weight]:
             p.requires_grad_(False)
         train(model, optimizer, t, range(3))
 
-    assert_equal(*both(use))
+    assert_equal(*on_device_and_streamed(use))
 
 
 def test_a_second_backward_before_the_step_raises() -> None:

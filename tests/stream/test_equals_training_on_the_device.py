@@ -53,22 +53,22 @@ def assert_streamed_is_plain(techniques: Techniques, tied: bool = False, **optio
 
 @pytest.mark.feature("torch", "`weights_on_host` (`fully_shard` with CPUOffloadPolicy) on one process")
 @pytest.mark.parametrize(("name", "variant"), CASES)
-def test_every_bit_on_one_process(name: str, variant: str) -> None:
+def test_one_process_has_the_bits_of_training_on_the_device(name: str, variant: str) -> None:
     assert_streamed_is_plain(Techniques(optimizer=name, **BF16 | VARIANTS[variant]))
 
 
 @pytest.mark.parametrize("variant", ["step in backward", pytest.param("accumulation", marks=pytest.mark.full)])
-def test_tied_weights(variant: str) -> None:
+def test_tied_weights_have_the_bits_of_training_on_the_device(variant: str) -> None:
     assert_streamed_is_plain(Techniques(optimizer="adamw", **BF16 | VARIANTS[variant]), tied=True)
 
 
 @pytest.mark.parametrize("name", ["adamw", pytest.param("lamb", marks=pytest.mark.full)])
-def test_clipping_in_the_step(name: str) -> None:
+def test_clipping_in_the_step_has_the_bits_of_training_on_the_device(name: str) -> None:
     techniques = Techniques(optimizer=name, **BF16, accumulation=2)
     assert_streamed_is_plain(techniques, max_grad_norm=0.05)
 
 
-def test_clipping_by_torch() -> None:
+def test_clipping_by_torch_has_the_bits_of_training_on_the_device() -> None:
     techniques = Techniques(**BF16, accumulation=2)
 
     def clipped(t: Techniques) -> tuple[list[float], dict[str, Any]]:

@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.full
 @pytest.mark.parametrize(("name", "bytes_per_parameter"), first_full([("adamw", 5.0625), ("muon", 4.03125)]))
-def test_bytes_of_the_host(name: str, bytes_per_parameter: float) -> None:
+def test_the_host_holds_weights_states_and_few_gradients(name: str, bytes_per_parameter: float) -> None:
     """The resident set holds weights (2 bytes), errors (1), moments and their scales. At its peak it also holds a few
     blocks' weights and gradients, as the device is the CPU. 5 % is for malloc and Python: 1 % in most runs, 3.3 % in
     one on a busy machine. A byte too many for each parameter would be 20 %."""
@@ -92,22 +92,22 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("changes", [{}, {"accumulation": 2}, {"step_in_backward": True}], ids=str)
-def test_the_device_has_few_blocks(counted: Any, changes: dict[str, Any]) -> None:
-    """Two blocks' weights, one's gradients and their two buffers, whatever the number of blocks; and the last group."""
+def test_the_device_holds_the_weights_of_few_blocks(counted: Any, changes: dict[str, Any]) -> None:
+    """Two blocks' weights, one's gradients and their two buffers, and 4 times what the model has beside blocks."""
     small = Model(blocks=1).to(torch.bfloat16)
-    block, whole = (sum(p.nbytes for p in x.parameters()) for x in (small.blocks[0], small))
+    block_bytes, model_bytes = (sum(p.nbytes for p in x.parameters()) for x in (small.blocks[0], small))
     device = counted(10**9)
     techniques = TECHNIQUES.replace(**changes)
     model = model_for(techniques, blocks=12)
     train(model, optimizer_for(model, techniques), techniques, range(2))
     assert not device.live
-    assert device.peak <= 5 * block + 4 * (whole - block)
+    assert device.peak <= 5 * block_bytes + 4 * (model_bytes - block_bytes)
     assert device.peak < sum(p.nbytes for p in model.parameters()) / 2
 
 
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("saved_bits", ["exact", pytest.param(8, marks=pytest.mark.full)])
-def test_compiled_blocks_come_and_go(counted: Any, saved_bits: Any) -> None:
+def test_compiled_blocks_have_the_losses_and_no_more_weights_on_the_device(counted: Any, saved_bits: Any) -> None:
     """The losses are those of compiled blocks on the device, and no more weights are there than without compile."""
     device = counted(10**9)
     losses, peaks = [], []

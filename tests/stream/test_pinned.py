@@ -54,7 +54,7 @@ def test_slabs_are_powers_of_two_and_tensors_do_not_overlap() -> None:
     assert all(map(torch.equal, tensors, copies))
 
 
-def test_a_model_in_slabs_trains_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_in_slabs_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pinned memory is a GPU's: here the slabs are plain memory, and all else is as there."""
     techniques = Techniques(precision="bf16", state_bits=8, master_weights="bf16+8", step_in_backward=True)
     plain = model_for(techniques)
@@ -72,8 +72,8 @@ def test_a_model_in_slabs_trains_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streaming, "CPUOffloadPolicy", lambda pin_memory: policy(pin_memory=False))
     streamed = techniques.replace(weights_on_host="layers")
     model: Any = model_for(streamed)
-    (used,) = made_slabs
-    places = {x.untyped_storage().data_ptr() for x in used._allocated.values()}
+    (model_slabs,) = made_slabs
+    places = {x.untyped_storage().data_ptr() for x in model_slabs._allocated.values()}
     states = [m._get_fsdp_state() for m in model.modules() if hasattr(m, "_get_fsdp_state")]
     groups = [g for s in states for g in getattr(s, "_fsdp_param_groups", None) or [s._fsdp_param_group]]  # torch 2.11
     shards = [p for group in groups for p in group.fsdp_params]

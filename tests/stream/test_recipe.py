@@ -36,7 +36,7 @@ def test_a_run_resumes_with_weights_on_either_side(
 @pytest.mark.full
 @pytest.mark.parametrize("loss_chunk", [None, 50])
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_model_of_transformers(text: Path, tmp_path: Path, loss_chunk: int | None, tied: bool) -> None:
+def test_a_model_of_transformers_trains_alike(text: Path, tmp_path: Path, loss_chunk: int | None, tied: bool) -> None:
     transformers = pytest.importorskip("transformers")
     transformers.LlamaConfig(
         vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2,
@@ -57,7 +57,7 @@ COMMAND = [
 
 
 @pytest.mark.full
-def test_the_command(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_the_same_loss(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def printed(*arguments: str) -> str:
         main([*COMMAND, "--data", str(text), *arguments])
         lines = capsys.readouterr().out.splitlines()

@@ -48,7 +48,7 @@ def test_a_model_that_cannot_be_streamed_is_refused(message: str) -> None:
     assert isinstance(model.blocks[0].act, nn.GELU)
 
 
-def test_devices_are_checked() -> None:
+def test_an_unknown_device_is_refused() -> None:
     with pytest.raises(OptionError, match="device: 'tpu9' given; allowed: None, 'cpu', 'cuda', 'cuda:N'"):
         memkern.apply(Model(), STREAMED, device="tpu9")
 

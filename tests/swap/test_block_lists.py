@@ -97,8 +97,8 @@ def test_the_outermost_of_nested_lists_counts() -> None:
 @over_models
 def test_techniques_keep_output_and_gradients(name: str, apply: Callable[[nn.Module], Any]) -> None:
     make, _ = MODELS[name]
-    for found, expected in zip(output_and_gradients(make, apply), output_and_gradients(make), strict=True):
-        torch.testing.assert_close(found, expected)
+    for actual, expected in zip(output_and_gradients(make, apply), output_and_gradients(make), strict=True):
+        torch.testing.assert_close(actual, expected)
 
 
 @over_models
@@ -112,7 +112,7 @@ def test_checkpoints_of_all_forms_save_the_inputs_alone(name: str) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"devices": 2}], ids=str)
 @over_models
-def test_plans_of_all_forms(name: str, options: Any) -> None:
+def test_models_of_all_forms_are_planned(name: str, options: Any) -> None:
     arguments = {"memory": "4GiB", "inputs": X, "device": "cpu", "techniques": {"compile": False}}
     plan = memkern.plan(MODELS[name][0](), **arguments, **options)
     assert "checkpoint every block" in plan.alone

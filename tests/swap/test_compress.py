@@ -61,11 +61,11 @@ def contents(module: nn.Module) -> dict[str, Any]:
     return {key: copy.copy(value) for key, value in vars(module).items()}
 
 
-# Activations
+# ---- activations
 
 
 @pytest.mark.parametrize("case", TORCH)
-def test_torch_s_activations_and_back(case: str) -> None:
+def test_torchs_activations_are_swapped_and_restored(case: str) -> None:
     build, ours = TORCH[case]
     module = build()
     before = type(module), contents(module)
@@ -110,7 +110,7 @@ def test_every_class_of_other_libraries_is_tried() -> None:
 
 
 @pytest.mark.parametrize("key", OF_LIBRARIES, ids=lambda key: key[1])
-def test_activations_of_other_libraries(key: tuple[str, str]) -> None:
+def test_activations_of_other_libraries_are_swapped(key: tuple[str, str]) -> None:
     ours, attributes = OF_LIBRARIES[key]
     if key[0].startswith("timm"):
         timm_factory.load()
@@ -140,7 +140,7 @@ def test_a_class_of_the_same_name_is_left_alone() -> None:
         assert f"{module_name}.QuickGELUActivation is no class that compress knows" in str(report)
 
 
-def test_options_reach_the_modules() -> None:
+def test_options_of_compress_reach_the_modules() -> None:
     model = nn.Sequential(nn.GELU(), nn.SiLU(), nn.SiLU(inplace=True), nn.Mish())
     memkern.compress(model, "output")
     assert [m.bits for m in model] == [3, 3, 3, 3]
@@ -150,7 +150,7 @@ def test_options_reach_the_modules() -> None:
     assert [m.keep for m in model[:3]] == ["output", "output", "codes"]
 
 
-# What must not change
+# ---- what must not change
 
 
 def test_all_but_the_class_stays() -> None:
@@ -177,7 +177,7 @@ def test_all_but_the_class_stays() -> None:
     assert {type(m) for m in modules} & {mnn.GELU, mnn.SiLU, mnn.RandomizedLinear} == set()
 
 
-def test_idempotent_and_adjustable() -> None:
+def test_compress_twice_changes_nothing_but_options_that_are_given() -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Embedding(4, 4))
     options = {"linear": 0.5, "embeddings": True}
     first = memkern.compress(model, **options)
@@ -196,7 +196,7 @@ def test_idempotent_and_adjustable() -> None:
     assert memkern.restore(model) == 0
 
 
-def test_modules_of_memkern_s_own_are_not_restored() -> None:
+def test_modules_that_users_made_are_not_restored() -> None:
     model = nn.Sequential(mnn.GELU(bits=2), mnn.RandomizedLinear(4, 4))
     assert not memkern.compress(model, linear=0.5).swapped
     assert memkern.restore(model) == 0
@@ -246,7 +246,7 @@ def test_swaps_after_compiling_are_noticed() -> None:
     torch._dynamo.reset()
 
 
-# Linear layers
+# ---- linear layers
 
 
 def tied() -> nn.Module:
@@ -268,7 +268,7 @@ def test_tied_heads_are_left_unless_asked_for() -> None:
     assert model[0].weight.grad.abs().sum() > 0
 
 
-def test_linear_layers_share_their_parameters_with_before() -> None:
+def test_swapped_linear_layers_keep_their_parameters() -> None:
     model = MLP(nn.GELU())
     x = torch.randn(300, 16, requires_grad=True)
     plain = model(x)
@@ -286,7 +286,7 @@ def test_frozen_layers_save_nothing() -> None:
     assert memkern.compress(model, None, linear=0.2).bytes_per_token == 0
 
 
-def test_conv1d() -> None:
+def test_transformers_conv1d_saves_a_share_of_tokens() -> None:
     layer = Conv1D(48, 16)
     x = torch.randn(2, 100, 16, requires_grad=True)
     grad = torch.randn(2, 100, 48)
@@ -307,11 +307,11 @@ def test_conv1d() -> None:
     assert repr(layer).startswith("Conv1D")
 
 
-# Blocks
+# ---- blocks
 
 
 @pytest.mark.parametrize("width", [768, 1600])
-def test_gpt2_block(width: int) -> None:
+def test_a_gpt2_block_saves_12_of_28_tensors(width: int) -> None:
     """28 tensors of the width become 12, and 3 bits for each of 4 widths."""
     options = {"attn_pdrop": 0, "resid_pdrop": 0, "embd_pdrop": 0, "attn_implementation": "sdpa"}
     config = modeling_gpt2.GPT2Config(n_embd=width, n_head=width // 64, **options)

@@ -35,7 +35,7 @@ def test_a_resumed_run_repeats_every_bit(corpus: Corpus, tmp_path: Path, changes
     assert {*checkpoint.load(tmp_path / "run.pt")["model"]} == {*Trainer(SMALL, corpus).model.state_dict()}
 
 
-def test_checkpoints_that_are_refused(corpus: Corpus, tmp_path: Path) -> None:
+def test_checkpoints_that_do_not_fit_are_refused(corpus: Corpus, tmp_path: Path) -> None:
     state, path = Trainer(SMALL, corpus).state_dict(), tmp_path / "run.pt"
     without = {name: x for name, x in state.items() if name != "format"}
     bad: Any

@@ -22,7 +22,7 @@ def test_rows_of_json_lines(tmp_path: Path, field: str) -> None:
     assert bytes(corpus.train.tolist()).decode().split("\n") == [*texts[:9], *texts[10:19]]
 
 
-def test_which_files_a_folder_gives(tmp_path: Path) -> None:
+def test_a_folder_gives_the_texts_of_its_files(tmp_path: Path) -> None:
     """The tail of every text is for validation."""
     for name in ("z/last.txt", "a/one.py", ".git/config", "a/.hidden", "two.txt"):
         path = tmp_path / name
@@ -55,7 +55,7 @@ def test_the_default_text_is_the_standard_library() -> None:
     assert sum(path.stat().st_size for path in files) > 3_000_000
 
 
-def test_tokens_of_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_document_ends_with_the_end_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A long text is cut; the end token is after each document, and nowhere else."""
     pytest.importorskip("transformers")
     monkeypatch.setattr("memkern.train.data.CHARACTERS", 20)

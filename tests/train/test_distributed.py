@@ -80,7 +80,7 @@ def test_a_resumed_run_of_two_repeats_every_bit(ranks: Ranks, text: Path, tmp_pa
     ],
     ids=str,
 )
-def test_what_several_processes_refuse(
+def test_several_processes_refuse_options_that_they_cannot_share(
     corpus: Corpus, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str
 ) -> None:
     monkeypatch.setattr(distributed, "world", lambda: 2)

@@ -80,7 +80,7 @@ def test_a_batch_factor_is_a_larger_batch_at_a_scaled_rate(corpus: Corpus, rule:
     assert_same_run(scaled, trained(corpus, micro_batch=2, accumulation=4, lr=1e-3 * factor, steps=5))
 
 
-def test_what_a_run_is_made_of(corpus: Corpus) -> None:
+def test_techniques_become_optimizers_dtypes_and_saved_bytes(corpus: Corpus) -> None:
     assert isinstance(trained(corpus, step_in_backward=True, clip=0.0).optimizer, optim.StepInBackward)
     assert isinstance(trained(corpus, offload="cpu").optimizer, optim.HostOffload)
     assert trained(corpus, offload="cpu", clip=0.05).optimizer.defaults["max_grad_norm"] == 0.05
@@ -124,13 +124,13 @@ def test_8_bit_states_follow_the_baseline_beside_them(corpus: Corpus, optimizer:
     assert baseline["history"]["train_loss"][0] == pytest.approx(ours["history"]["train_loss"][0], rel=1e-5)
 
 
-def test_larger_batches(corpus: Corpus) -> None:
-    """A batch in four micro-batches trains as one in a single one, whose gradients are summed in another order."""
-    accumulated, whole = (trained(corpus, micro_batch=size, accumulation=8 // size, **TORCH_ADAMW) for size in (2, 8))
-    assert accumulated.config.tokens_per_step == whole.config.tokens_per_step == 4 * 2 * 32
-    assert accumulated.history.train_loss == pytest.approx(whole.history.train_loss, rel=1e-4)
+def test_micro_batches_train_as_one_batch(corpus: Corpus) -> None:
+    """Their gradients are summed in another order."""
+    accumulated, at_once = (trained(corpus, micro_batch=size, accumulation=8 // size, **TORCH_ADAMW) for size in (2, 8))
+    assert accumulated.config.tokens_per_step == at_once.config.tokens_per_step == 4 * 2 * 32
+    assert accumulated.history.train_loss == pytest.approx(at_once.history.train_loss, rel=1e-4)
     assert accumulated.history.train_loss[0] == pytest.approx(math.log(256), abs=0.1)  # a mean, of random guesses
-    for a, b in zip(weights(accumulated), weights(whole), strict=True):
+    for a, b in zip(weights(accumulated), weights(at_once), strict=True):
         assert (a - b).norm() <= 1e-3 * b.norm()
 
 
@@ -145,8 +145,8 @@ def test_torchs_optimizers_step_as_torchs_loops_over_tensors(corpus: Corpus, opt
         state = [x for entries in trainer.optimizer.state.values() for x in entries.values() if x is not None]
         return torch.cat([x.double().flatten() for x in (*state, *weights(trainer))])
 
-    found, expected = after_steps(), after_steps(fused=False, foreach=False)
-    assert (found - expected).norm() <= 1e-2 * expected.norm()
+    actual, expected = after_steps(), after_steps(fused=False, foreach=False)
+    assert (actual - expected).norm() <= 1e-2 * expected.norm()
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16-mixed"])
@@ -171,7 +171,7 @@ def test_matrices_decay_and_vectors_do_not(corpus: Corpus) -> None:
 
 
 @pytest.mark.parametrize("warmup", [0, 1, 4])
-def test_learning_rates(corpus: Corpus, warmup: int) -> None:
+def test_rates_warm_up_and_fall_to_a_tenth_by_a_cosine(corpus: Corpus, warmup: int) -> None:
     trainer = Trainer(SMALL.replace(lr=0.5, clip=1e-6, warmup=warmup, steps=20), corpus)
     for step in range(20):
         if step < warmup:
