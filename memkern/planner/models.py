@@ -94,8 +94,8 @@ class ConfiguredModel:
 
     @functools.cached_property
     def depth(self) -> int | None:
-        """The number of blocks, where all are alike."""
-        if len(set(getattr(self.config, "layer_types", None) or ())) > 1:
+        """The number of blocks, where all are alike; the first and the last may be unlike the others."""
+        if len(set(getattr(self.config, "layer_types", None) or ())) > 1 or not self._has_like_blocks:
             return None
         depth = _number(self.config, "num_hidden_layers")
         try:
@@ -111,9 +111,20 @@ class ConfiguredModel:
 
     @property
     def kinds(self) -> list[str]:
-        """The kind of each block, where there are several; else empty."""
+        """The kind of each block, where there are several, with parameters of the same shapes; else empty."""
         layer_types = list(getattr(self.config, "layer_types", None) or ())[: _number(self.config, "num_hidden_layers")]
-        return layer_types if len(set(layer_types)) > 1 else []
+        return layer_types if len(set(layer_types)) > 1 and self._has_like_blocks else []
+
+    @functools.cached_property
+    def _has_like_blocks(self) -> bool:
+        """Whether all blocks but the first and the last have the same parameters: not so where some are dense, and some
+        have experts."""
+        with _disable_current_modes(), torch.device("meta"):
+            model = self.build(torch.float32)
+        depth = _number(self.config, "num_hidden_layers")
+        lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == depth]
+        shapes = [[[(n, p.shape) for n, p in b.named_parameters()] for b in m if b is not None] for m in lists]
+        return all(of_block == of_list[1] for of_list in shapes for of_block in of_list[1:-1])
 
     @property
     def tokens(self) -> int:

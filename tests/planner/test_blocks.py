@@ -139,3 +139,23 @@ def test_kinds_of_blocks_that_run_the_same_operators_count_as_one() -> None:
         assert len(traces) == count
         whole_model_trace = fake_step.trace(source, Techniques(), "cpu")
         assert peaks(traces, more_blocks, **options) == peaks([whole_model_trace], 0, **options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("Qwen2Moe", {"num_experts": 4, "decoder_sparse_step": 2, "shared_expert_intermediate_size": 64}),
+        ("DeepseekV3", {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "q_lora_rank": 16, "kv_lora_rank": 16}),
+    ],
+)
+def test_a_model_with_experts_in_some_of_its_blocks_is_counted_whole(kind: str, sizes: dict[str, Any]) -> None:
+    """In every other block, or in all but the first three."""
+    import transformers
+
+    sizes |= {"vocab_size": 500, "hidden_size": 64, "intermediate_size": 512, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 4, "num_hidden_layers": 6, "moe_intermediate_size": 64, "num_experts_per_tok": 2}
+    config = getattr(transformers, f"{kind}Config")(**sizes, architectures=[f"{kind}ForCausalLM"])
+    source: Any = resolve(config, 16, None, None, None)
+    techniques = Techniques()
+    assert len(fake_step.traces(source, techniques, "cpu")[0]) == 1
+    assert fake_step.static_bytes(source, techniques, "cpu") == fake_step._static_bytes(source, techniques, "cpu")
