@@ -162,9 +162,14 @@ class ModuleWithInputs:
     attention: float = 0.0
 
     def build(self, dtype: torch.dtype) -> nn.Module:
-        """A copy without values, with fp32 weights in a dtype, on the device of the ``torch.device`` block around."""
+        """A copy without values, with fp32 weights in a dtype, on the device of the ``torch.device`` block around.
+
+        Tensors that are attributes of a module, neither parameters nor buffers, are constants with their values.
+        """
         tensors = [*self.model.parameters(), *self.model.buffers()]
-        return copy.deepcopy(self.model, {id(x): _empty_like(x, dtype) for x in tensors}).train()
+        empty = {id(x): _empty_like(x, dtype) for x in tensors}
+        with _disable_current_modes():
+            return copy.deepcopy(self.model, empty).train()
 
     empty = build
 

@@ -140,3 +140,20 @@ def test_a_technique_that_a_model_does_not_run_with_is_ruled_out() -> None:
 def test_a_step_that_depends_on_values_is_one_error(device: str) -> None:
     with pytest.raises(OptionError, match=r"model: a plain training step raises on fake tensors(?s:.)*; allowed: "):
         planned(Stubborn("values"), device)
+
+
+class Constants(nn.Module):
+    """Tensors that are neither parameters nor buffers, one of which is a size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.columns, self.count = nn.Linear(8, 8), torch.tensor([0, 2, 5]), torch.tensor(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)[:, self.columns].tanh()[:, : int(self.count)].exp()
+
+
+def test_tensors_that_are_attributes_keep_their_values() -> None:
+    source = resolve(Constants(), None, torch.ones(2, 8), None, None)
+    shapes = {shape for _, *shapes in trace(source, Techniques(micro_batch=3), "cpu").operators for shape in shapes}
+    assert {(3, 3), (3, 2)} <= shapes
