@@ -23,7 +23,7 @@ LARGEST = 2**20
 aten = torch.ops.aten
 UNINITIALIZED = {
     aten.empty.memory_format, aten.empty_strided.default, aten.empty_permuted.default,
-    aten.empty_like.default, aten.new_empty.default, aten.new_empty_strided.default,
+    aten.empty_like.default, aten.new_empty.default, aten.new_empty_strided.default, aten.resize_.default,
 }  # fmt: skip
 """Operators whose results have no values yet."""
 
@@ -87,11 +87,10 @@ class Values:
 
     def forget(self, x: Tensor) -> None:
         """Takes the values from a tensor and from its views."""
-        with contextlib.suppress(_Unknown):
-            storage = self._values(x).untyped_storage()._cdata
-            self._known = {
-                key: entry for key, entry in self._known.items() if entry[1].untyped_storage()._cdata != storage
-            }
+        storage = _storage(x)
+        self._known = {key: entry for key, entry in self._known.items() if _storage(entry[0]()) != storage}
+        if isinstance(x, FakeTensor) and x.constant is not None:  # torch's own values, of tensors of one element
+            self._mode.fake_tensor_converter.invalidate_constant_aliases(x.constant)
 
     def _forget_written(self, func: Any, args: Any, kwargs: Any) -> None:
         """Takes the values from what an operator has written without knowing them."""
@@ -216,6 +215,11 @@ def _is_ordinary(func: Any) -> bool:
 @functools.cache
 def _is_dynamic(func: Any) -> bool:
     return bool({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & {*func.tags})
+
+
+def _storage(x: Tensor | None) -> int | None:
+    """Tells tensors that share memory; None for none, and for a sparse one."""
+    return None if x is None or x.layout != torch.strided else x.untyped_storage()._cdata
 
 
 def _mutated(func: Any, args: Any, kwargs: Any) -> list[Tensor]:

@@ -62,6 +62,35 @@ def test_writes_in_place_reach_views(scores: torch.Tensor, write: str) -> None:
             x[0].item()
 
 
+def through_a_view_of_other_strides(unknown: torch.Tensor) -> torch.Tensor:
+    """zeros_like has the strides of its argument, and its values have not: they cannot be viewed alike."""
+    x = torch.zeros_like(unknown.t(), dtype=torch.long)
+    x.t().view(-1).fill_(unknown.sum().long())
+    return x
+
+
+def through_a_large_view(unknown: torch.Tensor) -> torch.Tensor:
+    x = torch.arange(6)
+    x.expand(LARGEST, 6)[0].copy_(unknown[:, 0])
+    return x
+
+
+def into_one_element(unknown: torch.Tensor) -> torch.Tensor:
+    """FakeTensorMode has values of its own of such constants."""
+    x = torch.tensor([3])
+    x[unknown[0, :1] > 0] = 7
+    return x
+
+
+@pytest.mark.parametrize("write", [through_a_view_of_other_strides, through_a_large_view, into_one_element])
+def test_writes_where_values_are_not_followed_reach_all_views(
+    scores: torch.Tensor, write: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    x = write(scores)
+    with pytest.raises(Exception, match="local_scalar_dense"):
+        x.flatten()[0].item()
+
+
 def test_a_constant_of_the_model_stays_as_it_is(scores: torch.Tensor) -> None:
     ids = torch.arange(4)
     constant = torch.ops.aten.alias(ids)
