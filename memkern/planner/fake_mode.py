@@ -90,7 +90,7 @@ class FakeMode(FakeTensorMode):
         if not cacheable:
             return self.dispatch(func, (), args, kwargs)
         try:
-            key = (func, self._key(args), self._key(tuple(kwargs.items())) if kwargs else ())
+            key = (func, self._key(args), self._key(tuple(kwargs.items())) if kwargs else (), torch.get_default_dtype())
         except _NotCached:
             return self.dispatch(func, (), args, kwargs)
         out, make = None, _makers.get(key)

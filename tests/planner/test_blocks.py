@@ -114,6 +114,17 @@ def test_cached_results_are_what_fake_tensor_mode_makes() -> None:
             assert x.sin() is not x
 
 
+def test_cached_results_have_the_default_dtype() -> None:
+    for dtype in (torch.float32, torch.float64):
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            with FakeMode():
+                assert {torch.zeros(3).dtype, (torch.arange(3) / 2).dtype} == {dtype}
+        finally:
+            torch.set_default_dtype(before)
+
+
 def test_shortened_loops_need_the_memory_of_whole_ones(monkeypatch: pytest.MonkeyPatch, source: Any) -> None:
     def traced(is_shortened: bool) -> Any:
         monkeypatch.setattr(FakeMode, "shortens_loops", is_shortened)
