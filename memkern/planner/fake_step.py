@@ -183,12 +183,14 @@ def static_bytes(source: Source, techniques: Techniques, device: str, devices: i
     devices: how many share the model; sizes are of the first one's shards, which are the largest.
     """
     depth = source.depth
-    if not isinstance(source, ConfiguredModel) or depth is None or depth <= FEW + 1:
-        return _static_bytes(source, techniques, device, devices)
-    few, many = (
-        dataclasses.astuple(_static_bytes(source.with_depth(n), techniques, device, devices)) for n in (FEW, FEW + 1)
-    )
-    return StaticBytes(*(a + (depth - FEW) * (b - a) for a, b in zip(few, many, strict=True)))
+    if isinstance(source, ConfiguredModel) and depth is not None and depth > FEW + 1:
+        with contextlib.suppress(Exception):  # the model's own, where other sizes depend on the number of blocks
+            few, many = (
+                dataclasses.astuple(_static_bytes(source.with_depth(n), techniques, device, devices))
+                for n in (FEW, FEW + 1)
+            )
+            return StaticBytes(*(a + (depth - FEW) * (b - a) for a, b in zip(few, many, strict=True)))
+    return _static_bytes(source, techniques, device, devices)
 
 
 def _static_bytes(source: Source, techniques: Techniques, device: str, devices: int = 1) -> StaticBytes:

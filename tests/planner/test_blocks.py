@@ -170,3 +170,16 @@ def test_a_model_with_experts_in_some_of_its_blocks_is_counted_whole(kind: str, 
     techniques = Techniques()
     assert len(fake_step.traces(source, techniques, "cpu")[0]) == 1
     assert fake_step.static_bytes(source, techniques, "cpu") == fake_step._static_bytes(source, techniques, "cpu")
+
+
+def test_a_model_that_cannot_have_fewer_blocks_is_counted_whole() -> None:
+    """Longformer's encoder-decoder has a window for each block."""
+    import transformers
+
+    sizes: dict[str, Any] = {"d_model": 32, "vocab_size": 100, "attention_window": [16] * 6}
+    for side in ("encoder", "decoder"):
+        sizes |= {f"{side}_layers": 6, f"{side}_attention_heads": 2, f"{side}_ffn_dim": 32}
+    source: Any = resolve(transformers.LEDConfig(**sizes), 16, None, None, None)
+    assert fake_step.static_bytes(source, Techniques(), "cpu").count == sum(
+        p.numel() for p in source.build(torch.float32).parameters()
+    )
