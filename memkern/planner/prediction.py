@@ -231,7 +231,7 @@ class Predictor:
         }
         for row in rows.values():
             allocated = sum(row.get(name, 0) for name in ALLOCATED_BY_A_STEP)
-            row["temporaries"] = row.get("temporaries", 0) + int(MARGIN[self.counted_on] * allocated)
+            row["temporaries"] = row.get("temporaries", 0) + int(MARGIN[self.counted_on] * allocated) + traces[0].batch
         return rows
 
     def check(self, techniques: Techniques) -> None:

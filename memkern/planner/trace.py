@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ..memory import LiveBytes, Storage
+from ..memory import LiveBytes, Storage, tensor_bytes
 from ..quant.layout import is_dense
 from .fake_mode import FakeMode
 
@@ -61,7 +61,8 @@ class Trace:
     A clock counts the operators that have run so far. accumulated: by a parameter's gradient, the clock when it was
     accumulated. forward_end: of the forward pass. block_clocks: for each block in turn, the beginning of its forward
     pass, and when the last of its gradients was accumulated. block_ends: the latter by each gradient of a block.
-    output_begin: of the output layer's backward pass; None where it is not known.
+    output_begin: of the output layer's backward pass; None where it is not known. batch: bytes of the inputs and
+    labels, which exist before.
     """
 
     storages: list[Storage]
@@ -71,6 +72,7 @@ class Trace:
     block_clocks: tuple[tuple[int, int], ...] = ()
     block_ends: dict[Storage, int] = dataclasses.field(default_factory=dict)
     output_begin: int | None = None
+    batch: int = 0
 
     @property
     def end(self) -> int:
@@ -199,14 +201,14 @@ def peaks(
 def record(
     mode: FakeMode,
     model: nn.Module,
-    held: Iterable[Tensor],
+    held: Sequence[Tensor],
     forward: Any,
     blocks: Sequence[nn.Module] = (),
     head: nn.Module | None = None,
 ) -> Trace:
     """Runs ``forward()``, which returns the loss, and its backward pass, and records them.
 
-    held: tensors that exist already, beside the model's. blocks: the model's, in their order. head: its output layer.
+    held: the batch's tensors. blocks: the model's, in their order. head: its output layer.
     """
     operators: list[Operator] = []
     firsts: dict[Storage, Storage] = {}  # by the sum of two gradients: the first one, which autograd may overwrite
@@ -264,7 +266,8 @@ def record(
     block_clocks = tuple((forward_begins[b], backward_ends[b]) for b in run)
     block_ends = {storage: backward_ends[block] for storage, block in block_of_gradient.items()}
     output_begin = max(output_begins, default=None)
-    return Trace(storages, accumulated, operators, forward_end, block_clocks, block_ends, output_begin)
+    clocks = (forward_end, block_clocks, block_ends, output_begin)
+    return Trace(storages, accumulated, operators, *clocks, tensor_bytes(held))
 
 
 def _shapes(out: Any) -> list[torch.Size]:

@@ -24,6 +24,12 @@ def test_categories_add_up_and_are_as_counted() -> None:
         assert (half.parameters, half.errors) == (2 * count, size * count)
 
 
+def test_the_batch_is_there_throughout_the_step() -> None:
+    predictor = predictor_of(torch.nn.Linear(4096, 1), torch.zeros(2, 4096))
+    one, many = (predictor.predict(Techniques(micro_batch=size)).phases for size in (1, 1001))
+    assert all(many[phase] - one[phase] >= 1000 * 4 * 4096 for phase in many)
+
+
 def test_bytes_of_muons_momentum() -> None:
     predictor = predictor_of(Stack(), torch.zeros(2, WIDTH))
     static_bytes = predictor.static_bytes(Techniques(optimizer="muon", state_bits=8))
