@@ -177,24 +177,30 @@ class StaticBytes:
         return self.outside_blocks - self.embedding - self.output_layer
 
 
-def static_bytes(source: Source, techniques: Techniques, device: str, devices: int = 1) -> StaticBytes:
+def static_bytes(source: Source, techniques: Techniques, device: str, *options: Any) -> StaticBytes:
     """Sizes of the parameters and of what the optimizer holds for them, from a step on fake tensors.
 
-    devices: how many share the model; sizes are of the first one's shards, which are the largest.
+    options: of :func:`_static_bytes`.
     """
     depth = source.depth
     if isinstance(source, ConfiguredModel) and depth is not None and depth > FEW + 1:
         with contextlib.suppress(Exception):  # the model's own, where other sizes depend on the number of blocks
             few, many = (
-                dataclasses.astuple(_static_bytes(source.with_depth(n), techniques, device, devices))
+                dataclasses.astuple(_static_bytes(source.with_depth(n), techniques, device, *options))
                 for n in (FEW, FEW + 1)
             )
             return StaticBytes(*(a + (depth - FEW) * (b - a) for a, b in zip(few, many, strict=True)))
-    return _static_bytes(source, techniques, device, devices)
+    return _static_bytes(source, techniques, device, *options)
 
 
-def _static_bytes(source: Source, techniques: Techniques, device: str, devices: int = 1) -> StaticBytes:
-    """As :func:`static_bytes`, from a model with all its blocks."""
+def _static_bytes(
+    source: Source, techniques: Techniques, device: str, devices: int = 1, foreach: bool = False
+) -> StaticBytes:
+    """As :func:`static_bytes`, from a model with all its blocks.
+
+    devices: how many share the model; sizes are of the first one's shards, which are the largest. foreach: whether
+    torch's optimizers step all parameters together, as on a GPU.
+    """
     with FakeMode(), torch.device(device):
         model = source.empty(weight_dtype(techniques))
         trained = [p for p in model.parameters() if p.requires_grad]
@@ -205,7 +211,7 @@ def _static_bytes(source: Source, techniques: Techniques, device: str, devices: 
         head = getattr(output_layer(model), "weight", None)  # MusicGen has several heads
         is_muon = techniques.optimizer_class == "Muon"
         groups = optimizer_groups(model, techniques, lr=1e-3, weight_decay=0.0) if is_muon else trained
-        errors, state, temporaries = _optimizer_bytes(trained, groups, techniques)
+        errors, state, temporaries = _optimizer_bytes(trained, groups, techniques, foreach)
         gradients = [p.numel() * p.element_size() for p in trained]
         return StaticBytes(
             count=sum(p.numel() for p in model.parameters()),
@@ -227,7 +233,9 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum({x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}.values())
 
 
-def _optimizer_bytes(params: list[nn.Parameter], groups: Sequence[Any], techniques: Techniques) -> tuple[int, int, int]:
+def _optimizer_bytes(
+    params: list[nn.Parameter], groups: Sequence[Any], techniques: Techniques, foreach: bool
+) -> tuple[int, int, int]:
     """Bytes of the weights' errors and of the other states, and the most that a step allocates beside them."""
     options = {"foreach": False} if techniques.is_torch else {}
     optimizer = make_optimizer(groups, techniques.replace(step_in_backward=False, offload=None), **options)
@@ -241,8 +249,8 @@ def _optimizer_bytes(params: list[nn.Parameter], groups: Sequence[Any], techniqu
     peak = live.peak
     errors = _bytes(state["weight_error"] for state in optimizer.state.values() if "weight_error" in state)
     states = _bytes(_states(optimizer)) - errors
-    if techniques.is_torch and params[0].device.type == "cuda":
-        # torch's foreach steps, which it takes on CUDA, hold the square roots of all second moments at once.
+    if techniques.is_torch and foreach:
+        # torch's foreach steps hold the square roots of all second moments at once.
         peak = max(peak, sum(p.numel() * p.element_size() for p in params))
     return errors, states, peak
 

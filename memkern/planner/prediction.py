@@ -109,7 +109,7 @@ class Predictor:
             return checked
 
         self._traces = cached(fake_step.traces)
-        self._static_bytes = cached(functools.partial(fake_step.static_bytes, devices=devices))
+        self._static_bytes = cached(lambda *args: fake_step.static_bytes(*args, devices, device == "cuda"))
         self._known_peaks: dict[Any, Any] = {}
         self.predict = functools.cache(self._predict)
 

@@ -30,6 +30,13 @@ def test_the_batch_is_there_throughout_the_step() -> None:
     assert all(many[phase] - one[phase] >= 1000 * 4 * 4096 for phase in many)
 
 
+def test_torchs_optimizers_step_all_parameters_of_a_gpu_together() -> None:
+    on_gpu, on_cpu = (predictor_of(Stack(), torch.zeros(2, WIDTH), device) for device in ("cuda", "cpu"))
+    techniques = Techniques(optimizer="torch-adamw")
+    sizes = on_gpu.static_bytes(techniques)
+    assert sizes.step_temporaries >= sizes.parameters > 2 * on_cpu.static_bytes(techniques).step_temporaries
+
+
 def test_bytes_of_muons_momentum() -> None:
     predictor = predictor_of(Stack(), torch.zeros(2, WIDTH))
     static_bytes = predictor.static_bytes(Techniques(optimizer="muon", state_bits=8))
