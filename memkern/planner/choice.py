@@ -69,7 +69,7 @@ class Chooser:
 
     def frugal(self, techniques: Techniques) -> Techniques:
         """The same techniques with the activations, and the chunked loss, that need the least memory."""
-        chunk = LOSS_CHUNK if self.predictor.source.is_language_model else None
+        chunk = LOSS_CHUNK if self.predictor.takes_chunks else None
         for saving in reversed(self.saving):  # skips what excludes a given technique
             with contextlib.suppress(OptionError):
                 smallest = techniques.replace(**({**NO_SAVING, **saving, "loss_chunk": chunk, **self.given}))
@@ -85,7 +85,7 @@ class Chooser:
     @functools.cached_property
     def candidates(self) -> list[Techniques]:
         """All sets that may be recommended. Randomized linear layers are in them only if they are given."""
-        chunks = (None, LOSS_CHUNK) if self.predictor.source.is_language_model else (None,)
+        chunks = (None, LOSS_CHUNK) if self.predictor.takes_chunks else (None,)
         whole_batch = {"micro_batch": self.batch_size, "accumulation": 1}
         shapes = [whole_batch, {"micro_batch": 1, "accumulation": self.batch_size}]
         if not self.clip:

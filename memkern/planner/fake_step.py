@@ -40,6 +40,42 @@ def chunked_loss(model: Any, batch: dict[str, Any], chunk: int) -> Tensor:
     return loss(hidden[:, :-1], batch["labels"][:, 1:])
 
 
+def has_linear_head(source: Source) -> bool:
+    """Whether a model's logits are its output layer's of its last hidden states, which a loss in chunks takes them for.
+
+    Models of masked tokens transform these, and some models scale or cap their logits.
+    """
+    if isinstance(source, ConfiguredModel) and (source.depth or 0) > FEW:
+        source = source.with_depth(FEW)
+    mode = FakeMode()
+    hidden: list[Tensor] = []  # last states of the model without its head, or of the decoder inside of it
+    of_head: list[Tensor] = []
+
+    def after_module(module: nn.Module, args: Any, out: Any) -> None:
+        if isinstance(x := getattr(out, "last_hidden_state", None), Tensor):
+            hidden.append(x)
+
+    with mode, torch.device("cpu"):
+        mode.around = Values(mode).around
+        model: Any = source.empty(torch.float32)
+        head = output_layer(model)
+        if head is None or model.base_model is model:
+            return False
+        for module in model.base_model.modules():
+            module.register_forward_hook(after_module)
+        head.register_forward_hook(lambda module, args, out: of_head.extend((args[0], out)))
+        batch: Any = source.batch(2)
+        with torch.no_grad(), _as_on_real_tensors():
+            logits = model(**{name: x for name, x in batch.items() if name != "labels"}).logits
+    taken, given = of_head
+    return _is_same(given, logits) and any(_is_same(taken, x) for x in hidden)
+
+
+def _is_same(x: Tensor, y: Tensor) -> bool:
+    """Whether a tensor is another one, or a view of all of it."""
+    return x.shape == y.shape and x.untyped_storage()._cdata == y.untyped_storage()._cdata
+
+
 def traces(source: Source, techniques: Techniques, device: str) -> tuple[list[Trace], int]:
     """The first two arguments of :func:`memkern.planner.trace.peaks`: traces of few blocks where a model has like ones,
     and how many blocks the model has more than the first trace."""

@@ -263,7 +263,8 @@ def resolve(
         if not any(isinstance(x, Tensor) and x.dim() for x in tree_leaves(batch)):
             raise not_allowed("inputs", inputs, "a batch (tensor, tuple or dict) that the module takes")
         has_head = hasattr(model, "base_model") and output_layer(model) is not None
-        return ModuleWithInputs(type(model).__name__, model, batch, loss or model_output_loss, has_head)
+        is_causal = has_head and any(is_language_model(cls.__name__) for cls in type(model).__mro__)
+        return ModuleWithInputs(type(model).__name__, model, batch, loss or model_output_loss, is_causal)
     if isinstance(model, (str, Path)):
         name = str(model)
         if name in MODELS:

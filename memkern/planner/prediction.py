@@ -152,6 +152,15 @@ class Predictor:
         """Whether the model has a list of like blocks."""
         return self.static_bytes(Techniques()).block > 0
 
+    @functools.cached_property
+    def takes_chunks(self) -> bool:
+        """Whether the loss in chunks is the model's loss."""
+        from .fake_step import has_linear_head
+
+        with contextlib.suppress(Exception):  # the model's own
+            return self.source.is_language_model and has_linear_head(self.source)
+        return False
+
     def _has_weights_on_host(self, techniques: Techniques) -> bool:
         """Whether the weights are on the host and the device is another."""
         return bool(techniques.weights_on_host) and self.device != "cpu"
@@ -236,6 +245,9 @@ class Predictor:
 
     def check(self, techniques: Techniques) -> None:
         """Raises OptionError for what is not counted with weights on the host, without a trace."""
+        if techniques.loss_chunk and not self.takes_chunks:
+            allowed = "None for a model that is no causal language model, or whose logits are no linear layer's"
+            raise not_allowed("loss_chunk", techniques.loss_chunk, allowed)
         given = techniques.weights_on_host
         if given and not self.has_blocks:
             raise not_allowed("weights_on_host", given, "None for a model without a list of like blocks")

@@ -13,6 +13,7 @@ from memkern.planner.fake_step import trace
 from memkern.planner.inputs import Inputs, architecture
 from memkern.planner.models import resolve
 from memkern.techniques.options import OptionError, Techniques
+from tests.support.planned_models import predictor_of
 
 transformers = pytest.importorskip("transformers")
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
@@ -157,3 +158,21 @@ def test_tensors_that_are_attributes_keep_their_values() -> None:
     source = resolve(Constants(), None, torch.ones(2, 8), None, None)
     shapes = {shape for _, *shapes in trace(source, Techniques(micro_batch=3), "cpu").operators for shape in shapes}
     assert {(3, 3), (3, 2)} <= shapes
+
+
+CHUNKED = {  # whether the logits are the output layer's of the last hidden states
+    "GPT2LMHeadModel": True, "OPTForCausalLM": True, "CohereForCausalLM": False, "BertLMHeadModel": False,
+    "BertForMaskedLM": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHUNKED)
+def test_a_loss_in_chunks_is_only_for_models_whose_loss_it_is(name: str) -> None:
+    cls = getattr(transformers, name)
+    model = cls(cls.config_class(**TEXT, pad_token_id=0, bos_token_id=0, eos_token_id=0))
+    ids = torch.zeros(2, 16, dtype=torch.long)
+    predictor = predictor_of(model, {"input_ids": ids, "labels": ids})
+    assert predictor.takes_chunks == CHUNKED[name]
+    if not predictor.takes_chunks:
+        with pytest.raises(OptionError, match="loss_chunk: 64 given; allowed: None for a model that is no"):
+            predictor.predict(Techniques(loss_chunk=64))
