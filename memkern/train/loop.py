@@ -157,9 +157,12 @@ class Trainer:
         self.history.seconds.append(time.perf_counter() - began)
         self.history.train_loss.append(mean)
         self.steps_done += 1
-        if not math.isfinite(mean):
-            raise FloatingPointError(f"{config.label}: the loss is {mean} at step {self.steps_done}")
-        return mean
+        return self._finite("loss", mean)
+
+    def _finite(self, name: str, loss: float) -> float:
+        if not math.isfinite(loss):
+            raise FloatingPointError(f"{self.config.label}: the {name} is {loss} at step {self.steps_done}")
+        return loss
 
     def _counted_loss(self, *batch: Tensor) -> Tensor:
         losses: list[Tensor] = []
@@ -168,12 +171,15 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """Mean loss over the validation batches, in each process over all of them; recorded in the history."""
+        """Mean loss over the validation batches, in each process over all of them; recorded in the history.
+
+        Raises FloatingPointError where it is not finite.
+        """
         self.objective.eval()
         batches = self.corpus.validation_batches(self.config)
         loss = sum(self.loss(*batch).item() for batch in batches) / sum(targets.numel() for _, targets in batches)
         self.objective.train()
-        self.history.validation.append((self.steps_done, loss))
+        self.history.validation.append((self.steps_done, self._finite("validation loss", loss)))
         return loss
 
     def weights(self) -> dict[str, Any]:

@@ -74,6 +74,10 @@ def test_resume_takes_the_options_it_is_not_given(
 def test_failures_end_with_a_line(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit, match=r"the loss is nan at step .* try a lower --lr"):
         main(["train", "--data", str(text), *OPTIONS, "--lr", "1e30", "--clip", "0"])
+    every_step = ["--eval-every", "1", "--save-every", "1", "--save", str(tmp_path / "run.pt")]
+    with pytest.raises(SystemExit, match="the validation loss is nan at step 1; try a lower --lr"):
+        main(["train", "--data", str(text), *OPTIONS, "--lr", "1e30", "--clip", "0", *every_step])
+    assert not (tmp_path / "run.pt").exists()  # nor is an older checkpoint replaced
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(SystemExit, match=r"needs matplotlib, which the extra memkern\[train\] brings"):
         main(["train", "--data", str(text), *OPTIONS, "--out", str(tmp_path / "new")])
