@@ -49,7 +49,8 @@ class Saver:
 
     def __init__(self, path: Path, signals: Sequence[int]) -> None:
         self.path, self.signals = path, signals
-        for leftover in path.parent.glob(glob.escape(f".{path.name}.") + "?" * 8 + ".tmp"):
+        target = Path(os.path.realpath(path))
+        for leftover in target.parent.glob(glob.escape(f".{target.name}.") + "?" * 8 + ".tmp"):
             leftover.unlink(missing_ok=True)  # half written by a run that was killed
         self.failure: str | None = None
 

@@ -16,6 +16,7 @@ import torch
 
 from memkern.__main__ import main
 from memkern.train import Trainer, checkpoint, report
+from memkern.train.interrupt import Saver
 from tests.support.helpers import first_full
 from tests.support.ranks import TORCHRUN_TWO
 from tests.support.train_helpers import error_of_command, small_run
@@ -71,6 +72,15 @@ def test_ctrl_c_saves_and_resume_goes_on_saving_there(
     main(["train", "--resume", str(path)])  # saves without --save
     assert checkpoint.load(path)["step"] == 4
     assert [*tmp_path.glob(".*.tmp")] == [leftover_of_another]
+
+
+def test_what_a_killed_run_left_where_a_link_points_is_removed(tmp_path: Path) -> None:
+    leftover, link = tmp_path / "folder" / ".target.0123abcd.tmp", tmp_path / "link"
+    leftover.parent.mkdir()
+    leftover.touch()
+    link.symlink_to(tmp_path / "folder" / "target")
+    Saver(link, [])
+    assert not leftover.exists()
 
 
 # name: signal, times it is sent, its handler before, whether torchrun began the run, step; exit status, step saved
