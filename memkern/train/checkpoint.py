@@ -28,9 +28,12 @@ def save(path: Path, state: dict[str, Any]) -> None:
 def load(path: Path) -> dict[str, Any]:
     """Reads what ``save`` wrote, with ``weights_only=True`` and tensors on the CPU.
 
-    Raises OptionError for any other file.
+    Raises OptionError for any other file, and for one that has changed since.
     """
     with refused("resume", f"{str(path)!r} given, which cannot be read as a checkpoint"):
+        with zipfile.ZipFile(path) as archive:  # torch does not look at its checksums
+            if damaged := archive.testzip():
+                raise ValueError(f"{damaged} is damaged")
         state = torch.load(path, map_location="cpu", weights_only=True)
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise OptionError("resume", f"{str(path)!r} is no checkpoint of this version of memkern train")
@@ -41,15 +44,23 @@ def check_save(name: str, path: Path, out: Path | None) -> None:
     """Raises OptionError unless ``path`` is a new file or an old checkpoint, in an existing folder that can be written
     to, and neither ``out`` nor one of the files that a run writes in it."""
     target = Path(os.path.realpath(path))  # in contrast to Path.resolve no error for a loop of links
-    # torch.save writes a zip archive. An empty file is as a new one.
-    is_checkpoint = target.is_file() and (target.stat().st_size == 0 or zipfile.is_zipfile(target))
-    if (target.exists() and not is_checkpoint) or not target.parent.is_dir():
+    if (target.exists() and not _may_be_replaced(target)) or not target.parent.is_dir():
         allowed = "a new file, or a checkpoint, in an existing folder"
         raise OptionError(name, f"{str(path)!r} given; allowed: {allowed}")
     written_by_out = [] if out is None else [out, *(out / result for result in RESULTS)]
     if str(target) in map(os.path.realpath, written_by_out):
         raise OptionError(name, f"{str(path)!r} given, where --out writes; allowed: a path of its own")
     check_folder(name, target.parent)
+
+
+def _may_be_replaced(path: Path) -> bool:
+    """Whether it is an empty file, or a checkpoint, also one of another version."""
+    with contextlib.suppress(Exception):  # of torch.load, for any other file
+        if not path.is_file() or path.stat().st_size == 0:
+            return path.is_file()
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        return isinstance(state, dict) and "format" in state
+    return False
 
 
 def check_folder(name: str, folder: Path, empty: bool = False) -> None:

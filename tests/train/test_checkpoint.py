@@ -43,6 +43,12 @@ def test_checkpoints_that_do_not_fit_are_refused(corpus: Corpus, tmp_path: Path)
         torch.save(bad, path)
         with pytest.raises(OptionError, match=r"resume: .* is no checkpoint of this version of memkern train"):
             checkpoint.load(path)
+    torch.save(state, path)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1  # of a tensor
+    path.write_bytes(content)
+    with pytest.raises(OptionError, match=r"cannot be read as a checkpoint: ValueError: .* is damaged"):
+        checkpoint.load(path)
     path.write_text(TEXT.replace("7", "8"))
     other_text, model = load_corpus([str(path)], seq_len=32), state["model"] | {"norm.bias": torch.zeros(3)}
     refused: tuple[tuple[dict[str, Any], Corpus, dict[str, Any], str], ...] = (

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,6 +66,9 @@ MEMKERN_BACKEND=xx | MEMKERN_BACKEND | backend must be one of cpu, cuda
 --resume run.pt | --resume | 'run.pt' is no checkpoint of this version
 --save texts | --save | a checkpoint, in an existing folder
 --save null | --save | a checkpoint, in an existing folder
+--save run.pt | --save | a checkpoint, in an existing folder
+--save objects.pt | --save | a checkpoint, in an existing folder
+--save archive.zip | --save | a checkpoint, in an existing folder
 --save out/results.json --out out | --save | a checkpoint, in an existing folder
 --save out/losses.png --out out | --save | where --out writes
 --save new --out new | --save | where --out writes
@@ -101,6 +105,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     Path("null").symlink_to(os.devnull)
     torch.save({"weights": torch.zeros(3)}, "run.pt")
     torch.save({"optimizer": Path()}, "objects.pt")
+    shutil.make_archive("archive", "zip", "texts")
     backend.from_environment.cache_clear()
     yield tmp_path
     monkeypatch.undo()
