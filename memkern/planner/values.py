@@ -36,9 +36,11 @@ READ_A_SHAPE = {
 INDEXING = {aten.index.Tensor, aten.index_put_.default}
 """Operators whose second argument is a list of indices, which may be masks."""
 
+DIMENSION_OF = {aten.argmax.default: 1, aten.max.dim: 1, aten.sort.default: 1, aten.topk.default: 2}
+"""Operators that return indices along a dimension, all but the first after values: the place of that argument."""
 ASSUMED = {
     aten.all.default, aten.all.dim, aten.all.dims, aten.any.default, aten.any.dim, aten.any.dims,
-    aten.isnan.default, aten.isinf.default, aten.topk.default, aten.argmax.default,
+    aten.isnan.default, aten.isinf.default, *DIMENSION_OF,
 }  # fmt: skip
 """Operators whose results are assumed (:func:`_assumed`) where their arguments have no values."""
 
@@ -265,12 +267,13 @@ def _assumed(func: Any, args: Any, out: Any) -> Any:
             return torch.ones(out.shape, dtype=torch.bool)
         if func in (aten.any.default, aten.any.dim, aten.any.dims, aten.isnan.default, aten.isinf.default):
             return torch.zeros(out.shape, dtype=torch.bool) if out.numel() <= LARGEST else None
-        if func is aten.topk.default and out[1].dim() and out[1].numel() <= LARGEST:
-            dim = args[2] if len(args) > 2 else -1
-            return None, _in_turn(out[1].shape, args[0].shape[dim], dim)
-        if func is aten.argmax.default and args[1:] and args[1] is not None and out.numel() <= LARGEST:
-            return torch.arange(out.numel()).reshape(out.shape) % args[0].shape[args[1]]
-    return None
+        is_single, place = isinstance(out, Tensor), DIMENSION_OF[func]
+        dim = args[place] if len(args) > place else None if is_single else -1
+        shape = out.shape if is_single else out[1].shape
+        if dim is None or not args[0].dim() or shape.numel() > LARGEST:
+            return None
+        indices = _in_turn(shape, args[0].shape[dim], dim if len(shape) == args[0].dim() else -1)
+        return indices if is_single else (None, indices)
 
 
 def _in_turn(shape: torch.Size, below: int, dim: int) -> Tensor:

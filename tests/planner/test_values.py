@@ -102,4 +102,6 @@ def test_a_router_sends_tokens_to_all_experts(scores: torch.Tensor) -> None:
     chosen = scores.topk(2, dim=-1).indices
     assert chosen.tolist() == [[0, 1], [2, 3]] * 3
     assert torch.bincount(chosen.flatten()).tolist() == [3, 3, 3, 3]
-    assert scores.argmax(-1).tolist() == [0, 1, 2, 3, 0, 1]
+    assert scores.argmax(-1).tolist() == scores.max(-1).indices.tolist() == [0, 1, 2, 3, 0, 1]
+    assert scores.max(1, keepdim=True).indices.flatten().tolist() == [0, 1, 2, 3, 0, 1]
+    assert scores.sort(-1, descending=True).indices.tolist() == [[0, 1, 2, 3]] * 6
