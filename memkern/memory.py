@@ -95,6 +95,7 @@ class LiveBytes(TorchDispatchMode):
     """Follows the storages that operators return until they are freed, which a weak reference's callback notices.
 
     held: tensors that exist already. counted: whether their bytes count.
+    device: the type of device whose tensors count; None, every one.
     on_operator: called as ``on_operator(func, args, kwargs, out)`` after each operator that allocates.
 
     live, peak: bytes now, and the most so far. clock: how many operators have allocated so far. storages: all that
@@ -106,20 +107,22 @@ class LiveBytes(TorchDispatchMode):
         held: Iterable[Any] = (),
         *,
         counted: bool = True,
+        device: str | None = None,
         on_operator: Callable[..., None] = lambda func, args, kwargs, out: None,
     ) -> None:
         super().__init__()
         self.live = self.peak = self.clock = 0
         self.storages: list[Storage] = []
         self._known: dict[int, tuple[weakref.ref, Storage | None]] = {}
-        self._on_operator = on_operator
+        self._on_operator, self._device = on_operator, device
         self._track(held, counted)
 
     def _track(self, tensors: Iterable[Any], counted: bool) -> None:
         """Remembers storages that are new; where not ``counted``, without an entry in ``storages``."""
         for x in tensors:
             for storage in _storages((x,)):
-                if storage._cdata not in self._known and x.device.type != "meta":
+                kind = x.device.type
+                if storage._cdata not in self._known and kind != "meta" and self._device in (None, kind):
                     self._add(storage, counted)
         self.peak = max(self.peak, self.live)
 

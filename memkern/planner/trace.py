@@ -245,8 +245,9 @@ def record(
         if isinstance(out, Tensor) and out.requires_grad:
             out.register_hook(lambda _: output_begins.append(live.clock))
 
-    live = LiveBytes([*model.parameters(), *model.buffers(), *held], counted=False, on_operator=on_operator)
     trained = [p for p in model.parameters() if p.requires_grad]
+    existing = [*model.parameters(), *model.buffers(), *held]
+    live = LiveBytes(existing, counted=False, device=trained[0].device.type, on_operator=on_operator)
     handles = [p.register_post_accumulate_grad_hook(on_gradient) for p in trained]
     handles += [block.register_forward_pre_hook(before_block) for block in blocks]
     if head is not None:

@@ -102,11 +102,23 @@ def saved(way: str, device: str) -> list[int]:
     return [fake_step.trace(source, Techniques(micro_batch=4, **each), device).saved for each in techniques]
 
 
-def on_cuda() -> tuple[dict[str, list[int]], set[str]]:
-    """The saved bytes of each of WAYS, and the operators that a step with SiLU and Mish runs."""
+class Offloaded(nn.Sequential):
+    """Saves on the host what the backward pass needs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            return super().forward(x)
+
+
+def on_cuda() -> tuple[dict[str, list[int]], set[str], list[int]]:
+    """The saved bytes of each of WAYS, the operators that a step with SiLU and Mish runs, and the saved bytes of two
+    layers, on the device and on the host."""
     source = resolve(nn.Sequential(nn.Linear(4, 4), nn.SiLU(), nn.Mish()), None, torch.zeros(2, 4), None, None)
     operators = {str(operator) for operator, *_ in fake_step.trace(source, Techniques(), "cuda").operators}
-    return {way: saved(way, "cuda") for way in WAYS}, operators
+    layers = [nn.Linear(4, 4), nn.Tanh()]
+    sources = (resolve(cls(*layers), None, torch.zeros(2, 4), None, None) for cls in (nn.Sequential, Offloaded))
+    on_either = [fake_step.trace(each, Techniques(micro_batch=100), "cuda").saved for each in sources]
+    return {way: saved(way, "cuda") for way in WAYS}, operators, on_either
 
 
 def test_models_on_the_fake_device_save_the_bytes_of_the_cpu() -> None:
@@ -114,8 +126,9 @@ def test_models_on_the_fake_device_save_the_bytes_of_the_cpu() -> None:
     backward passes of SiLU and Mish are one operator each, though torch without CUDA decomposes them."""
     if fake_cuda.why_not():
         pytest.skip("fake CUDA needs a C++ compiler, and a torch without CUDA")
-    actual, operators = fake_cuda.call(on_cuda)
-    assert actual == {way: saved(way, "cpu") for way in WAYS}
-    assert all(with_checkpoints < as_it_is for as_it_is, with_checkpoints in actual.values())
+    found, operators, (on_device, on_host) = fake_cuda.call(on_cuda)
+    assert found == {way: saved(way, "cpu") for way in WAYS}
+    assert all(with_checkpoints < as_it_is for as_it_is, with_checkpoints in found.values())
     assert {"aten.silu_backward.default", "aten.mish_backward.default"} <= operators
     assert "aten.sigmoid.default" not in operators
+    assert on_host < 100 <= on_device  # the loss remains
