@@ -98,10 +98,13 @@ class ConfiguredModel:
         if len(set(getattr(self.config, "layer_types", None) or ())) > 1 or not self._has_like_blocks:
             return None
         depth = _number(self.config, "num_hidden_layers")
-        try:
-            return None if depth is None else self.with_depth(depth).config.num_hidden_layers
-        except NotImplementedError:  # raised by transformers where it follows from other numbers
+        if depth is None:
             return None
+        try:  # where it follows from another number, transformers raises, or sets that one to what is nearest
+            is_free = all(self.with_depth(n).config.num_hidden_layers == n for n in (depth, depth + 1))
+        except NotImplementedError:
+            return None
+        return depth if is_free else None
 
     def with_depth(self, depth: int) -> ConfiguredModel:
         """The same model with another number of blocks."""

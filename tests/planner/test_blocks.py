@@ -157,10 +157,11 @@ def test_kinds_of_blocks_that_run_the_same_operators_count_as_one() -> None:
     [
         ("Qwen2Moe", {"num_experts": 4, "decoder_sparse_step": 2, "shared_expert_intermediate_size": 64}),
         ("DeepseekV3", {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "q_lora_rank": 16, "kv_lora_rank": 16}),
+        ("LongcatFlash", {"n_routed_experts": 8, "zero_expert_num": 2, "moe_topk": 2, "ffn_hidden_size": 64}),
     ],
 )
-def test_a_model_with_experts_in_some_of_its_blocks_is_counted_whole(kind: str, sizes: dict[str, Any]) -> None:
-    """In every other block, or in all but the first three."""
+def test_a_model_whose_blocks_are_not_alike_is_counted_whole(kind: str, sizes: dict[str, Any]) -> None:
+    """Experts are in every other block, or in all but the first three; or a block counts as two layers."""
     import transformers
 
     sizes |= {"vocab_size": 500, "hidden_size": 64, "intermediate_size": 512, "num_attention_heads": 4}
