@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
@@ -15,12 +16,13 @@ from .dtensor.shards import is_dtensor, local
 MAX_WAITING = 2  # jobs, of one block's gradients each, that may wait for the thread; else the backward pass waits
 Hook = Callable[[Tensor], None]
 _call_at_end_of_backward = torch.autograd.Variable._execution_engine.queue_callback  # which fully_shard uses, too
-_arrivals: Any = WeakIdKeyDictionary()  # by parameter: the Arrivals object that receives its gradients
+_arrivals: Any = WeakIdKeyDictionary()  # by parameter: a weak reference to the Arrivals that receives its gradients
 
 
 def arrivals_of(p: Tensor) -> Arrivals | None:
     """The object through which a parameter's gradients arrive on the host; None where autograd accumulates them."""
-    return _arrivals.get(p)
+    reference = _arrivals.get(p)
+    return None if reference is None else reference()
 
 
 def wait_for_offloaded(p: Tensor) -> None:
@@ -99,8 +101,9 @@ class Arrivals:
 
     def follow(self, params: Iterable[Tensor]) -> None:
         """Makes the gradients of ``params`` come through this object from now on."""
+        reference = weakref.ref(self)  # a strong one would keep the parameters, which self knows
         for p in params:
-            _arrivals[p] = self
+            _arrivals[p] = reference
 
     def register(self, p: Tensor, hook: Hook, waits: bool = True) -> Handle:
         """Has ``hook(p)`` called in each backward pass once p's gradient is in ``grad``. Returns a handle to remove it.

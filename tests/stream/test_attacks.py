@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 import weakref
 from collections.abc import Callable
@@ -121,6 +122,20 @@ def test_a_step_after_a_forward_pass_that_was_interrupted(layer: str) -> None:
     losses: list[float] = []
     assert_equal(*on_device_and_streamed(use))
     assert losses[:3] == losses[3:]
+
+
+@pytest.mark.parametrize("step_in_backward", [False, True])
+def test_a_model_that_is_dropped_is_freed(step_in_backward: bool) -> None:
+    def weak_references() -> list[Any]:
+        techniques = STREAMED.replace(step_in_backward=step_in_backward)
+        model = model_for(techniques)
+        train(model, optimizer_for(model, techniques), techniques, range(2))
+        return [*map(weakref.ref, model.parameters())]
+
+    references = weak_references()
+    gc.collect()
+    assert references
+    assert all(p() is None for p in references)
 
 
 def test_steps_go_on_from_edited_weights() -> None:
