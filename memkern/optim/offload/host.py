@@ -433,6 +433,7 @@ class HostOffload(Optimizer):
             if set_to_none:
                 w.gradient = None
             elif w.gradient is not None:
+                self._weights.transfers(w.p).host_waits(w.arrived)  # for the gradient, which would replace the zeros
                 w.gradient.zero_()
         super().zero_grad(set_to_none)
 
