@@ -71,7 +71,7 @@ class Weight:
         if transfers.shares_memory:
             self.current = p
         elif host_param.dtype == p.dtype:
-            self.arrived = transfers.to_host(host_param.detach(), p)
+            self.current, self.arrived = None, transfers.to_host(host_param.detach(), p)
         else:
             if self.current is None or self.current.shape != p.shape or self.current.dtype != p.dtype:
                 self.current = transfers.empty_like(p)
@@ -99,7 +99,7 @@ class Weight:
             return None
         if grad.layout != torch.strided:
             raise RuntimeError(f"gradients must be dense to be copied to the host, got {grad.layout}")
-        if self.buffer is None or self.buffer.shape != grad.shape:
+        if self.buffer is None or (self.buffer.shape, self.buffer.dtype) != (grad.shape, grad.dtype):
             self.buffer = transfers.empty_like(self.p.detach(), grad.dtype)
         own = local(grad)
         if self.gradient is None:

@@ -13,6 +13,7 @@ from torch import nn
 from memkern import optim
 from memkern.optim import HostOffload
 from tests.support.helpers import assert_same, snapshot
+from tests.support.late_transfers import LateHostOffload
 from tests.support.offloaded import MODES, losses, model_of, over_modes, over_transfers
 
 
@@ -70,6 +71,24 @@ def test_a_step_goes_on_from_edited_weights(mode: str, wrapper: type[HostOffload
             assert not torch.equal(p, y)
     else:
         assert_same([p.detach() for p in models[1].parameters()], [p.detach() for p in models[0].parameters()])
+
+
+@over_modes
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_a_model_that_changes_its_dtype(mode: str, dtype: torch.dtype) -> None:
+    """Host memory in the old dtype takes no part in later steps."""
+    results = []
+    for wrapper in (HostOffload, LateHostOffload):
+        model = model_of(torch.bfloat16)
+        optimizer = wrapper(torch.optim.AdamW, model.parameters(), lr=1e-2, **MODES[mode])
+        for step in range(4):
+            if step == 2:
+                model.to(dtype)
+            losses(model, 1)[0].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append([p.detach() for p in model.parameters()])
+    assert_same(*results)
 
 
 def test_a_model_that_changes_its_memory_format_steps_as_without_offload() -> None:
