@@ -309,8 +309,8 @@ def _view(memory: Tensor, offset: int, like: Tensor, by_itself: bool = False) ->
     own = local(like)
     stride = torch.empty_like(own, device="meta").stride()
     x = memory[offset : offset + own.nbytes]
-    if by_itself and type(x) is Tensor and x.numel() and not x.is_meta:
-        x = torch.from_dlpack(x)
+    if by_itself and type(x) is Tensor and not x.is_meta:
+        x = torch.from_dlpack(x) if x.numel() else x.clone()
     x = x.view(own.dtype).as_strided(own.shape, stride)
     return on_mesh(x, like.device_mesh, like.placements, like.shape) if is_dtensor(like) else x
 

@@ -304,6 +304,19 @@ def test_a_run_resumes_with_another_place_to_step(tmp_path: Any) -> None:
     assert_same(results[0], results[1])
 
 
+def test_states_of_parameters_without_elements_are_saved(tmp_path: Any) -> None:
+    """As of a rank without rows of a tensor: torch.save writes whole storages, and the entries are in one piece."""
+    params = [nn.Parameter(torch.ones(size, 64, dtype=torch.bfloat16)) for size in (64, 0)]
+    options, sizes = {"min_8bit_size": 0, "master_weights": "bf16+16"}, []
+    for optimizer in (optim.AdamW8bit(params, **options), on_device(optim.AdamW8bit, **options)(params)):
+        for p in params:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        torch.save(optimizer.state_dict(), tmp_path / "state.pt")
+        sizes.append((tmp_path / "state.pt").stat().st_size)
+    assert sizes[1] < sizes[0] + 1024
+
+
 def test_exported_and_imported_fp32_weights_are_those_of_the_step_in_memory() -> None:
     results = []
     for make in (optim.AdamW8bit, lambda p, **o: LateHostOffload(optim.AdamW8bit, p, step_on="device", **o)):
