@@ -14,7 +14,7 @@ from torch import distributed as dist
 from torch.utils._pytree import tree_map
 
 from ..blocks.block_lists import block_lists
-from ..optim.dtensor.shards import is_dtensor, local, sharded
+from ..optim.dtensor.shards import is_dtensor, local, sharded, whole
 from ..optim.state import State
 from ..techniques.options import OptionError, refused
 from .config import TrainConfig
@@ -99,13 +99,13 @@ def synchronized(parallel: Any, last: bool, on_host: bool = False) -> AbstractCo
 def full(state: Any) -> Any:
     """A state dict whose shards are put together, on the CPU; all processes must call it."""
 
-    def whole(x: Any) -> Any:
+    def on_cpu(x: Any) -> Any:
         if not is_dtensor(x):
             return x
         # One process has all: a copy would take the memory of the model on the host once more.
-        return x.to_local().cpu() if x.device_mesh.size() == 1 else x.full_tensor().cpu()
+        return x.to_local().cpu() if x.device_mesh.size() == 1 else whole(x).cpu()
 
-    return tree_map(whole, state)
+    return tree_map(on_cpu, state)
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.nn import functional as F
 
 from memkern import optim, report
+from memkern.train.distributed import full
 from tests.support import sharded
 from tests.support.helpers import assert_same
 from tests.support.ranks import Ranks
@@ -347,3 +348,30 @@ def test_fp32_state_dicts_are_those_of_one_process(ranks: Ranks, master_weights:
     assert all(x.dtype == torch.float32 for state_dict in expected for x in state_dict.values())
     for rank in ranks(2, fp32_weights_of, OddBF16, master_weights, True):
         assert_same(rank, expected)
+
+
+def errors_in_16_bits() -> Any:
+    """Parameters and states after steps of a model, of one on another mesh that loads them, and the recipe's dict."""
+    results = []
+    options: dict[str, Any] = {"min_8bit_size": 0, "master_weights": "bf16+16"}
+    optimizer: Any = None
+    for sizes in ((2,), (1, 2)):
+        model = in_shards(OddBF16(), mesh=mesh(*sizes))
+        state, optimizer = optimizer and optimizer.state_dict(), optim.AdamW8bit(model.parameters(), **options)
+        if state is None:
+            steps(model, optimizer, 0, 2)
+        else:
+            optimizer.load_state_dict(state)
+        results.append([*everything(model, optimizer).values()])
+        results.append([*full(optimizer.state_dict())["state"].values()])
+    return results
+
+
+def test_errors_in_16_bits_are_sent_between_ranks(ranks: Ranks) -> None:
+    """Neither gloo nor NCCL sends int16."""
+    for saved, saved_whole, loaded, loaded_whole in ranks(2, errors_in_16_bits):
+        for x, y, a, b in zip(saved, loaded, saved_whole, loaded_whole, strict=True):
+            assert_same({**x, "param": None}, {**y, "param": None})
+            assert a["weight_error"].dtype == torch.int16
+            assert_same([a[key] for key in b], [*b.values()])
+            assert_same(a["weight_error"], x["weight_error"])

@@ -226,22 +226,34 @@ def new_scale(p: Tensor, like: Tensor, block_size: int) -> Tensor:
 def placed(key: str, x: Tensor, p: Tensor, block_size: int) -> Tensor:
     """An entry of a loaded state, with the mesh and the placements that p's state has for the key."""
     if not is_dtensor(p) or key in ("step", "trust_ratio"):  # entries that are no DTensors
-        return x.full_tensor() if is_dtensor(x) else x
+        return whole(x)
     is_scale = key.endswith("_scale")
     shape = layout_of(p, block_size).scale_shape if is_scale else p.shape
     if tuple(x.shape) != tuple(shape):
         return x  # for which the caller has an error
     placements = tuple(_placements_of_scales(p, block_size)) if is_scale else p.placements
     if is_dtensor(x) and x.device_mesh == p.device_mesh:
-        return x if x.placements == placements else x.redistribute(placements=placements)
-    return sharded((x.full_tensor() if is_dtensor(x) else x).detach(), p, placements)
+        if x.placements == placements:
+            return x
+        if x.dtype != torch.int16:
+            return x.redistribute(placements=placements)
+    return sharded(whole(x).detach(), p, placements)
 
 
-def sharded(whole: Tensor, p: DTensor, placements: Sequence[Any] | None = None) -> Tensor:
+def whole(x: Tensor) -> Tensor:
+    """All elements of a tensor, of which this rank may have a part; all ranks that have one must call it."""
+    if not is_dtensor(x):
+        return x
+    if x.dtype == torch.int16:  # which neither gloo nor NCCL sends
+        return whole(x.int()).short()
+    return x.full_tensor()
+
+
+def sharded(x: Tensor, p: DTensor, placements: Sequence[Any] | None = None) -> Tensor:
     """A copy of a whole tensor as a DTensor on p's mesh and device, with p's placements or the given ones."""
     from torch.distributed.tensor import distribute_tensor
 
     placements = tuple(placements or p.placements)
     if p.device_mesh.size() == 1:
-        return on_mesh(whole.to(p.device, copy=True), p.device_mesh, placements, whole.shape)
-    return distribute_tensor(whole, p.device_mesh, placements, src_data_rank=None).to(p.device)
+        return on_mesh(x.to(p.device, copy=True), p.device_mesh, placements, x.shape)
+    return distribute_tensor(x, p.device_mesh, placements, src_data_rank=None).to(p.device)
