@@ -48,12 +48,18 @@ def check(model: nn.Module) -> None:
             why = f"{'is not contiguous' if p.dim() else 'has no dimension'}, which fully_shard does not take"
         if why is not None:
             raise OptionError("weights_on_host", f"'layers' given; allowed: None, as {name} {why}")
+    earlier: set[Tensor] = set()  # parameters of the groups before
     for module, params in _params_of_groups(model):
         dtypes = {p.dtype for p in params if p.requires_grad}
+        why = None
         if len(dtypes) > 1:
-            which = f"parameters of {type(module).__name__} are in {', '.join(sorted(map(str, dtypes)))}"
-            text = f"'layers' given; allowed: None, as {which}: fully_shard needs one dtype"
+            why = f"are in {', '.join(sorted(map(str, dtypes)))}: fully_shard needs one dtype"
+        elif not earlier.isdisjoint(params):
+            why = "belong to another block, or to the model itself, too: fully_shard needs them in one place"
+        if why is not None:
+            text = f"'layers' given; allowed: None, as parameters of {type(module).__name__} {why}"
             raise OptionError("weights_on_host", text)
+        earlier.update(params)
 
 
 def _modules_of_groups(model: nn.Module) -> list[nn.Module]:

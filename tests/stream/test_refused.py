@@ -29,6 +29,8 @@ EDITS: dict[str, Callable[[Model], Any]] = {
     "blocks.1 is sharded by fully_shard already": sharded,
     "parameters of Block are in torch.bfloat16, torch.float32": lambda m: m.blocks[2].norm.float(),
     "embedding has max_norm, which writes weights in the forward pass": lambda m: setattr(m.embedding, "max_norm", 1.0),
+    "parameters of Block belong to another block": lambda m: setattr(m.blocks[2].up, "weight", m.blocks[0].up.weight),
+    "parameters of Model belong to another block": lambda m: setattr(m.norm, "weight", m.blocks[1].norm.weight),
     "scale has no dimension": lambda m: setattr(m, "scale", nn.Parameter(torch.tensor(1.0))),
     "head.weight is not contiguous": lambda m: setattr(m.head, "weight", nn.Parameter(torch.empty(64, 97).t())),
     "allowed: None for a model without a list of like blocks": lambda m: setattr(m, "blocks", m.blocks[:1]),
