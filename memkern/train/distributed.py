@@ -58,8 +58,8 @@ def joined() -> Iterator[None]:
             dist.destroy_process_group()
 
 
-def check_micro_batches(config: TrainConfig) -> None:
-    """Raises OptionError unless all processes have the same number of micro-batches in a step."""
+def check_processes(config: TrainConfig) -> None:
+    """Raises OptionError unless all processes have the same number of micro-batches in a step, and can share it."""
     count, each_has_one = world(), config.step_in_backward
     if each_has_one and count > 1 and config.weights_on_host is None:
         raise OptionError("step_in_backward", f"given in {count} processes; allowed in one, or with weights_on_host")
@@ -67,6 +67,9 @@ def check_micro_batches(config: TrainConfig) -> None:
         given = f"{config.batch_factor} given with --accumulation {config.accumulation} in {count} processes"
         allowed = f"{count} with --step-in-backward" if each_has_one else f"a product that {count} divides"
         raise OptionError("batch_factor", f"{given}; allowed: {allowed}")
+    if config.offload == "cpu" and config.parallel == "ddp" and count > 1 and not config.is_torch:
+        why = "gradients go to the host before DDP reduces them"
+        raise OptionError("offload", f"'cpu' given in {count} processes; allowed with --parallel fsdp: {why}")
 
 
 def data_parallel(objective: nn.Module, config: TrainConfig, device: torch.device) -> nn.Module:

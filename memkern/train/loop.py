@@ -110,7 +110,7 @@ class Trainer:
     def __init__(self, config: TrainConfig, corpus: Corpus) -> None:
         self.config, self.corpus = config, corpus
         self.device = resolve_device(config)
-        distributed.check_micro_batches(config)
+        distributed.check_processes(config)
         torch.manual_seed(config.seed)
         self.objective = build_objective(config, self.device)
         self.model = self.objective.model

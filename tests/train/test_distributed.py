@@ -77,6 +77,7 @@ def test_a_resumed_run_of_two_repeats_every_bit(ranks: Ranks, text: Path, tmp_pa
         ({"batch_factor": 3}, "batch_factor: 3 given .* in 2 processes; allowed: a product that 2 divides"),
         ({"step_in_backward": True, "batch_factor": 2}, "step_in_backward: given in 2 processes; allowed in one"),
         ({"step_in_backward": True, "batch_factor": 4, "weights_on_host": "layers"}, "batch_factor: 4 .* allowed: 2"),
+        ({"offload": "cpu", "batch_factor": 2}, "offload: 'cpu' given in 2 processes; allowed with --parallel fsdp"),
     ],
     ids=str,
 )
