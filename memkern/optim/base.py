@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from ..schemas import StepOp
+from ..schemas import MUON_STEP, StepOp
 from . import foreign, loading, replaced, step_errors, threads
 from .checks import (
     READ_AT_EACH_STEP,
@@ -107,7 +107,9 @@ class BlockwiseOptimizer(Optimizer):
         self._all_ranks, self._elsewhere = collectives.NO_OTHERS, set()
         if any(shards.is_dtensor(p) for p, _ in pairs):
             self._elsewhere = {id(p) for p, _ in pairs if shards.is_elsewhere(p)}
-            self._all_ranks = collectives.all_ranks_of([p for p, _ in pairs], self.param_groups)
+            steps_one_by_one = getattr(self, "frees_gradients", False)  # StepInBackward
+            have_matrices = not steps_one_by_one and any(self._op_of(group) is MUON_STEP for _, group in pairs)
+            self._all_ranks = collectives.all_ranks_of([p for p, _ in pairs], self.param_groups, have_matrices)
             for p, group in pairs:
                 if takes_8bit_state(p, group) and shards.cuts_blocks(p, group["block_size"]):
                     shards.note_cut_blocks(p)
@@ -288,9 +290,9 @@ class BlockwiseOptimizer(Optimizer):
         for number, group in enumerate(self.param_groups):
             self._init_group(group, params, grads)
             group_of_each += [number] * (len(params) - len(group_of_each))
-        if params:
+        if params or self._all_ranks.meshes:  # a rank without a gradient takes part in what all ranks decide
             plan = self._plan(params, group_of_each)
-            on_host = params[0].is_cpu and not torch.compiler.is_compiling()
+            on_host = bool(params) and params[0].is_cpu and not torch.compiler.is_compiling()
             try:
                 with threads.with_step_threads() if on_host else nullcontext():
                     plan.run(self._values(grads), self.param_groups, self._buffers)
@@ -322,7 +324,7 @@ class BlockwiseOptimizer(Optimizer):
         groups, states = self.param_groups, self.state
         if not torch.compiler.is_compiling():
             state_of_each = [states[p] for p in params]
-            plan = getattr(state_of_each[0], "plan", None)  # every state has the plan of its last step
+            plan = getattr(state_of_each[0], "plan", None) if params else None  # every state has that of its last step
             if plan is not None and plan.still_fits(params, group_of_each, state_of_each, groups, self._snapshots):
                 return plan
             self._prepare([(p, groups[k]) for p, k in zip(params, group_of_each, strict=True)])

@@ -103,6 +103,7 @@ class StepPlan:
     ) -> None:
         self.all_ranks = all_ranks
         self.params = params = [entry.param for entry in entries]
+        self._device = params[0].device if params else torch.device("cpu")  # of values that belong to all
         self.group_of_each = [entry.group for entry in entries]
         self._group_count, self._snapshots = len(groups), snapshots
         sharded = bool(all_ranks.meshes)
@@ -146,6 +147,8 @@ class StepPlan:
             else:
                 (self.exchanged if kind.exchanged else self.calls).extend(calls)
         self.reductions = [*reductions.values()]
+        sharing = (*self.exchanged, *itertools.chain.from_iterable(self.reductions))
+        self._exchanging = {ranks for call in sharing for ranks in call.ranks if ranks is not None}
         self.is_one_call = len(kinds) == len(self.calls) == 1
 
     def _call(
@@ -205,10 +208,10 @@ class StepPlan:
         if not self.is_one_call:  # whose op checks them before it changes anything
             for p, g in zip(self.params, values.grads, strict=True):
                 check_gradient(p, g)
-        if (self.exchanged or self.reductions) and not torch.compiler.is_compiling():
-            collectives.check_order(self.all_ranks.order)
+        if self._exchanging and not torch.compiler.is_compiling():
+            collectives.check_order(self.all_ranks.order, self._exchanging)
         norm = self._grad_norm(values)
-        if self.matrices:
+        if self.matrices or self.all_ranks.have_matrices:
             values = self._skipped_if_not_finite(values, norm)
         rates = self._learning_rates(groups)
 
@@ -300,11 +303,11 @@ class StepPlan:
         """The norm of all gradients, fp64, for max_grad_norm; None without it."""
         if values.max_grad_norm is None:
             return None
-        grads, device = values.grads, values.grads[0].device
+        grads, device = values.grads, self._device
         scale = _on_device(values.grad_scale, device)
         if self.all_ranks.meshes:
             own = dtensor_calls.local_grads(grads, self.params)
-            return collectives.grad_norm(own, scale, self.ranks, self.all_ranks)
+            return collectives.grad_norm(own, scale, device, self.ranks, self.all_ranks)
         if torch.compiler.is_compiling():
             return collectives.norm_of(grads, scale, device)
         self._norm = collectives.norm_of(grads, scale, device, self._norm)  # so that a step allocates nothing
@@ -318,14 +321,13 @@ class StepPlan:
         Without a norm Muon's gradients are read once more: 0.3 % of a step of GPT-2's matrices on a CPU. The host does
         not wait for the device.
         """
-        device = values.grads[0].device
         if norm is not None:
             finite = norm.isfinite()
         else:
             grads = values.grads
             if self.all_ranks.meshes:
                 grads = dtensor_calls.local_grads(grads, self.params)
-            finite = collectives.is_finite([grads[i] for i in self.matrices], self.all_ranks).to(device)
+            finite = collectives.is_finite([grads[i] for i in self.matrices], self._device, self.all_ranks)
         found_inf = finite.logical_not().float()
         if values.found_inf is not None:
             found_inf = torch.maximum(found_inf, values.found_inf.to(found_inf).reshape(()))

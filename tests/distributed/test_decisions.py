@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,7 +19,9 @@ from torch.nn.parameter import Parameter
 
 from memkern import optim
 from memkern.optim import muon_step
+from memkern.optim.offload import host_weights
 from tests.support.helpers import assert_same
+from tests.support.late_transfers import LateHostOffload
 from tests.support.ranks import Ranks
 
 
@@ -210,3 +214,48 @@ def test_a_plain_matrix_leaves_the_exchange_of_sharded_ones_alone(ranks: Ranks, 
     optimizer.step()
     for rank in ranks(2, run_without_a_plain_gradient, bucket):
         assert_same(rank, [params[0].detach(), params[2].detach()])
+
+
+def steps_on_some_ranks(name: str, offloads: bool) -> list[Tensor]:
+    """A matrix of the first two ranks, and one of all, which has no gradient in the second of three steps; after these.
+
+    So the third rank has no gradient at all then. In one process both are whole.
+    """
+    places: list[Any] = [torch.clone, torch.clone]
+    if dist.is_initialized():
+        everyone = init_device_mesh("cpu", (dist.get_world_size(),))
+        places = [_shard(DeviceMesh("cpu", [0, 1], mesh_dim_names=("first two",))), _shard(everyone)]
+    a, b = params = [Parameter(place(torch.full((64, 64), 0.1))) for place in places]
+    groups: list[Any] = [{"params": [a]}, {"params": [b]}]
+    if name == "Muon":
+        groups[1] |= {"algorithm": "adamw", "lr": 1e-2}
+    build, options = getattr(optim, name.partition(",")[0]), {"max_grad_norm": 1.0} if "clipped" in name else {}
+    new = functools.partial(LateHostOffload, build) if offloads else build
+    with patch.object(host_weights, "BUCKET_ELEMENTS", 1):  # each has a bucket of its own
+        optimizer = new(groups, lr=1e-2, weight_decay=0.0, **options)
+    for step in range(3):
+        give_gradients(places, params, step)
+        if _is_third():  # which has no part of it
+            a.grad = None
+        if step == 1:
+            b.grad = None
+        if "scaled" in name:
+            optimizer.grad_scale, optimizer.found_inf = torch.tensor(1.0), torch.tensor(0.0)
+        optimizer.step()
+    return [
+        p.detach().full_tensor() if isinstance(p, DTensor) else p.detach() for p in params if p is b or not _is_third()
+    ]
+
+
+def _is_third() -> bool:
+    return dist.is_initialized() and dist.get_rank() == 2
+
+
+@pytest.mark.parametrize("offloads", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", ["Muon", "AdamW, clipped", "AdamW, scaled", "LAMB"])
+def test_a_rank_without_gradients_takes_part_in_decisions(ranks: Ranks, name: str, offloads: bool) -> None:
+    """A rank that did not would leave the others waiting."""
+    expected = steps_on_some_ranks(name, False)
+    for rank in ranks(3, steps_on_some_ranks, name, offloads):
+        for x, y in zip(rank, expected[-len(rank) :], strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)

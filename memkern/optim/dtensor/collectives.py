@@ -55,6 +55,8 @@ class AllRanks(NamedTuple):
     """The results of :func:`ranks_of` for the parameters, each once."""
     order: Order
     """The order of the parameters, in which the ranks exchange their parts."""
+    have_matrices: bool = False
+    """Whether any rank steps Muon's matrices, so that all ranks skip a step where one of these is not finite."""
 
     @property
     def have_equal_sums(self) -> bool:
@@ -79,7 +81,7 @@ def _sort_key_of_kind(kind: Ranks | None) -> Any:
     return () if mesh is None else (*_sort_key(mesh), dims)
 
 
-def all_ranks_of(params: Sequence[Tensor], groups: Iterable[dict[str, Any]]) -> AllRanks:
+def all_ranks_of(params: Sequence[Tensor], groups: Iterable[dict[str, Any]], have_matrices: bool) -> AllRanks:
     """All ranks that have a part of ``params``, of which some are DTensors. ``groups``: the optimizer's.
 
     The largest mesh is enough where it has all ranks. Otherwise the list of meshes is repeated once per mesh: a value
@@ -89,15 +91,18 @@ def all_ranks_of(params: Sequence[Tensor], groups: Iterable[dict[str, Any]]) -> 
     ranks = [set(mesh.mesh.flatten().tolist()) for mesh in meshes]
     meshes = meshes[:1] if all(own <= ranks[0] for own in ranks) else meshes * len(meshes)
     kinds = sorted({*map(ranks_of, params)}, key=_sort_key_of_kind)
-    return AllRanks(tuple(meshes), tuple(kinds), Order(groups))
+    return AllRanks(tuple(meshes), tuple(kinds), Order(groups), have_matrices)
 
 
-def check_order(order: Order) -> None:
-    """Raises RuntimeError on all ranks unless all have the same parameters in the same order. Compares once."""
-    if order.is_checked:
+def check_order(order: Order, ranks: set[Ranks]) -> None:
+    """Raises RuntimeError on all of these ranks unless all have the same parameters in the same order. Compares once.
+
+    ranks: those that exchange parts of tensors in this step.
+    """
+    kinds = sorted(ranks - order.checked, key=_sort_key_of_kind)
+    if not kinds:
         return
     own = order.fingerprints()
-    kinds = sorted(own, key=_sort_key_of_kind)
     values = [torch.tensor([own[kind], -own[kind]], dtype=torch.float64, device="cpu") for kind in kinds]
     all_reduce("max", values, kinds)  # gives the highest and, negated, the lowest of all ranks
     if any(highest != -negated_lowest for highest, negated_lowest in map(Tensor.tolist, values)):
@@ -106,7 +111,7 @@ def check_order(order: Order) -> None:
             f"in that order; another rank has others than this one: {order}. Give named parameters "
             "(model.named_parameters()), which are ordered by their names, or groups in one order"
         )
-    order.is_checked = True
+    order.checked.update(kinds)
 
 
 def largest(values: Tensor, all_ranks: AllRanks) -> Tensor:
@@ -126,13 +131,17 @@ def largest(values: Tensor, all_ranks: AllRanks) -> Tensor:
 
 
 def grad_norm(
-    grads: Sequence[Tensor], grad_scale: Tensor | None, ranks: Sequence[Ranks | None], all_ranks: AllRanks
+    grads: Sequence[Tensor],
+    grad_scale: Tensor | None,
+    device: torch.device,
+    ranks: Sequence[Ranks | None],
+    all_ranks: AllRanks,
 ) -> Tensor:
     """The norm of all gradients, fp64, unscaled, the same on all ranks: NaN if any rank's is, else infinite if any is.
 
     ``grads``: this rank's parts. ``ranks``: for each gradient, the ranks that hold other elements of it.
     """
-    squares = _squares(grads, grad_scale, ranks, all_ranks.kinds)
+    squares = _squares(grads, grad_scale, device, ranks, all_ranks.kinds)
     all_reduce("sum", squares, all_ranks.kinds)
     total = torch.stack(squares).sum()
     if all_ranks.have_equal_sums or not all_ranks.meshes:
@@ -143,9 +152,9 @@ def grad_norm(
     return total.sqrt().where(has_nan == 0, torch.full_like(total, torch.nan))
 
 
-def is_finite(grads: Sequence[Tensor], all_ranks: AllRanks) -> Tensor:
+def is_finite(grads: Sequence[Tensor], device: torch.device, all_ranks: AllRanks) -> Tensor:
     """Whether all gradients of all ranks are finite: a boolean tensor, the same on all ranks."""
-    squares = _squares(grads, None, [None] * len(grads), [None])
+    squares = _squares(grads, None, device, [None] * len(grads), [None])
     return largest((~torch.stack(squares).isfinite().all()).float(), all_ranks) == 0
 
 
@@ -168,6 +177,7 @@ def norm_of(
 def _squares(
     grads: Sequence[Tensor],
     grad_scale: Tensor | None,
+    device: torch.device,
     ranks: Sequence[Ranks | None],
     kinds: Sequence[Ranks | None],
 ) -> list[Tensor]:
@@ -175,4 +185,4 @@ def _squares(
     by_kind: dict[Ranks | None, list[Tensor]] = {kind: [] for kind in kinds}
     for g, kind in zip(grads, ranks, strict=True):
         by_kind[kind].append(g)
-    return [norm_of(of_kind, grad_scale, grads[0].device).square() for of_kind in by_kind.values()]
+    return [norm_of(of_kind, grad_scale, device).square() for of_kind in by_kind.values()]

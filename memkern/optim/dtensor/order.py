@@ -36,7 +36,7 @@ class Order:
                 self._descriptions.setdefault(ranks, []).append(
                     f"{name} {tuple(p.shape)} {[*map(str, placements)]} {p.dtype}".strip()
                 )
-        self.is_checked = False  # whether collectives.check_order has compared it with other ranks'
+        self.checked: set[Ranks] = set()  # ranks among which collectives.check_order has compared it
 
     def sorted(self, pairs: Iterable[tuple[Tensor, T]]) -> list[tuple[Tensor, T]]:
         """Pairs of a parameter and anything else, in this order; plain tensors come first, in their own order."""

@@ -361,16 +361,17 @@ class HostOffload(Optimizer):
     def _step_buckets(self) -> None:
         """Steps the weights with gradients. The gradients of a bucket are copied while the one before is stepped."""
         buckets = [[*filter(has_gradient, bucket)] for bucket in self._weights.buckets]
-        buckets = [bucket for bucket in buckets if bucket]
         ready = [w for bucket in buckets for w in bucket]
+        if not any(w.separate for w in self._weights.values()):
+            buckets = [ready]  # nothing is copied: one call, as without HostOffload
+        elif ready:
+            threads.warn_of_one_core()
         if isinstance(self._inner, BlockwiseOptimizer):  # before the first bucket is changed
             for p in (w.p for w in ready):
                 if p.grad is not None:
                     check_gradient(p, p.grad)
-        if ready and not any(w.separate for w in ready):
-            buckets = [ready]  # nothing is copied: one call, as without HostOffload
-        elif ready:
-            threads.warn_of_one_core()
+        if not (isinstance(self._inner, BlockwiseOptimizer) and self._inner._all_ranks.meshes):
+            buckets = [bucket for bucket in buckets if bucket]  # else ranks decide together about each bucket
         for i, bucket in enumerate(buckets):
             for next_bucket in buckets[i + 1 if i > 0 else 0 : i + 2]:  # before the first, the copies of two begin
                 for w in next_bucket:
