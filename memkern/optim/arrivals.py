@@ -169,8 +169,7 @@ class Arrivals:
         self._join()
         self.arrived(self._params())
         self._join()
-        for p, total in self._held.items():
-            p.grad = total
+        self._give_back()
         self._held.clear()
 
     def _join(self) -> None:
@@ -178,13 +177,29 @@ class Arrivals:
         for future in self._worker.join():
             future.result()
 
-    def reset(self) -> bool:
-        """To be called before a forward pass: forgets an interrupted backward pass; returns whether there was one."""
+    def reset(self, sharded: Iterable[Tensor]) -> bool:
+        """To be called before a forward pass: forgets an interrupted backward pass; returns whether there was one.
+
+        Gradients of former passes stay, unless they have been zeroed since.
+
+        Args:
+            sharded: parameters whose weights are not on the device: the model's zero_grad() finds no others.
+        """
         interrupted, self._pending = self._pending, False
         if interrupted:
             self._worker.join()
+            if any(p.grad is not None for p in sharded if p not in self._held):
+                self._give_back()
+            else:
+                for p in self._params():
+                    p.grad = None
             self._held.clear()
         return interrupted
+
+    def _give_back(self) -> None:
+        """Leaves the sums in ``grad``."""
+        for p, total in self._held.items():
+            p.grad = total
 
     # ---- the thread
 

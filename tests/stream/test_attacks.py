@@ -17,7 +17,18 @@ import memkern
 from memkern.optim.arrivals import Arrivals, Worker
 from memkern.techniques.options import Techniques
 from tests.stream import runs
-from tests.stream.runs import PLAIN, STREAMED, Model, assert_equal, batches, model_for, optimizer_for, train, weights
+from tests.stream.runs import (
+    PLAIN,
+    STREAMED,
+    Model,
+    assert_equal,
+    batches,
+    model_for,
+    optimizer_for,
+    train,
+    weights,
+    whole,
+)
 
 
 class Interrupted(Exception):
@@ -97,6 +108,38 @@ def test_a_pass_that_was_interrupted_is_forgotten(phase: str, changes: dict[str,
         assert different in ([], ["head.weight"])
     else:
         assert_equal(plain, streamed)
+
+
+@pytest.mark.parametrize("zeroed_by", [None, "optimizer", "model"])
+def test_gradients_of_a_pass_before_one_that_was_interrupted(zeroed_by: str | None) -> None:
+    """They stay, unless they are zeroed. Of the interrupted pass some stay, as on the device."""
+    techniques = Techniques(precision="fp32", state_bits=32, accumulation=3)
+    passes = batches(0, techniques)
+    plain, gradients = model_for(techniques), list[dict[str, torch.Tensor]]()
+    for tokens in passes:
+        plain(tokens).backward()
+        gradients.append({name: whole(p.grad) for name, p in plain.named_parameters()})
+        plain.zero_grad()
+
+    def interrupt(*_: Any) -> None:
+        raise Interrupted
+
+    model = model_for(techniques.replace(weights_on_host="layers"))
+    if not hasattr(model, "reset_iter_state"):
+        pytest.skip("this torch's fully_shard cannot forget a backward pass")
+    optimizer = optimizer_for(model, techniques)
+    model(passes[0]).backward()
+    handle = model.blocks[2].up.register_full_backward_hook(interrupt)
+    with pytest.raises(Interrupted):
+        model(passes[1]).backward()
+    handle.remove()
+    if zeroed_by is not None:
+        {"model": model, "optimizer": optimizer}[zeroed_by].zero_grad()
+    model(passes[2]).backward()
+    for name, p in model.named_parameters():
+        first, second, third = (g[name] for g in gradients)
+        allowed = [third] if zeroed_by else [first + third, first + second + third]
+        assert any(torch.allclose(whole(p.grad), x, rtol=1e-4, atol=1e-6) for x in allowed), name
 
 
 @pytest.mark.parametrize("layer", ["blocks.1.up", "head", "norm"])
