@@ -116,10 +116,12 @@ class Bucket:
         [(state_id, entries)] = self.region.places.items()
         self.is_last = rows.stop == max(len(x) for _, x in entries.values() if x.dim())
         self.places, self.size, self.copies, self.copies_back = {state_id: {}}, 0, [], []
-        for key, (_, x) in entries.items():
+        for key, (offset, x) in entries.items():
             part = x if key == "step" else x[scales if key.endswith("_scale") else rows]
             self.places[state_id][key] = self.size, part
-            self.copies.append((part.view(-1).view(torch.uint8), self.size))
+            start = offset + (part.storage_offset() - x.storage_offset()) * x.element_size()
+            # Not part itself: torch's allocator of pinned memory waits for copies of the memory that it gave alone.
+            self.copies.append((self.region.host[start : start + part.nbytes], self.size))
             if key != "step" or self.is_last:  # the counter is that of the whole state: all buckets read the old one
                 self.copies_back.append(self.copies[-1])
             self.size += _aligned(part.nbytes)

@@ -98,6 +98,9 @@ def test_parameters_that_come_some_rows_at_a_time_have_the_bits_of_the_step_in_m
     assert len(region.buckets) > 1 or shape[0] == 1
     max_bytes = max(2500 + 5 * 128, 1.2 * region.size / shape[0])  # a bucket and its entries' alignment, or one row
     assert all(slot.memory.nbytes <= max_bytes for slot in stage.slots)
+    # Copies are of the memory as it was allocated: only its storage has torch wait for them before it is used again.
+    copied = {host.untyped_storage().data_ptr() for bucket in region.buckets for host, _ in bucket.copies}
+    assert copied == {region.host.untyped_storage().data_ptr()}
 
 
 def test_matrices_that_muon_orthogonalizes_together_are_in_one_region() -> None:
