@@ -362,7 +362,7 @@ def errors_in_16_bits() -> Any:
             steps(model, optimizer, 0, 2)
         else:
             optimizer.load_state_dict(state)
-        results.append([*everything(model, optimizer).values()])
+        results.append([*full_params_and_states(model, optimizer).values()])
         results.append([*full(optimizer.state_dict())["state"].values()])
     return results
 
