@@ -28,9 +28,8 @@ def vmap_one_by_one(function: Callable[..., Any], info: Any, in_dims: Sequence[A
     """
     results = []
     for i in range(info.batch_size):
-        # Contiguous, as codes are in memory order and torch.stack makes a contiguous result.
         example = [
-            x.select(dim, i).contiguous() if isinstance(x, Tensor) and dim is not None else x
+            x.select(dim, i) if isinstance(x, Tensor) and dim is not None else x
             for x, dim in zip(args, in_dims, strict=True)
         ]
         results.append(function(*example))

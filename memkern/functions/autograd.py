@@ -48,7 +48,11 @@ def _forward_with_context(function: type[SavesLess], ctx: Any, *args: Any) -> An
 
 
 def _vmap(function: type[SavesLess], *args: Any) -> tuple[Any, int]:
-    return vmap_one_by_one(function.apply, *args)
+    def apply(*example: Any) -> Any:
+        # Contiguous: codes are in the memory order of the result, which torch.stack makes contiguous.
+        return function.apply(*(x.contiguous() if isinstance(x, Tensor) else x for x in example))
+
+    return vmap_one_by_one(apply, *args)
 
 
 def _no_jvp(reason: str, ctx: Any, *tangents: Any) -> Any:

@@ -74,8 +74,9 @@ def test_gradients_of_examples_are_autograds(name: str, shape: str) -> None:
 
 
 @over_functions
-def test_jacobians_are_autograds(name: str) -> None:
-    x = torch.randn(2, 12)
+@pytest.mark.parametrize("layout", ["contiguous", "transposed"])
+def test_jacobians_are_autograds(name: str, layout: str) -> None:
+    x = torch.randn(2, 12) if layout == "contiguous" else torch.randn(12, 2).t()
     fn = FUNCTIONS[name]
     y, back = vjp(fn, x)
     rows = []
