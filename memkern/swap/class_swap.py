@@ -6,14 +6,21 @@ from typing import Any
 
 from torch import nn
 
+from ..library import is_own
+
 ORIGINAL = "_memkern_original"
 """The attribute of a swapped module: its class before, attributes that were overwritten, names of all that were set."""
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
+def is_changed_since(module: nn.Module) -> bool:
+    """Whether something else, such as a parametrization or fully_shard, has changed the class after a swap."""
+    return ORIGINAL in vars(module) and not is_own(type(module))
+
+
 def original_class(module: nn.Module) -> type[nn.Module]:
-    """The class before a swap."""
-    return vars(module).get(ORIGINAL, (type(module),))[0]
+    """The class before a swap; the present one where it has changed since."""
+    return type(module) if is_changed_since(module) else vars(module).get(ORIGINAL, (type(module),))[0]
 
 
 def attributes_of(module: nn.Module) -> dict[str, Any]:

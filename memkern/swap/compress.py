@@ -15,7 +15,7 @@ from torch import nn
 from ..fewbit.levels import check_bits
 from ..nn.embedding import MARK
 from ..nn.linear import RandomizedLinear
-from .class_swap import revert
+from .class_swap import is_changed_since, revert
 from .report import Report
 from .swap_plan import DEFAULT_BITS, MARKED, OUTPUT, Compression, Predicate
 
@@ -101,7 +101,17 @@ def compress(
 
 
 def restore(model: nn.Module) -> int:
-    """Undoes every :func:`compress` of a model, in place; returns how many modules changed."""
+    """Undoes every :func:`compress` of a model, in place; returns how many modules changed.
+
+    Raises:
+        RuntimeError: something else has changed the class of a swapped module since. Nothing is changed then.
+    """
+    for name, module in model.named_modules():
+        if is_changed_since(module):
+            raise RuntimeError(
+                f"{name or 'the model'} has become a {type(module).__name__} since memkern.compress: remove its "
+                "parametrizations, or call memkern.restore(model) before what changes classes, such as fully_shard"
+            )
     count = 0
     for module in model.modules():
         changed = revert(module)

@@ -196,6 +196,23 @@ def test_compress_twice_changes_nothing_but_options_that_are_given() -> None:
     assert memkern.restore(model) == 0
 
 
+def test_a_class_that_changes_after_compress_stays() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.GELU())
+    memkern.compress(model, linear=0.5)
+    nn.utils.parametrizations.weight_norm(model[0])
+    x = torch.randn(5, 16)
+    y = model(x)
+    report = memkern.compress(model, 2, linear=0.25)
+    assert [swap.names for swap in report.swapped] == [("1",)]
+    assert [left.names for left in report.left] == [("0",)]
+    with pytest.raises(RuntimeError, match="0 has become a ParametrizedRandomizedLinear"):
+        memkern.restore(model)
+    assert type(model[1]) is mnn.GELU
+    assert_same(model(x), y)
+    nn.utils.parametrize.remove_parametrizations(model[0], "weight")
+    assert memkern.restore(model) == 2
+
+
 def test_modules_that_users_made_are_not_restored() -> None:
     model = nn.Sequential(mnn.GELU(bits=2), mnn.RandomizedLinear(4, 4))
     assert not memkern.compress(model, linear=0.5).swapped
