@@ -51,7 +51,7 @@ class StableEmbedding(nn.Embedding):
     ) -> None:
         options = (num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
         super().__init__(*options, _weight, _freeze, device, dtype)
-        self.norm = nn.LayerNorm(embedding_dim, device=device, dtype=dtype)
+        self.norm = nn.LayerNorm(embedding_dim, device=self.weight.device, dtype=self.weight.dtype)
 
     def reset_parameters(self) -> None:
         nn.init.xavier_uniform_(self.weight)

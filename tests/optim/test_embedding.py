@@ -31,6 +31,11 @@ def language_model(tied: bool = False) -> nn.Sequential:
 # ---- the module
 
 
+def test_from_pretrained_has_the_weights_dtype() -> None:
+    embedding = StableEmbedding.from_pretrained(torch.randn(5, 4, dtype=torch.float64))
+    assert embedding(torch.tensor([1])).dtype == embedding.norm.weight.dtype == torch.float64
+
+
 def test_output_is_the_normalized_row() -> None:
     embedding = StableEmbedding(30, 16, padding_idx=3)
     tokens = torch.tensor([[1, 3], [29, 0]])
