@@ -264,7 +264,7 @@ class StreamedModel:
         def before(module: nn.Module, args: Any) -> None:
             if _is_backward():
                 return
-            if self.arrivals.reset(p for group in self.all_groups if not group.is_on_device for p in group.params):
+            if self.arrivals.reset(p for group in self.all_groups if not group.is_unsharded for p in group.params):
                 self._forget()
             elif self._in_forward:  # interrupted; in an older torch state_dict() brings the shards back
                 self._forget() if hasattr(self.model, "reset_iter_state") else self.model.state_dict()

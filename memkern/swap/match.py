@@ -179,7 +179,8 @@ def _methods(cls: type[nn.Module]) -> dict[str, Any]:
 
 def _names_in_forward(cls: type[nn.Module]) -> Iterator[str]:
     """Names in the code of forward, and of the methods that it names, and so on."""
-    methods, visited, waiting = _methods(cls), {"forward"}, [cls.forward]
+    methods, visited = _methods(cls), {"forward"}
+    waiting = [getattr(cls, "forward", None)]  # torch.jit.ScriptModule's class has none
     while waiting:
         for code in _codes(waiting.pop()):
             yield from code.co_names

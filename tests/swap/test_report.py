@@ -13,6 +13,7 @@ from transformers.activations import NewGELUActivation
 
 import memkern
 from memkern import memory
+from memkern.blocks.block_lists import block_lists
 from tests.support.swap_helpers import EVERY, MLP, CallsGelu
 
 # ---- what is left as it is
@@ -35,6 +36,15 @@ def test_subclasses_are_left_alone() -> None:
     assert [type(m) for m in model.modules()] == before
     assert {left.names[0] for left in report.left} == {"0", "1", "2", "3", "3.out_proj"}
     assert "0: OwnForward, a subclass of torch.nn.GELU may do more" in str(report)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_scripted_modules_are_left_alone() -> None:
+    scripted = [torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.GELU())) for _ in range(2)]
+    model = nn.Sequential(nn.Sequential(*scripted), nn.GELU())
+    assert [swap.names for swap in memkern.compress(model).swapped] == [("1",)]
+    assert not list(block_lists(model))
+    assert model(torch.randn(3, 4)).shape == (3, 4)
 
 
 def test_modules_with_a_replaced_forward_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
