@@ -66,8 +66,8 @@ def optimizer_cls_and_kwargs(
 
     rates = {"adamw_lr": options.pop("adamw_lr")} if issubclass(cls, Muon) and "adamw_lr" in options else {}
     kwargs |= options
-    # Checks the options here rather than inside of the Trainer. Every option takes a bf16 parameter.
-    cls([torch.nn.Parameter(torch.zeros(1, 1, dtype=torch.bfloat16, device="cpu"))], **kwargs)
+    # Checks the options here rather than inside of the Trainer. Every option takes a frozen parameter.
+    cls([torch.nn.Parameter(torch.zeros(1, 1, device="cpu"), requires_grad=False)], **kwargs)
     if issubclass(cls, Muon):
         if model is None:
             raise ValueError(

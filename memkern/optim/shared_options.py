@@ -49,8 +49,11 @@ def full_signature(function: Any, defaults: Mapping[str, object]) -> inspect.Sig
     In place of ``**options: Unpack[SharedOptions]``, or StorageOptions, it has each of these options.
     """
     signature = inspect.signature(function)
-    _, *parameters, last = signature.parameters.values()
-    if last.kind is not last.VAR_KEYWORD or last.annotation not in _UNPACKED:
+    _, *parameters = signature.parameters.values()
+    if not parameters or parameters[-1].kind is not inspect.Parameter.VAR_KEYWORD:
+        return signature.replace(parameters=parameters)
+    *parameters, last = parameters
+    if last.annotation not in _UNPACKED:
         return signature.replace(parameters=[*parameters, last])
     types = _UNPACKED[last.annotation].__annotations__  # with those of the TypedDict that it extends
     options = (

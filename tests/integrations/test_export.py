@@ -109,6 +109,37 @@ def test_a_recorded_program_has_the_models_output_and_gradients(recorder: str, c
             assert torch.equal(recorded[name].grad, p.grad), name
 
 
+class Classifier(torch.nn.Module):
+    """A randomized layer and the loss of its output's classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = memkern.nn.RandomizedLinear(16, 12, share=0.5, min_tokens=0)
+        self.loss = memkern.nn.LinearCrossEntropy(12, 30, weight=torch.rand(30), label_smoothing=0.1, chunk_size=8)
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return self.loss(self.layer(x), target)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_loss_is_recorded_for_any_number_of_rows() -> None:
+    net, x, target = Classifier(), torch.randn(8, 16), torch.randint(30, (8,))
+    target[3] = -100
+    rows = torch.export.Dim("rows", min=2)
+    exported = torch.export.export(net, (x, target), dynamic_shapes=({0: rows}, {0: rows})).module()
+    traced = torch.jit.trace(net.loss, (net.layer(x).detach(), target))
+    for n in (8, 5):
+        expected = net(x[:n], target[:n])
+        torch.testing.assert_close(exported(x[:n], target[:n]), expected)
+        torch.testing.assert_close(traced(net.layer(x[:n]), target[:n]), expected)
+        torch.testing.assert_close(torch.fx.symbolic_trace(net)(x[:n], target[:n]), expected)
+    for program in (exported, net):
+        program(x, target).backward()
+    recorded = exported.get_parameter("loss.linear.weight").grad
+    torch.testing.assert_close(recorded, net.loss.linear.weight.grad)
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("case", CASES)
 def test_scripting_needs_restore(case: str) -> None:
