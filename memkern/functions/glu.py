@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .autograd import SavesLess, apply, needs_gradient
+from .autograd import SavesLess, apply, is_eager, needs_gradient
 
 SILU, GELU, GELU_TANH = "silu", "gelu", "gelu_tanh"
 
@@ -39,7 +39,8 @@ def halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
 def _backward_of_gate_up(grad: Tensor, gate_up: Tensor, activation: str) -> Tensor:
     """The gradient of the tensor that holds gate and up, written into its halves where nothing traces it."""
     gate, up = halves(gate_up, None)
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    is_batched = torch._C._functorch.is_legacy_batchedtensor(grad)  # by torch.autograd.grad's is_grads_batched
+    if torch.is_grad_enabled() or is_batched or not is_eager():
         grad_gate = _activation_backward(grad * up, gate, activation)
         return torch.cat((grad_gate, grad * _activate(gate, activation)), -1)
     result = torch.empty_like(gate_up)

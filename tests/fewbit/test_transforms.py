@@ -84,8 +84,9 @@ def test_jacobians_are_autograds(name: str, layout: str) -> None:
         cotangent = torch.zeros(y.numel()).index_fill_(0, torch.tensor(i), 1.0).view_as(y)
         rows.append(back(cotangent)[0])
         compare(name, rows[-1], gradient(lambda t, c=cotangent: (fn(t) * c).sum(), x))
-    jacobian = jacrev(fn)(x)
-    torch.testing.assert_close(jacobian.reshape(y.numel(), *x.shape), torch.stack(rows), rtol=1e-6, atol=1e-6)
+    vectorized = torch.autograd.functional.jacobian(fn, x, vectorize=True)
+    for jacobian in (jacrev(fn)(x), vectorized):
+        torch.testing.assert_close(jacobian.reshape(y.numel(), *x.shape), torch.stack(rows), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("batched", ["x", "weight"])
