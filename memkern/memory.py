@@ -20,6 +20,12 @@ from torch.utils._pytree import tree_leaves
 Held = Tensor | nn.Module | torch.optim.Optimizer
 _PLAIN = {Tensor, nn.Parameter, FakeTensor}
 """Types without tensors inside, for which looking up an attribute that they lack takes long."""
+_SPARSE = {
+    torch.sparse_coo: ("_indices", "_values"),
+    **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices", "values")),
+    **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), ("ccol_indices", "row_indices", "values")),
+}
+"""The methods that return the tensors inside of a sparse one, which has no storage itself."""
 
 
 def _storages(tensors: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
@@ -30,6 +36,8 @@ def _storages(tensors: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
         if type(tensor) not in _PLAIN and hasattr(tensor, "__tensor_flatten__"):
             # A wrapper subclass (torchao's states, DTensor): the memory is that of the tensors inside.
             yield from _storages(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        elif tensor.layout in _SPARSE:
+            yield from _storages(getattr(tensor, name)() for name in _SPARSE[tensor.layout])
         else:
             yield tensor.untyped_storage()
 

@@ -110,6 +110,15 @@ def test_traces_of_blocks_that_differ_are_not_aligned() -> None:
     assert aligned(few, many) is None
 
 
+def test_sparse_tensors_have_bytes() -> None:
+    embedding, tokens = nn.Embedding(100, 16, sparse=True), torch.tensor([1, 2])
+    memory.peak_bytes(lambda: embedding(tokens).sum().backward(), embedding)
+    held = 4 * 100 * 16 + 8 * 2 + 4 * 2 * 16  # the weight, and indices and values of its gradient
+    assert memory.peak_bytes(lambda: None, embedding) == held
+    parts = torch.arange(5), torch.arange(4), torch.ones(4)
+    assert memory.tensor_bytes([torch.sparse_csr_tensor(*parts, (4, 4))]) == memory.tensor_bytes(parts)
+
+
 def test_meta_tensors_have_no_bytes() -> None:
     with memory.LiveBytes() as live:
         torch.empty(1000, device="meta")
