@@ -96,5 +96,4 @@ $(VENV)/.installed: $(VENV)/.packages $(SOURCES)
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist out *.egg-info $(GENERATED)
-	find . -name '*.so' -not -path './.venv*' -delete
+	rm -rf $(VENV) build dist out *.egg-info $(GENERATED) memkern/*.so

@@ -68,3 +68,13 @@ def test_a_build_that_is_impossible_is_an_error(changes: dict[str, str], message
 def test_the_build_requires_setuptools_and_torch_alone() -> None:
     # `python -m build --no-isolation` fails where a required package is missing, such as ninja, which is not needed.
     assert 'requires = ["setuptools>=77", "torch>=2.10"]' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_make_clean_leaves_other_environments_alone(tmp_path: Path) -> None:
+    built, of_another = tmp_path / "memkern" / "libmemkern.so", tmp_path / "venv" / "lib" / "module.so"
+    for library in (built, of_another):
+        library.parent.mkdir(parents=True)
+        library.touch()
+    subprocess.run(["make", "-f", ROOT / "Makefile", "clean"], cwd=tmp_path, check=True)
+    assert not built.exists()
+    assert of_another.exists()
