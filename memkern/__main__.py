@@ -1,4 +1,4 @@
-"""``python -m memkern``: ``info`` shows what is installed, ``plan`` what fits, ``train`` trains a language model."""
+"""``python -m memkern``, the command line."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from typing import Any, NoReturn
 from .planner import cli as plan_cli
 from .techniques.flags import flag
 from .techniques.options import OptionError
+
+DESCRIPTION = "info shows what is installed, plan what fits, train trains a language model."
 
 
 def lines(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, str]]:
@@ -68,7 +70,7 @@ def check_environment() -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs one command; an option that cannot be used ends it with status 2 and a line that says why."""
-    parser = Parser(prog="python -m memkern", description=__doc__.replace("``", ""))
+    parser = Parser(prog="python -m memkern", description=DESCRIPTION)
     commands = parser.add_subparsers(dest="command", required=True)
     info_parser = commands.add_parser("info", help="versions, backends, CPU features, build")
     info_parser.add_argument("--json", action="store_true", help="as JSON")

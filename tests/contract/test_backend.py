@@ -345,3 +345,9 @@ def test_info_prints_the_report_without_any_optional_package(capsys: pytest.Capt
     for name, state in report["backends"].items():
         text = "yes" if state["available"] else f"no: {state['reason']}"
         assert re.search(rf"^  {name} +{re.escape(text)}$", shown, re.MULTILINE), name
+def test_info_without_docstrings() -> None:
+    run = subprocess.run([sys.executable, "-OO", "-m", "memkern", "info", "--json"], cwd=ROOT, capture_output=True)
+    assert run.returncode == 0, run.stderr.decode()
+    assert json.loads(run.stdout)["selected"]
+
+
