@@ -46,7 +46,8 @@ PREFERENCE = {
 }
 OTHER_DEVICES = ("reference",)  # of all other types
 
-_asked_for: str | None = None  # by use_backend
+_asked_for: str | None = None  # by the use_backend that was entered last and has not ended
+_requests: dict[object, str] = {}  # of all that have not ended, in any thread
 
 
 def shadowed() -> Path | None:
@@ -245,18 +246,20 @@ def select(device: str | torch.device) -> str:
 
 @contextlib.contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """Runs every op inside the ``with`` block on one backend.
+    """Runs every op inside the ``with`` block on one backend, those of other threads too.
 
     Raises:
         ValueError: there is no such backend.
         RuntimeError: it is not available here; the message says why and what helps.
     """
     global _asked_for
-    before, _asked_for = _asked_for, _check(name)
+    request = object()
+    _asked_for = _requests[request] = _check(name)
     try:
         yield
-    finally:
-        _asked_for = before
+    finally:  # others may have begun in between, and not ended
+        del _requests[request]
+        _asked_for = [None, *_requests.values()][-1]
 
 
 def _selected(device: str) -> str:

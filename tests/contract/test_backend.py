@@ -88,6 +88,19 @@ def test_use_backend_holds_inside_its_block_and_may_be_nested() -> None:
     assert backend.select("cpu") == outside
 
 
+@needs_cpp
+def test_use_backend_may_end_in_another_order_than_it_began() -> None:
+    """As in two threads, or in generators that are closed late."""
+    outside = backend.select("cpu")
+    first, second = memkern.use_backend("reference"), memkern.use_backend("cpu")
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert backend.select("cpu") == "cpu"
+    second.__exit__(None, None, None)
+    assert backend.select("cpu") == outside
+
+
 def test_an_unknown_backend_is_refused() -> None:
     with pytest.raises(ValueError, match=r"one of cpu, cuda, triton, reference, got 'tpu'"), memkern.use_backend("tpu"):
         pass
