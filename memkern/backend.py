@@ -58,7 +58,8 @@ def shadowed() -> Path | None:
     if LIBRARY.exists():
         return None
     specs = [PathFinder.find_spec("memkern", [entry]) for entry in sys.path]
-    specs += [finder.find_spec("memkern", None) for finder in sys.meta_path]  # editable installs have their own
+    # Editable installs have finders of their own. Old finders have no find_spec; Python passes them by.
+    specs += [finder.find_spec("memkern", None) for finder in sys.meta_path if hasattr(finder, "find_spec")]
     folders = [Path(spec.origin).parent for spec in specs if spec and spec.origin]
     return next((folder for folder in folders if (folder / LIBRARY.name).exists()), None)
 

@@ -273,6 +273,8 @@ def test_a_checkout_that_hides_a_compiled_install_says_so(tmp_path: Path) -> Non
     assert message in result.stdout
     assert result.stderr.count(message) == 1  # the warning, once
 
+        "import sys, types\n"
+        "sys.meta_path.append(types.SimpleNamespace(find_module=lambda *_: None))  # as old ones are\n"
 
 # ---- environment
 
