@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -26,6 +27,13 @@ def vmap_one_by_one(function: Callable[..., Any], info: Any, in_dims: Sequence[A
     Called by torch.vmap with the operator's arguments, and for each the dimension of the examples (``in_dims``, None
     where they share it). Returns the result and its dimension. (torch's own fallback does the same with a warning.)
     """
+    if info.batch_size == 0:  # a batch of one example, of zeros, tells the shapes and dtypes of the results
+        args = tuple(
+            x.sum(dim, keepdim=True, dtype=x.dtype) if isinstance(x, Tensor) and dim is not None else x
+            for x, dim in zip(args, in_dims, strict=True)
+        )
+        one, place = vmap_one_by_one(function, info._replace(batch_size=1), in_dims, *args)
+        return tree_map_only(Tensor, lambda x: x[:0], one), place
     results = []
     for i in range(info.batch_size):
         example = [

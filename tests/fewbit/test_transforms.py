@@ -74,6 +74,11 @@ def test_gradients_of_examples_are_autograds(name: str, shape: str) -> None:
 
 
 @over_functions
+def test_a_batch_of_no_examples(name: str) -> None:
+    assert vmap(grad(loss_of(name)), in_dims=1)(torch.empty(6, 0, 12)).shape == (0, 6, 12)
+
+
+@over_functions
 @pytest.mark.parametrize("layout", ["contiguous", "transposed"])
 def test_jacobians_are_autograds(name: str, layout: str) -> None:
     x = torch.randn(2, 12) if layout == "contiguous" else torch.randn(12, 2).t()
