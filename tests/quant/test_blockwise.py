@@ -172,6 +172,19 @@ def test_a_value_that_is_not_finite_changes_no_other(backend: str, codec: str, s
     assert torch.equal(codes, spoilt_codes)
 
 
+@over_cpu
+def test_subnormal_numbers_of_fp16_where_those_of_fp32_are_zero(backend: str) -> None:
+    x = torch.arange(1, 9, dtype=torch.int16).view(torch.float16)
+    with on(backend):
+        expected = memkern.quantize_blockwise(x)
+        torch.set_flush_denormal(True)
+        try:
+            assert_same(memkern.quantize_blockwise(x), expected)
+        finally:
+            torch.set_flush_denormal(False)
+    assert float(expected[1]) == 8 * 2.0**-24
+
+
 # ---- arguments
 
 

@@ -33,8 +33,9 @@ MEMKERN_FN bf16 to_bf16(float x) {
 MEMKERN_FN float to_float(fp16 h) {
   const uint32_t sign = static_cast<uint32_t>(h.bits & 0x8000) << 16, rest = h.bits & 0x7FFF;
   if (rest >= 0x7C00) return float_of(sign | 0x7F800000 | (rest & 0x3FF) << 13);
-  // 2^112 moves fp16's exponent range to fp32's, subnormals included.
-  return float_of(sign | bits_of(float_of(rest << 13) * 0x1p112f));
+  // Subnormals as whole numbers, which torch.set_flush_denormal(True) does not make 0.
+  if (rest < 0x400) return float_of(sign | bits_of(static_cast<float>(rest) * 0x1p-24f));
+  return float_of(sign | ((rest << 13) + 0x38000000));
 }
 
 MEMKERN_FN fp16 to_fp16(float x) {
