@@ -57,14 +57,14 @@ def from_blocks(blocks: Tensor, layout: BlockLayout, out: Tensor) -> None:
 def dither(block: int, step: int, device: torch.device) -> Tensor:
     """The dither u in [0, 1) of each position of a block, fp32."""
     j = torch.arange(block, device=device, dtype=torch.int64)
-    bits = (j * C.DITHER_J + step * C.DITHER_STEP) % 2**32
+    bits = (j * C.DITHER_J + step * C.DITHER_STEP % 2**32) % 2**32
     return (bits >> C.DITHER_SHIFT).float() * 2.0**-24
 
 
 def weight_random(block: int, step: int, bits: int, device: torch.device) -> Tensor:
     """Random whole numbers below 2^bits, int32, with which weights are rounded at each position of a block."""
     j = torch.arange(block, device=device, dtype=torch.int64)
-    return ((j * C.WEIGHT_J + step * C.WEIGHT_STEP) % 2**32 >> (32 - bits)).int()
+    return ((j * C.WEIGHT_J + step * C.WEIGHT_STEP % 2**32) % 2**32 >> (32 - bits)).int()
 
 
 @lru_cache

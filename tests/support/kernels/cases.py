@@ -159,7 +159,7 @@ strides = ("odd", "long rows", "whole blocks", "channels_last")
 steps(STEPS, "gradients of other strides", values_of.other_strides, layouts=strides, steps=1, interpreted=True)
 transposed = replaced("grads", lambda args: [g.mT.contiguous().mT for g in args.grads])
 steps(MUON[:1], "gradients of other strides", transposed, steps=1, interpreted=True)
-for n in (2**20, 2**24 - 2):
+for n in (2**20, 2**24 - 2, 2**40):
     late = replaced("steps", lambda args, n=n: [torch.tensor(float(n)) for _ in args.steps])
     steps(STEPS, f"step {n}", late, layouts=("odd", "whole blocks", "long rows"), interpreted=True)
 # Dithers pass through their places, and what an approximate root is not sure of is encoded by the formula.
@@ -251,7 +251,7 @@ for dtype, sign in product(FLOATS, SIGNS):
         quantize(name, inputs, (0,), (sign,), modes=MODES[:1], emulated="few" in name)
 quantize("extreme blocks", values_of.extreme_blocks, interpreted=True)
 for scale in values_of.SCALES:
-    for sign, step in ((True, None), (False, None), (False, 41), (True, 1), (True, 41), (True, 2**24)):
+    for sign, step in ((True, None), (False, None), (False, 41), (True, 1), (True, 41), (True, 2**40)):
         inputs = partial(values_of.power_boundaries, scale, sign, step)
         title = f"{SIGNS[sign]} power codes beside every boundary of {scale}, step {step}"
         quantize(title, inputs, (0,), (sign,), modes=((step, False),), interpreted=scale in (1.0, 2.0**-126))
