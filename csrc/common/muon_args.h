@@ -40,10 +40,12 @@ inline Tensor with_whole_matrices(const Tensor& update) {
 inline void check_sums(const StepArgs& args, const Tensors& updates, const Tensors& sums) {
   check_count("sums", sums.size(), 1, updates.size());
   const DeviceOf device(args.params);
-  for (size_t i = 0; i < sums.size(); ++i)
+  for (size_t i = 0; i < sums.size(); ++i) {
     MEMKERN_CHECK(sums[i].scalar_type() == ScalarType::Double && sums[i].is_contiguous() &&
                       device.holds(sums[i]) && sums[i].numel() == Matrices(updates[i]).count,
                   name_of("sums", i), " must be contiguous float64 with one element per matrix");
+    address_of(sums[i], "sums[", i, ']');
+  }
 }
 
 // The op that runs Run, as torch's dispatcher calls it, in place of TORCH_BOX (see step_op). SumsOrRatios:

@@ -40,6 +40,7 @@ void check_trust_ratios(const StepArgs& args, const std::vector<J>& tensors,
       squares.scalar_type() == ScalarType::Double && squares.dim() == 2 && squares.size(0) == layers &&
           squares.size(1) == 2 && squares.is_contiguous() && (tensors.empty() || device.holds(squares)),
       "squares must be contiguous float64 of shape (", layers, ", 2) on the device of the parameters");
+  address_of(squares, "squares");
 }
 
 // The argument squares, a row per layer; null where it is not given.

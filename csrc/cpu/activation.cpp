@@ -67,7 +67,7 @@ Tensor few_bit_backward_from_output_cpu(Tensor grad, Tensor output, Tensor codes
   Tensor result = empty_like(grad, grad.scalar_type());
   ActivationJob job = backward_job(grad, layout, codes, result);
   MEMKERN_CHECK(codes.sizes()[0] == 1, "codes must have one row, got ", codes.sizes()[0]);
-  job.output = output.data_ptr();
+  job.output = address_of(output, "output");
   job.two_branch = &two_branch;
   job.run = cpu_kernels().two_branch(float_type(grad), float_type(output));
   run_jobs(std::vector<ActivationJob>{job});

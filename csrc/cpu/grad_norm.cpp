@@ -9,6 +9,7 @@ namespace memkern {
 void grad_norm_cpu(Tensor norm, const Tensors& grads, const std::optional<Tensor>& grad_scale) {
   MEMKERN_CHECK(norm.numel() == 1 && norm.scalar_type() == ScalarType::Double && norm.is_cpu(),
                 "norm must be float64 of one element on the gradients' device");
+  auto* const result = static_cast<double*>(address_of(norm, "norm"));
   const double factor = gradient_factor(grad_scale, std::nullopt, 0.0);
   const Kernels& kernels = cpu_kernels();
   std::vector<SquaresJob> jobs;
@@ -23,7 +24,7 @@ void grad_norm_cpu(Tensor norm, const Tensors& grads, const std::optional<Tensor
   }
   double sum = 0.0;
   for (double x : run_squares(jobs)) sum += x;
-  *static_cast<double*>(norm.data_ptr()) = std::sqrt(sum) * factor;
+  *result = std::sqrt(sum) * factor;
 }
 
 }  // namespace memkern

@@ -271,11 +271,12 @@ Tensor few_bit_backward_from_output_cuda(Tensor grad, Tensor output, Tensor code
   MEMKERN_CHECK(same_device(codes, grad) && same_device(output, grad),
                 "output and codes must be on grad's device");
   const TwoBranch two_branch = two_branch_of(minimum, falling, rising, falling_reach, rising_reach);
+  const void* const y = address_of(output, "output");
   const DeviceScope scope(grad);
   Tensor result = empty_like(grad, grad.scalar_type());
   const Elementwise t = elementwise(grad, &result, codes, numel);
-  launch_checked("few_bit_backward_from_output", multiply_by_two_branch, blocks_for(t), scope.stream, t,
-                 output.data_ptr(), float_type(output), on_16_bytes(output.data_ptr()), two_branch);
+  launch_checked("few_bit_backward_from_output", multiply_by_two_branch, blocks_for(t), scope.stream, t, y,
+                 float_type(output), on_16_bytes(y), two_branch);
   return result;
 }
 

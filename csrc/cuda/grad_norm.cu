@@ -112,6 +112,7 @@ void launch_sums(const char* op, const StepHeader& header, const std::vector<Nor
 void grad_norm_cuda(Tensor norm, const Tensors& grads, const std::optional<Tensor>& grad_scale) {
   MEMKERN_CHECK(norm.numel() == 1 && norm.scalar_type() == ScalarType::Double,
                 "norm must be float64 of one element on the gradients' device");
+  auto* const result = static_cast<double*>(address_of(norm, "norm"));
   const StepHeader header = header_of(grad_scale, std::nullopt, std::nullopt, 0.0, norm);
   Tensors values;  // keeps the memory that the table points to
   std::vector<NormTensor> tensors;
@@ -126,8 +127,7 @@ void grad_norm_cuda(Tensor norm, const Tensors& grads, const std::optional<Tenso
   }
   const DeviceScope scope(norm);
   const UploadedNorms norms = launch_norm_tiles("grad_norm_", header, tensors, norm, scope.stream);
-  launch_checked<kTotalThreads>("grad_norm_", norm_total, 1, scope.stream, norms.table,
-                                static_cast<double*>(norm.data_ptr()));
+  launch_checked<kTotalThreads>("grad_norm_", norm_total, 1, scope.stream, norms.table, result);
 }
 
 }  // namespace memkern

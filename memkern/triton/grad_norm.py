@@ -13,7 +13,7 @@ from torch import Tensor
 from ..quant.layout import FLOATS, is_dense
 from ..schemas import StepArgs
 from . import step_table as st
-from .launch import NORM_TILES, OPTIONS, guard
+from .launch import NORM_TILES, OPTIONS, address_of, guard
 from .squares import add_squares, slow_fp64, zero_squares
 from .tensor_table import plan_for
 from .tile import load_floats, tile_of
@@ -61,6 +61,7 @@ def grad_norm_(norm: Tensor, grads: Sequence[Tensor], grad_scale: Tensor | None 
     """The op behind ``max_grad_norm``: norm = sqrt(sum of g^2 over all tensors) / grad_scale, in fp64."""
     if norm.numel() != 1 or norm.dtype != torch.float64:
         raise ValueError(f"norm must be float64 of one element, got {norm.dtype} of shape {tuple(norm.shape)}")
+    address_of(norm, "norm")
     device = norm.device
     grads = [g if is_dense(g.shape, g.stride()) else g.contiguous() for g in grads]
     args = StepArgs(params=(), grads=grads, grad_scale=grad_scale)

@@ -12,7 +12,7 @@ from ..quant.layout import row_count
 from ..reference.trust import check_trust_ratios
 from ..schemas import WEIGHT_STATES, StepArgs, StepOp
 from .codec import dynamic_tables
-from .launch import TILES, guard
+from .launch import TILES, address_of, guard
 from .squares import slow_fp64
 from .step_args import check_step
 from .tensor_table import plan_for
@@ -87,6 +87,8 @@ def step_in_two_passes(op: StepOp, args: StepArgs, prologue: Any, norms: Any, ra
         check()
     if not args.params:
         return
+    if args.squares is not None:
+        address_of(args.squares, "squares")
     split = by_layer(op, args) if has_layers else args
     with guard(device), plan_for(op.name, split, device, check, TILES, sums_per_program=2) as plan:
         memory, tables = plan.memory, dynamic_tables(device)

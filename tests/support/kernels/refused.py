@@ -225,9 +225,18 @@ FREED: dict[str, Refused] = {
     "an activation's input": Refused("few_bit_encode", lambda: [freed(X), 1, [0.0], [1], 0]),
     "a gradient": Refused("few_bit_backward", lambda: [freed(X), PLANES[:1], [0.5, 1.0]]),
     "planes": Refused("few_bit_backward", lambda: [X, freed(PLANES[:1]), [0.5, 1.0]]),
+    "an activation's output": Refused("few_bit_backward_from_output", lambda: [X, freed(X), PLANES[:1], *TWO]),
+    "a norm": Refused("grad_norm_", lambda: [freed(ones((), dtype=F64)), [X]]),
+    "sums of squares": Refused(
+        "muon_momentum_",
+        bad_muon("muon_momentum_", lambda a: [a[0], [freed(sums) for sums in a[1]], *a[2:]]),
+    ),
+    "squares of layers": Refused(
+        "lamb_step_", lambda: bad_step("lamb_step_", squares=freed(torch.zeros(2, 2, dtype=F64)), squares_only=True)
+    ),
     **{
-        f"{field} of a step": Refused("lion_step_", lambda field=field: with_freed("lion_step_", field))
-        for field in ("params", "grads", "moments", "scales", "steps")
+        f"{field} of a step": Refused("lamb_step_", lambda field=field: with_freed("lamb_step_", field))
+        for field in ("params", "grads", "moments", "scales", "steps", "trust_ratios")
     },
 }
 """Tensors whose memory has been freed: kernels raise; the reference is torch's own functions, which end the process."""
