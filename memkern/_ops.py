@@ -134,19 +134,21 @@ def dequantize_blockwise(codes: Tensor, scale: Tensor, codec: str, block_size: i
     return _op("dequantize_blockwise", codes.device)(codes, scale, CODECS[codec], block_size, dtype)
 
 
-def _nothing_watches(tensors: Sequence[Tensor]) -> bool:
-    """Whether no compiler, dispatch mode or tensor subclass would see an op that is called through the dispatcher."""
+def _needs_no_dispatcher(args: StepArgs) -> bool:
+    """Whether no compiler, dispatch mode or tensor subclass would see an op that is called through the dispatcher, and
+    no gradient is negated lazily, as the imaginary part of a conjugate is: the dispatcher negates its numbers."""
     return (
         not torch.compiler.is_compiling()
         and torch._C._len_torch_dispatch_stack() == 0
-        and {*map(type, tensors)} <= {Tensor, torch.nn.Parameter}
+        and {*map(type, args.params)} <= {Tensor, torch.nn.Parameter}
+        and not any(map(Tensor.is_neg, args.grads))
     )
 
 
 def step_(step: StepOp, args: StepArgs, by_reference: bool = False) -> None:
     """An optimizer's step on many tensors of one device, in place. ``by_reference``: for fp64, amsgrad."""
     op = _op(step.name, args.params[0].device, by_reference)
-    if op.namespace == NAMESPACES["triton"] and _nothing_watches(args.params):
+    if op.namespace == NAMESPACES["triton"] and _needs_no_dispatcher(args):
         # Python to Python: the dispatcher's way costs 100 us for 148 tensors and 640 us for 1,000, a fifth of a step.
         _triton(step.name, _aligned(args))
     else:

@@ -10,7 +10,7 @@ from torch import Tensor
 import memkern
 from memkern import reference, schemas
 from memkern.schemas import STEP_OPS
-from tests.support.helpers import assert_same, needs_cpp
+from tests.support.helpers import assert_same, at, needs_cpp, on, over_all
 from tests.support.interpreted import interpreted
 from tests.support.kernels.arguments import LAYERWISE, step_args
 from tests.support.kernels.cases import CASES
@@ -134,3 +134,14 @@ def test_the_reference_takes_gradients_of_other_strides(name: str) -> None:
     op("memkern_reference", name)(*strided)
     op("memkern_reference", name)(*args._replace(grads=grads))
     assert_same([*schemas.StepArgs(*strided)._replace(grads=())], [*args._replace(grads=())])
+
+
+@interpreted()
+@over_all
+def test_a_gradient_that_is_negated_lazily(backend: str) -> None:
+    """The gradient of a number b in ``torch.complex(a, b).conj()`` is one."""
+    p = torch.nn.Parameter(at(torch.ones(1), backend))
+    p.grad = torch._neg_view(torch.ones_like(p))
+    with on(backend):
+        memkern.optim.SGD([p], lr=0.5).step()
+    assert float(p) == 1.5
