@@ -57,7 +57,9 @@ def signature_of(args: StepArgs) -> tuple[Any, ...]:
     return (
         # States' dtypes are not needed: a state that becomes fp32 has no scale, so that the list of addresses differs.
         [[x.dtype for x in tensors] for tensors in params_and_grads],
-        [[*map(Tensor.numel, tensors)] for tensors in params_and_grads],
+        # Shapes, too: a new model's tensors may lie where those of a freed one did, at each of its addresses.
+        [*map(hash, map(Tensor.size, args.params))],
+        [*map(Tensor.numel, args.grads)],
         contiguous,
         [
             (x.shape, x.stride())

@@ -145,3 +145,22 @@ def test_a_gradient_that_is_negated_lazily(backend: str) -> None:
     with on(backend):
         memkern.optim.SGD([p], lr=0.5).step()
     assert float(p) == 1.5
+
+
+@interpreted()
+@over_namespaces
+def test_another_shape_in_the_same_memory(namespace: str) -> None:
+    """A new model's tensors may lie where those of a freed one did, at each of its addresses."""
+    room: dict[str, Tensor] = {}
+
+    def moved(field: str, x: Tensor) -> Tensor:
+        memory = room.setdefault(field, torch.empty(2000, dtype=x.dtype))
+        return memory[: x.numel()].view(x.shape).copy_(x)
+
+    for shape in ((10, 130), (130, 10)):  # in 20 blocks, and in 11
+        expected = step_args("lion_step_", [shape], kinds="codes")
+        fields = ("params", "grads", "moments", "scales", "steps")
+        args = expected._replace(**{field: [moved(field, x) for x in getattr(expected, field)] for field in fields})
+        op("memkern_reference", "lion_step_")(*expected)
+        op(namespace, "lion_step_")(*args)
+        assert_same([*args], [*expected])
