@@ -132,7 +132,7 @@ def _cuda_failure(index: int) -> str | None:
     if _watched() or torch.cuda.is_current_stream_capturing():
         return None  # nothing may run here; the first call outside of it tells
     try:
-        x = torch.ones(8, device=f"cuda:{index}")
+        x = torch.ones(8, dtype=torch.float32, device=f"cuda:{index}")
         getattr(torch.ops, NAMESPACE).quantize_blockwise(x, 0, True, 8)
     except torch.OutOfMemoryError:
         return None  # says nothing of the kernels

@@ -42,7 +42,14 @@ class Levels(NamedTuple):
 
     def derivative(self, x: Tensor) -> Tensor:
         """The level that the backward pass uses as the derivative at ``x``, in fp32."""
-        return torch.tensor(self.levels, device=x.device)[self.codes(x).long()]
+        return torch.tensor(self.levels, dtype=torch.float32, device=x.device)[self.codes(x).long()]
+
+    def level_at(self, x: float) -> float:
+        """The level at a number, computed without tensors: under any mode and defaults of torch."""
+        u, code = x if self.symmetry == PLAIN else abs(x), 0
+        for threshold, flip in zip(self.thresholds, self.flips, strict=True):
+            code ^= flip if u > threshold else 0
+        return self.levels[code ^ (1 << (self.bits - 1) if self.symmetry == ODD and x < 0 else 0)]
 
     def scaled(self, factor: float) -> Levels:
         """The table of f(factor * x) / factor."""
@@ -104,7 +111,8 @@ def from_intervals(
 
 def below(x: float) -> float:
     """The largest fp32 number under ``x``, so that ``u > below(x)`` is ``u >= x``."""
-    return float(torch.nextafter(torch.tensor(x), torch.tensor(-torch.inf)))
+    fp32, down = (torch.tensor(y, dtype=torch.float32, device="cpu") for y in (x, -torch.inf))
+    return float(torch.nextafter(fp32, down))
 
 
 def relu_levels(negative_slope: float = 0.0, threshold: float = 0.0) -> Levels:
@@ -144,7 +152,7 @@ def softplus_levels(table: Levels, beta: float, threshold: float) -> Levels:
     if threshold < bounds[-1]:
         bounds = [*(t for t in bounds if t < threshold), threshold]
         middles = [bounds[0] - 1, *((a + b) / 2 for a, b in pairwise(bounds))]
-        levels = [*table.derivative(torch.tensor(middles)).tolist(), 1.0]
+        levels = [*map(table.level_at, middles), 1.0]
         unused = [1.0] * (2**table.bits - len(levels))
         table = from_intervals(table.bits, [*levels, *unused], bounds, range(len(levels)))
     return table.scaled(beta)

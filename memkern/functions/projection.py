@@ -99,8 +99,8 @@ def _dct(x: Tensor, k: int, seed: Tensor, dtype: torch.dtype) -> Tensor:
 def _normals(seed: Tensor, rows: Tensor, first: int, count: int) -> Tensor:
     """Normals in columns ``first`` and following of rows of S, by Box and Muller: a pair of words gives a pair."""
     pair = torch.arange(first // 2, (first + count + 1) // 2, device=seed.device)
-    radius = ((words(seed, rows, 2 * pair) + 1) * 2.0**-32).log().mul(-2).sqrt()
-    angle = words(seed, rows, 2 * pair + 1) * (2 * constant(math.pi) * 2.0**-32)
+    radius = ((words(seed, rows, 2 * pair) + 1).float() * 2.0**-32).log().mul(-2).sqrt()
+    angle = words(seed, rows, 2 * pair + 1).float() * (2 * constant(math.pi) * 2.0**-32)
     return torch.stack([radius * angle.cos(), radius * angle.sin()], dim=-1).flatten(1)[:, :count]
 
 

@@ -202,8 +202,11 @@ def few_bit_backward_from_output(
     check_from_output(grad, output, codes, falling, rising)
     above = memory_order(output).float() - to_fp32(minimum)
     root = sqrt(torch.where(above > 0, above, 0))
-    is_rising = decode(codes, grad.numel()) == 1
-    choose = lambda rises, falls: torch.where(is_rising, to_fp32(rises), to_fp32(falls))  # noqa: E731
+    is_rising = decode(codes, grad.numel())
+
+    def choose(rises: float, falls: float) -> Tensor:
+        return torch.tensor([to_fp32(falls), to_fp32(rises)], dtype=torch.float32, device=grad.device)[is_rising]
+
     reach = choose(rising_reach, falling_reach)
     z = torch.minimum(root, reach) * choose(2 / rising_reach, 2 / falling_reach) - 1.0
     derivative = choose(rising[0], falling[0])

@@ -70,8 +70,8 @@ def weight_random(block: int, step: int, bits: int, device: torch.device) -> Ten
 @lru_cache
 def _dynamic_tables(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
     return (
-        torch.tensor(C.dynamic_map(signed), device=device),
-        torch.tensor(C.dynamic_midpoints(signed), device=device),
+        torch.tensor(C.dynamic_map(signed), dtype=torch.float32, device=device),
+        torch.tensor(C.dynamic_midpoints(signed), dtype=torch.float32, device=device),
     )
 
 

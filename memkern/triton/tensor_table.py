@@ -93,7 +93,7 @@ class DeviceTable:
 
 
 def _pinned(words: int, device: torch.device) -> Tensor:
-    return torch.empty(words, dtype=torch.int64, pin_memory=device.type != "cpu")
+    return torch.empty(words, dtype=torch.int64, device="cpu", pin_memory=device.type != "cpu")
 
 
 # ---- plans

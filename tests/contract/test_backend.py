@@ -151,7 +151,7 @@ class FakeCuda:
         monkeypatch.setattr(backend, "_missing_cuda", lambda: None)
         monkeypatch.setattr(backend, "_cuda_failures", {})
         monkeypatch.setattr(backend, "_chosen", {})
-        monkeypatch.setattr(torch, "ones", lambda n, device: self.called(device) or ones(n))
+        monkeypatch.setattr(torch, "ones", lambda n, dtype, device: self.called(device) or ones(n, dtype=dtype))
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
@@ -182,6 +182,16 @@ def test_cuda_is_available_on_devices_where_a_call_worked(monkeypatch: pytest.Mo
     assert backend.available()["cuda"] == reason
     with pytest.raises(RuntimeError, match="no kernel image is available"), memkern.use_backend("cuda"):
         pass
+
+
+@needs_cpp
+def test_torchs_default_dtype_is_no_failure_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeCuda(monkeypatch)
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert backend.select(torch.device("cuda", 0)) == "cuda"
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_cuda_is_not_called_while_a_stream_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,6 +273,8 @@ def test_a_checkout_that_hides_a_compiled_install_says_so(tmp_path: Path) -> Non
         (installed / name).touch()
     checkout = python_files(tmp_path / "checkout")
     code = (
+        "import sys, types\n"
+        "sys.meta_path.append(types.SimpleNamespace(find_module=lambda *_: None))  # as old ones are\n"
         "import memkern, torch\n"
         "for _ in range(2): memkern.quantize_blockwise(torch.ones(300))\n"
         "print(memkern.report()['backends']['cpu']['reason'])\n"
@@ -273,8 +285,6 @@ def test_a_checkout_that_hides_a_compiled_install_says_so(tmp_path: Path) -> Non
     assert message in result.stdout
     assert result.stderr.count(message) == 1  # the warning, once
 
-        "import sys, types\n"
-        "sys.meta_path.append(types.SimpleNamespace(find_module=lambda *_: None))  # as old ones are\n"
 
 # ---- environment
 
@@ -350,6 +360,12 @@ def test_info_ends_quietly_where_nobody_reads_it() -> None:
     assert "BrokenPipe" not in run.stderr
 
 
+def test_info_without_docstrings() -> None:
+    run = subprocess.run([sys.executable, "-OO", "-m", "memkern", "info", "--json"], cwd=ROOT, capture_output=True)
+    assert run.returncode == 0, run.stderr.decode()
+    assert json.loads(run.stdout)["selected"]
+
+
 def test_info_prints_the_report_without_any_optional_package(capsys: pytest.CaptureFixture[str]) -> None:
     main(["info", "--json"])
     report = json.loads(capsys.readouterr().out)
@@ -360,9 +376,3 @@ def test_info_prints_the_report_without_any_optional_package(capsys: pytest.Capt
     for name, state in report["backends"].items():
         text = "yes" if state["available"] else f"no: {state['reason']}"
         assert re.search(rf"^  {name} +{re.escape(text)}$", shown, re.MULTILINE), name
-def test_info_without_docstrings() -> None:
-    run = subprocess.run([sys.executable, "-OO", "-m", "memkern", "info", "--json"], cwd=ROOT, capture_output=True)
-    assert run.returncode == 0, run.stderr.decode()
-    assert json.loads(run.stdout)["selected"]
-
-

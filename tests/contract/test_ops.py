@@ -144,7 +144,17 @@ def test_a_gradient_that_is_negated_lazily(backend: str) -> None:
     p.grad = torch._neg_view(torch.ones_like(p))
     with on(backend):
         memkern.optim.SGD([p], lr=0.5).step()
-    assert float(p) == 1.5
+    assert (p == 1.5).all()
+
+
+@interpreted()
+@over_all
+def test_torchs_default_device_holds_nothing_of_a_step(backend: str) -> None:
+    p = torch.nn.Parameter(at(torch.ones(300), backend))
+    p.grad = torch.ones_like(p)
+    with on(backend), torch.device("meta"):
+        memkern.optim.SGD([p], lr=0.5).step()
+    assert (p == 0.5).all()
 
 
 @interpreted()

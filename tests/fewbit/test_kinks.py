@@ -1,13 +1,16 @@
 """Where derivatives jump, and at the numbers next to it, few-bit activations have torch's derivatives or near ones."""
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import memkern
+from memkern.fewbit.activations import _activation
 from memkern.fewbit.tables import LEVELS
 from tests.support.helpers import hard, on, over_cpu
 
@@ -82,3 +85,46 @@ def test_derivatives_of_elu_right_of_0_are_torchs(name: str, arguments: Any, dty
     (dx,) = torch.autograd.grad(getattr(memkern.functional, name)(x, *arguments, bits=1), x, grad)
     (expected,) = torch.autograd.grad(getattr(F, name)(x, *arguments), x, grad)
     assert torch.equal(dx, expected)
+
+
+# Functions whose tables are made of their arguments or of others, and one whose derivative comes from the output.
+MADE: dict[str, Callable[[Tensor], Tensor]] = {
+    "hardtanh": memkern.functional.hardtanh,
+    "hardsigmoid": memkern.functional.hardsigmoid,
+    "softplus": lambda x: memkern.functional.softplus(x, 1.0, 0.5),
+    "gelu": lambda x: memkern.functional.gelu(x, keep="output"),
+}
+
+
+@pytest.fixture
+def new_tables() -> Iterator[None]:
+    _activation.cache_clear()
+    yield
+    torch.set_default_dtype(torch.float32)
+    _activation.cache_clear()
+
+
+@over_cpu
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", MADE)
+def test_torchs_default_dtype_changes_no_derivative(
+    new_tables: None, backend: str, default: torch.dtype, name: str
+) -> None:
+    x = kinks(torch.float32)
+    with on(backend):
+        (expected,) = torch.autograd.grad(MADE[name](x).sum(), x)
+        _activation.cache_clear()
+        torch.set_default_dtype(default)
+        (dx,) = torch.autograd.grad(MADE[name](x).sum(), x)
+    assert torch.equal(dx, expected)
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_tables_are_made_under_modes_of_torch(new_tables: None, name: str) -> None:
+    """In a model that is built on the meta device, or in fake tensors."""
+    for mode in (torch.device("meta"), FakeTensorMode()):
+        _activation.cache_clear()
+        with mode:
+            x = torch.ones(3, requires_grad=True)
+            MADE[name](x).sum().backward()
+        assert x.grad is not None

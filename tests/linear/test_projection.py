@@ -54,6 +54,17 @@ def test_dense_entries_are_signs_and_normals() -> None:
 
 
 @over_projections
+def test_torchs_default_dtype_does_not_change_the_projection(name: str) -> None:
+    x, seed = torch.randn(100, 20), next(seeds())
+    expected = projection.project(x, 30, name, seed)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert_same(projection.project(x, 30, name, seed), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@over_projections
 def test_chunk_size_does_not_change_the_projection(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x, seed = torch.randn(333, 50, dtype=torch.float64), next(seeds())
     in_one_chunk = projection.project(x, 70, name, seed)

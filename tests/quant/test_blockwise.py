@@ -9,6 +9,7 @@ import torch
 import memkern
 from memkern import _ops
 from memkern.quant import codec as C
+from memkern.reference import blockwise
 from tests.support.helpers import (
     CODECS,
     assert_same,
@@ -170,6 +171,20 @@ def test_a_value_that_is_not_finite_changes_no_other(backend: str, codec: str, s
     assert spoilt_codes[2, 7] == (0 if signed or bad < 0 else 255)
     spoilt_codes[2, 7] = codes[2, 7]
     assert torch.equal(codes, spoilt_codes)
+
+
+@over_cpu
+def test_torchs_default_dtype_changes_no_code(backend: str) -> None:
+    x = hard((3, 300), 5)
+    with on(backend):
+        expected = memkern.quantize_blockwise(x, codec="dynamic")
+        blockwise._dynamic_tables.cache_clear()
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            assert_same(memkern.quantize_blockwise(x, codec="dynamic"), expected)
+        finally:
+            torch.set_default_dtype(torch.float32)
+            blockwise._dynamic_tables.cache_clear()
 
 
 @over_cpu

@@ -109,7 +109,7 @@ def _from_bnb(
         )
     block = block_of_count[scale.numel()]
     data = data.to(p.device)
-    own_map = torch.tensor(dynamic_map(signed), device=p.device)
+    own_map = torch.tensor(dynamic_map(signed), dtype=torch.float32, device=p.device)
     blocks_fit = takes_8bit_state(p, group) and same_blocks(p, Format.of(group))
     if block == BNB_BLOCK and blocks_fit and torch.equal(table, own_map):
         codes = data - dynamic_zero(signed)  # modulo 256, as uint8 does

@@ -77,7 +77,7 @@ def _aligned(size: int) -> int:
 
 
 def _pinned(size: int) -> Tensor:
-    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
 def pinned_if_possible(size: int) -> Tensor:
@@ -92,4 +92,4 @@ def pinned_if_possible(size: int) -> Tensor:
             "memory in .wslconfig)",
             stacklevel=2,
         )
-        return torch.empty(size, dtype=torch.uint8)
+        return torch.empty(size, dtype=torch.uint8, device="cpu")

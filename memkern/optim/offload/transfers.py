@@ -40,7 +40,7 @@ class Transfers:
 
     def host_memory(self, size: int) -> Tensor:
         """A tensor of so many bytes, uint8, on the host."""
-        return torch.empty(size, dtype=torch.uint8)
+        return torch.empty(size, dtype=torch.uint8, device="cpu")
 
     def buffer_for(self, x: Tensor) -> Tensor:
         """Host memory with a tensor's shape and dtype, which the next call may return again."""

@@ -362,8 +362,11 @@ def test_memory_that_cannot_be_pinned_is_pageable_with_a_warning(monkeypatch: py
         raise RuntimeError("CUDA error: out of memory\nmore lines")
 
     monkeypatch.setattr(pinned_memory, "_pinned", refuse)
-    with pytest.warns(UserWarning, match=r"4096 bytes .* cannot be pinned \(CUDA error: out of memory\).*ulimit -l"):
+    warned = pytest.warns(UserWarning, match=r"4096 bytes .* cannot be pinned \(CUDA error: out of memory\).*ulimit -l")
+    with warned, torch.device("meta"):  # whatever torch's default device
         memory_block = StreamTransfers.host_memory(object.__new__(StreamTransfers), 4096)
+        assert Transfers().host_memory(8).is_cpu
+    assert memory_block.is_cpu
     assert memory_block.nbytes == 4096
     assert not memory_block.is_pinned()
 
