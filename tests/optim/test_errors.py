@@ -154,6 +154,23 @@ def non_default(name: str, default: Any) -> Any:
 
 
 @over_optimizers
+def test_a_subclass_may_take_other_arguments(build: Any) -> None:
+    class Bare(build):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__(make_params(), lr=0.5)
+
+    class Keywords(build):  # type: ignore[misc]
+        def __init__(self, params: Any, *, lr: float) -> None:
+            super().__init__(params, lr=lr)
+
+    assert [*inspect.signature(Bare).parameters] == []
+    assert [*inspect.signature(Keywords).parameters] == ["params", "lr"]
+    for optimizer in (Bare(), Keywords(make_params(), lr=0.5)):
+        train(optimizer, 1)
+        assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+@over_optimizers
 def test_options_reach_the_groups(build: type) -> None:
     """By name and by position; options of classic LARS, and options that need or refuse others, are left out."""
     parameters = inspect.signature(build).parameters
