@@ -108,6 +108,8 @@ def test_bad_names_and_options_are_refused(tmp_path: Path) -> None:
         optimizer_cls_and_kwargs(args, "adamw", optim_bits=8)
     with pytest.raises(ValueError, match="block_size must be a multiple of 8"):
         optimizer_cls_and_kwargs(args, "adamw", block_size=3)
+    for options in ({"layers": 3}, {"stochastic_rounding": True}):  # of models whose parameters have three layers, bf16
+        assert optimizer_cls_and_kwargs(args, "lamb8bit", **options)[1].items() >= options.items()
 
 
 @pytest.mark.feature("transformers", "Trainer: resumes from a checkpoint bit for bit")
