@@ -433,4 +433,13 @@ class BlockwiseOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As torch.optim's: plain tensors, stored as the groups' options say."""
         self._follow_groups()
-        return loading.complete_state_dict(super().state_dict(), self.param_groups, self._op_of)
+
+        def complete(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+            # Runs before the user's own post-hooks, which may give the state_dict any form.
+            return loading.complete_state_dict(state_dict, self.param_groups, self._op_of)
+
+        handle = self.register_state_dict_post_hook(complete, prepend=True)
+        try:
+            return super().state_dict()
+        finally:
+            handle.remove()

@@ -25,6 +25,23 @@ def optimizer_saved_and_loaded(optimizer: Any) -> Any:
     return torch.load(file, weights_only=False)
 
 
+def test_a_post_hook_may_give_a_state_dict_any_form() -> None:
+    """It has the whole state_dict, with the order of blocks, whatever it makes of that."""
+    optimizer = optim.AdamW8bit([torch.nn.Parameter(hard((64, 128), 0)), torch.nn.Parameter(hard((8,), 0))])
+    train(optimizer, 1)
+    expected = optimizer.state_dict()
+
+    def first_alone(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+        (group,) = state_dict["param_groups"]
+        return {"state": {0: state_dict["state"][0]}, "param_groups": [{**group, "params": [0]}]}
+
+    handle = optimizer.register_state_dict_post_hook(first_alone)
+    assert_same(optimizer.state_dict(), first_alone(optimizer, expected))
+    handle.remove()
+    optimizer.register_state_dict_post_hook(lambda _, state_dict: {"optimizer": state_dict})
+    assert_same(optimizer.state_dict(), {"optimizer": expected})
+
+
 # Memory orders of the dimensions.
 ORDERS = {
     "contiguous": lambda x: x.contiguous(),
