@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from numbers import Real
 from typing import Any
 
@@ -37,13 +37,18 @@ def make_plain(group: dict[str, Any], options: Iterable[str]) -> None:
 
 
 def plain(x: Any, tensors: bool = True) -> Any:
-    """A NumPy number (with ``tensors`` a one-element tensor, too), alone or in a tuple or list, as a Python number."""
-    if isinstance(x, (tuple, list)):
-        return type(x)(plain(y, tensors) for y in x)
+    """A NumPy number (with ``tensors`` a one-element tensor, too), alone or in a sequence, as a Python number.
+
+    Sequences of other kinds (OmegaConf's lists, NumPy's arrays) become tuples.
+    """
     if isinstance(x, Tensor):
         return x.item() if tensors and x.numel() == 1 else x
     numpy = sys.modules.get("numpy")
-    return x.item() if numpy and isinstance(x, (numpy.generic, numpy.ndarray)) and x.ndim == 0 else x
+    if numpy and isinstance(x, (numpy.generic, numpy.ndarray)):
+        return x.item() if x.ndim == 0 else tuple(x.tolist())
+    if isinstance(x, Sequence) and not isinstance(x, (str, bytes)):
+        return (list if isinstance(x, list) else tuple)(plain(y, tensors) for y in x)
+    return x
 
 
 def number(name: str, x: Any) -> float:

@@ -297,7 +297,7 @@ class StepPlan:
         if not self._rates:
             with torch.inference_mode(False):
                 self._rates = [torch.zeros((), dtype=torch.float64, device="cpu") for _ in rates]
-        return [r if isinstance(r, Tensor) else own.fill_(r) for r, own in zip(rates, self._rates, strict=True)]
+        return [r if isinstance(r, Tensor) else own.fill_(float(r)) for r, own in zip(rates, self._rates, strict=True)]
 
     def _grad_norm(self, values: Values) -> Tensor | None:
         """The norm of all gradients, fp64, for max_grad_norm; None without it."""

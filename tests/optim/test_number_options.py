@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections import UserList
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ from torch import nn
 
 from memkern import optim
 from memkern.optim.checks import READ_AT_EACH_STEP
+from tests.support.generic_optimizers import saved
 from tests.support.helpers import OPTIMIZERS, assert_same, name_of, snapshot
 
 # Options by class, beside its defaults.
@@ -106,6 +109,34 @@ def test_numbers_of_every_kind_give_the_same_bits(build: type, kind: str, make: 
             if key not in ("params", *READ_AT_EACH_STEP) and make is not by_assignment:
                 values = x if isinstance(x, tuple) else (x,)
                 assert {*map(type, values)} <= {bool, int, float, str, type(None)}, key
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("make", [by_arguments, by_group, by_assignment, by_state_dict], ids=name_of)
+@pytest.mark.parametrize("kind", [list, np.array, UserList], ids=["list", "array", "OmegaConf"])
+@pytest.mark.parametrize("build", [optim.AdamW8bit, optim.LARS8bit, optim.Muon8bit], ids=name_of)
+def test_sequences_of_every_kind_give_the_same_bits(build: type, kind: Any, make: Callable[..., Any]) -> None:
+    """Hydra gives an optimizer OmegaConf's ListConfig, a MutableSequence as UserList is."""
+    options = all_options(build)
+    results = []
+    for typed_options in (options, {key: kind(x) if isinstance(x, tuple) else x for key, x in options.items()}):
+        optimizer = make(build, typed_options)
+        step(optimizer, 0)
+        results.append(snapshot(optimizer))
+        if make is not by_assignment:
+            saved(optimizer.state_dict())  # loads with weights_only=True
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("kind", [np.array, np.float32, Fraction, torch.tensor], ids=name_of)
+def test_a_learning_rate_of_every_kind_may_be_assigned(kind: Any) -> None:
+    results = []
+    for lr in (0.125, kind(0.125)):
+        optimizer = optim.AdamW8bit(parameters())
+        step(optimizer, 0)
+        optimizer.param_groups[0]["lr"] = lr
+        step(optimizer, 1)
+        results.append(snapshot(optimizer))
     assert_same(*results)
 
 
