@@ -85,7 +85,7 @@ class Muon(BlockwiseOptimizer):
     converters = ("from_torch_muon_state_dict",)
     storage_options = (
         *BlockwiseOptimizer.storage_options,
-        *("algorithm", "split", "ns_coefficients", "ns_steps", "adjust_lr_fn"),
+        *("algorithm", "split", "ns_coefficients", "ns_steps", "adjust_lr_fn", "eps"),
     )
     _betas: tuple[float, float]
     product_devices: Mapping[Tensor, torch.device] | None = None

@@ -17,7 +17,7 @@ from memkern.memory import optimizer_bytes
 from memkern.optim import Muon, Muon8bit, muon_groups, muon_step, weights
 from memkern.optim.dtensor import muon as dtensor_muon
 from tests.support import sharded
-from tests.support.helpers import assert_same, first_quick, name_of, needs_fma
+from tests.support.helpers import assert_same, first_quick, name_of, needs_fma, snapshot
 from tests.support.offloaded import run
 
 SHAPES = ((48, 48), (96, 40), (40, 96), (1, 130))
@@ -278,6 +278,17 @@ def test_a_group_of_the_other_algorithm_needs_its_own_lr() -> None:
     groups[1]["lr"] = 1e-3
     optimizer = Muon(copy.deepcopy(groups), lr=0.02, eps=1e-6)
     assert [(g["lr"], g["eps"]) for g in optimizer.param_groups] == [(0.02, 1e-6), (1e-3, 1e-6)]
+
+
+@pytest.mark.parametrize("option", [{"eps": 0.0}, {"ns_steps": 0}, {"ns_coefficients": (1.0, 2.0)}, {"split": (3, 3)}])
+def test_a_bad_option_that_is_set_between_steps_changes_nothing(option: dict[str, Any]) -> None:
+    optimizer, matrices, others = mixed(Muon8bit)
+    train(optimizer, [*matrices, *others], 2)
+    before = snapshot(optimizer)
+    optimizer.param_groups[0].update(option)
+    with pytest.raises(ValueError, match=next(iter(option))):
+        train(optimizer, [*matrices, *others], 1)
+    assert_same(snapshot(optimizer), before)
 
 
 @pytest.mark.parametrize("entry", ["momentum_buffer_scale", "momentum_buffer", "step"])
