@@ -238,7 +238,10 @@ class BlockwiseOptimizer(Optimizer):
         """Converts a state that is not stored as its parameter and its group ask for."""
         if not self.state.get(p) or (state := self._state_in_format(p, group)).format is None:
             return
-        new = converted(self._op_of(group), state, self._stand_in(p, True), group)
+        like = self._stand_in(p, True)
+        if "step" in state:  # users write numbers there
+            state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=like.device)
+        new = converted(self._op_of(group), state, like, group)
         state.replace(new or {**state}, Format.of(group))
 
     def _state_in_format(self, p: Tensor, group: dict[str, Any]) -> State:

@@ -111,6 +111,33 @@ def test_rows_of_whole_blocks_may_be_cut_with_their_scales() -> None:
     assert_same(p, pruned(q))
 
 
+@pytest.mark.parametrize("zero", [0, 0.0, torch.tensor(0), torch.zeros(1, dtype=torch.float64)], ids=repr)
+@pytest.mark.parametrize("build", [optim.AdamW8bit, optim.SGD, optim.Muon8bit], ids=name_of)
+def test_a_step_counter_may_be_set_to_any_number(build: Any, zero: Any) -> None:
+    """As loops do that begin a schedule anew, and as optimizers of other libraries store it."""
+    optimizers = [build([parameter(), parameter()], lr=1e-2) for _ in range(2)]
+    for optimizer, value in zip(optimizers, (zero, torch.zeros(())), strict=True):
+        step(optimizer, 0)
+        for state in optimizer.state.values():
+            state["step"] = value.clone() if isinstance(value, Tensor) else value
+        step(optimizer, 1)
+        assert [float(state["step"]) for state in optimizer.state.values()] == [1, 1]
+    assert_same(*(snapshot(optimizer)["params"] for optimizer in optimizers))
+
+
+def test_a_step_counter_comes_to_its_parameters_device() -> None:
+    """torch.optim keeps them on the CPU, so that loops write new ones there."""
+    p = nn.Parameter(torch.empty(8, 16, device="meta"))
+    optimizer = optim.AdamW8bit([p])
+    for _ in range(2):
+        p.grad = torch.empty_like(p)
+        optimizer.step()
+        optimizer.state[p]["step"] = torch.tensor(0.0, device="cpu")
+    p.grad = torch.empty_like(p)
+    optimizer.step()
+    assert optimizer.state[p]["step"].is_meta
+
+
 # name: options, an edit of the state's entries, the entry and the error that names it
 WRONG: dict[str, tuple[dict[str, Any], Callable[[Any], Any], str, str]] = {
     "scale": ({}, lambda s: {"exp_avg_scale": s["exp_avg_scale"][1:]}, "exp_avg_scale", "must be torch.float32"),
