@@ -107,8 +107,7 @@ class BlockwiseOptimizer(Optimizer):
         self._all_ranks, self._elsewhere = collectives.NO_OTHERS, set()
         if any(shards.is_dtensor(p) for p, _ in pairs):
             self._elsewhere = {id(p) for p, _ in pairs if shards.is_elsewhere(p)}
-            steps_one_by_one = getattr(self, "frees_gradients", False)  # StepInBackward
-            have_matrices = not steps_one_by_one and any(self._op_of(group) is MUON_STEP for _, group in pairs)
+            have_matrices = any(self._op_of(group) is MUON_STEP for _, group in pairs)
             self._all_ranks = collectives.all_ranks_of([p for p, _ in pairs], self.param_groups, have_matrices)
             for p, group in pairs:
                 if takes_8bit_state(p, group) and shards.cuts_blocks(p, group["block_size"]):
@@ -332,7 +331,10 @@ class BlockwiseOptimizer(Optimizer):
                 return plan
             self._prepare([(p, groups[k]) for p, k in zip(params, group_of_each, strict=True)])
         entries = [Entry(p, k, states[p], self._op_of(groups[k])) for p, k in zip(params, group_of_each, strict=True)]
-        plan = StepPlan(entries, groups, self._all_ranks, self._overlaps, self._snapshots, self._stage_of)
+        all_ranks = self._all_ranks
+        if getattr(self, "_is_restricted", False):  # by StepInBackward, which steps parameters by themselves
+            all_ranks = all_ranks.of(params)
+        plan = StepPlan(entries, groups, all_ranks, self._overlaps, self._snapshots, self._stage_of)
         if not torch.compiler.is_compiling():
             for entry in entries:
                 entry.state.note_step(entry.param, plan)

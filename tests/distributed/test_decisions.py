@@ -259,3 +259,26 @@ def test_a_rank_without_gradients_takes_part_in_decisions(ranks: Ranks, name: st
     for rank in ranks(3, steps_on_some_ranks, name, offloads):
         for x, y in zip(rank, expected[-len(rank) :], strict=True):
             torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
+
+
+def steps_in_backward_on_some_ranks() -> list[Tensor]:
+    """The first two ranks' matrix and all ranks' after three steps in the backward pass; of the third rank the last."""
+    everyone = init_device_mesh("cpu", (3,))
+    places = [_shard(DeviceMesh("cpu", [0, 1], mesh_dim_names=("first two",))), _shard(everyone)]
+    params = [Parameter(place(torch.full((64, 64), 0.1))) for place in places]
+    a, b = params
+    groups = [{"params": [a]}, {"params": [b], "algorithm": "adamw", "lr": 1e-2}]
+    optimizer = optim.StepInBackward(optim.Muon, groups, lr=1e-2, weight_decay=0.0)
+    own = params[1:] if _is_third() else params
+    for _ in range(3):
+        for p in own:
+            p.to_local().sum().backward()  # type: ignore[attr-defined]
+        optimizer.step()
+    return [p.detach().full_tensor() for p in own]  # type: ignore[attr-defined]
+
+
+def test_a_step_in_backward_is_decided_by_the_ranks_of_the_parameter(ranks: Ranks) -> None:
+    results = ranks(3, steps_in_backward_on_some_ranks)
+    assert_same(results[0], results[1])
+    assert_same(results[0][1:], results[2])
+    assert all((x != 0.1).all() for x in results[0])

@@ -58,6 +58,10 @@ class AllRanks(NamedTuple):
     have_matrices: bool = False
     """Whether any rank steps Muon's matrices, so that all ranks skip a step where one of these is not finite."""
 
+    def of(self, params: Sequence[Tensor]) -> AllRanks:
+        """The ranks that have a part of some parameters, for a step of these alone."""
+        return all_ranks_of(params, (), False)._replace(order=self.order)
+
     @property
     def have_equal_sums(self) -> bool:
         """Whether sums over the ranks that share a tensor are equal on all: one mesh shards all over all its ranks."""
