@@ -65,9 +65,12 @@ def activate_and_encode(x: Tensor, activation: Activation) -> tuple[Tensor, Tens
     """The activation of ``x``, and its codes, which are in the memory order of the result."""
     if activation.name not in _NOT_FUSED and (x.is_contiguous() or is_dense(x.shape, x.stride())):
         return _ops.few_bit_forward(x, activation)
+    version = x._version if is_eager() else None
     y = activation.forward(x)
     if y.shape != x.shape:
         raise ValueError(f"fn must work elementwise: {tuple(x.shape)} given, {tuple(y.shape)} came back")
+    if version is not None and x._version != version:
+        raise ValueError("fn must not change its argument in place: the codes are made from it")
     return y, _ops.few_bit_encode(_dense(x, y), activation.levels)
 
 

@@ -257,7 +257,8 @@ class FewBit(nn.Module):
 def few_bit(fn: Callable[[Tensor], Tensor], derivative: Derivative, bits: int = 3, **options: Any) -> FewBit:
     """A module that computes any elementwise ``fn`` and saves ``bits`` bits of its derivative per element.
 
-    fn: takes a tensor, of any dtype that it supports. derivative: takes a fp64 tensor; called here only, to fit the
-    levels. options: those of :func:`memkern.nn.fit_levels`.
+    fn: takes a tensor, of any dtype that it supports, and does not change it; what else it reads, such as a parameter,
+    gets no gradient. derivative: takes a fp64 tensor; called here only, to fit the levels. options: those of
+    :func:`memkern.nn.fit_levels`.
     """
     return FewBit(fn, fit_levels(derivative, bits, **options).levels)

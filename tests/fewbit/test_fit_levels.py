@@ -204,6 +204,14 @@ def test_few_bit_wraps_any_function() -> None:
         assert_same(module(x), squared_relu(x))
 
 
+def test_few_bit_refuses_a_function_in_place() -> None:
+    module = nn.few_bit(torch.sin_, torch.cos)
+    x = torch.randn(8, requires_grad=True)
+    with pytest.raises(ValueError, match="fn must not change its argument in place"):
+        module(x * 1)
+    assert torch.equal(module(x.detach().clone()), x.sin())
+
+
 def test_few_bit_refuses_what_is_not_elementwise() -> None:
     module = nn.FewBit(lambda x: x.sum(0), LEVELS["gelu", 3])
     with pytest.raises(ValueError, match="fn must work elementwise"):
