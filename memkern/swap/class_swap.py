@@ -29,8 +29,9 @@ def attributes_of(module: nn.Module) -> dict[str, Any]:
 
 
 def become(module: nn.Module, cls: type[nn.Module], attributes: dict[str, Any]) -> None:
-    """Changes the class and sets attributes; :func:`revert` undoes it."""
+    """Changes the class and sets attributes; :func:`revert` undoes it. Those that it has already stay its own."""
     own = vars(module)
+    attributes = {name: value for name, value in attributes.items() if name not in own or own[name] != value}
     overwritten = {name: own[name] for name in attributes if name in own}
     own.update(attributes)
     own[ORIGINAL] = (type(module), overwritten, tuple(attributes))

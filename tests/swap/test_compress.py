@@ -196,6 +196,17 @@ def test_compress_twice_changes_nothing_but_options_that_are_given() -> None:
     assert memkern.restore(model) == 0
 
 
+def test_restore_keeps_what_was_changed_after_compress() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LeakyReLU(0.1))
+    memkern.compress(model, linear=0.5)
+    model[0].out_features, model[0].weight, model[0].bias = 6, nn.Parameter(torch.randn(6, 4)), None
+    model[1].negative_slope = 0.3
+    expected = model(torch.ones(2, 4))
+    memkern.restore(model)
+    assert (model[0].out_features, model[1].negative_slope) == (6, 0.3)
+    assert_same(model(torch.ones(2, 4)), expected)
+
+
 def test_a_class_that_changes_after_compress_stays() -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.GELU())
     memkern.compress(model, linear=0.5)
