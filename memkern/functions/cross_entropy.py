@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 from ..quant.layout import arithmetic
-from .autograd import SavesLess, apply, autocast_dtype, no_second_derivative, without_autocast
+from .autograd import SavesLess, apply, autocast_dtype, is_recorded, no_second_derivative, without_autocast
 from .loops import few_iterations
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -269,10 +269,15 @@ def linear_cross_entropy(
     dtype = _compute_dtype(input, linear_weight)
     classes, rows = len(linear_weight), target.numel()
     flat = target.reshape(-1).long()
+    x = input.reshape(rows, input.shape[-1]).to(dtype)
+    if is_recorded():
+        logits = _logits(x, linear_weight, linear_bias, slice(None))
+        weight = None if weight is None else weight.to(logits.dtype)
+        loss = F.cross_entropy(logits, flat, weight, None, ignore_index, None, reduction, label_smoothing)
+        return loss.view(target.shape) if reduction == "none" else loss
     valid = flat != ignore_index
     _check_target(flat, valid, classes)
     flat = torch.where(valid, flat, 0)
-    x = input.reshape(rows, input.shape[-1]).to(dtype)
     scale = valid.to(arithmetic(x.dtype))
     if weight is not None:
         weight = weight.detach().to(scale.dtype)

@@ -125,8 +125,9 @@ def randomized_linear(
     Source: Bershatsky et al., "Memory-Efficient Backpropagation through Large Linear Layers" (arXiv 2201.13195).
     """
     check_options(share, projection, min_tokens)
-    tokens = x.shape[:-1].numel()
-    share = constant(share)
-    if not needs_gradient(weight) or tokens < min_tokens or projected_tokens(share, tokens) >= tokens:
+    if not needs_gradient(weight):  # first: a program that torch.export records is for any number of tokens
+        return F.linear(x, weight, bias)
+    tokens, share = x.shape[:-1].numel(), constant(share)
+    if tokens < min_tokens or projected_tokens(share, tokens) >= tokens:
         return F.linear(x, weight, bias)
     return apply(_RandomizedLinear, x, weight, bias, draw_seed(x.device, generator), share, projection)
