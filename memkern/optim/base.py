@@ -238,8 +238,10 @@ class BlockwiseOptimizer(Optimizer):
         if not self.state.get(p) or (state := self._state_in_format(p, group)).format is None:
             return
         like = self._stand_in(p, True)
-        if "step" in state:  # users write numbers there
-            state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=like.device)
+        if "step" in state:  # users write numbers there, and tensors on the CPU
+            step = state["step"]
+            dtype = step.dtype if isinstance(step, Tensor) else torch.float32  # the op refuses other tensors
+            state["step"] = torch.as_tensor(step, dtype=dtype, device=like.device)
         new = converted(self._op_of(group), state, like, group)
         state.replace(new or {**state}, Format.of(group))
 
