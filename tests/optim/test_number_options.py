@@ -15,7 +15,7 @@ from torch import nn
 
 from memkern import optim
 from memkern.optim.checks import READ_AT_EACH_STEP
-from tests.support.generic_optimizers import saved
+from tests.support.generic_optimizers import saved_and_loaded
 from tests.support.helpers import OPTIMIZERS, assert_same, name_of, snapshot
 
 # Options by class, beside its defaults.
@@ -124,7 +124,7 @@ def test_sequences_of_every_kind_give_the_same_bits(build: type, kind: Any, make
         step(optimizer, 0)
         results.append(snapshot(optimizer))
         if make is not by_assignment:
-            saved(optimizer.state_dict())  # loads with weights_only=True
+            saved_and_loaded(optimizer.state_dict())  # loads with weights_only=True
     assert_same(*results)
 
 

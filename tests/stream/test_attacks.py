@@ -23,11 +23,11 @@ from tests.stream.runs import (
     Model,
     assert_equal,
     batches,
+    full_copy,
     model_for,
     optimizer_for,
     train,
     weights,
-    whole,
 )
 
 
@@ -118,7 +118,7 @@ def test_gradients_of_a_pass_before_one_that_was_interrupted(zeroed_by: str | No
     plain, gradients = model_for(techniques), list[dict[str, torch.Tensor]]()
     for tokens in passes:
         plain(tokens).backward()
-        gradients.append({name: whole(p.grad) for name, p in plain.named_parameters()})
+        gradients.append({name: full_copy(p.grad) for name, p in plain.named_parameters()})
         plain.zero_grad()
 
     def interrupt(*_: Any) -> None:
@@ -139,7 +139,7 @@ def test_gradients_of_a_pass_before_one_that_was_interrupted(zeroed_by: str | No
     for name, p in model.named_parameters():
         first, second, third = (g[name] for g in gradients)
         allowed = [third] if zeroed_by else [first + third, first + second + third]
-        assert any(torch.allclose(whole(p.grad), x, rtol=1e-4, atol=1e-6) for x in allowed), name
+        assert any(torch.allclose(full_copy(p.grad), x, rtol=1e-4, atol=1e-6) for x in allowed), name
 
 
 @pytest.mark.parametrize("layer", ["blocks.1.up", "head", "norm"])

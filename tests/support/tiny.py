@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from memkern.planner.inputs import class_of_type
-from memkern.planner.models import Configured, resolve
+from memkern.planner.models import ConfiguredModel, resolve
 
 TOKENS, LAYERS, WIDTH, VOCABULARY = 16, 3, 32, 128
 MAX_PARAMETERS = 8_000_000  # of a model that counts as tiny
@@ -71,7 +71,7 @@ def types() -> list[str]:
     return [kind for kind in sorted(CONFIG_MAPPING_NAMES) if class_of_type(kind) is not None]
 
 
-def source(kind: str) -> Configured:
+def source(kind: str) -> ConfiguredModel:
     """The type's tiny model. Raises whatever transformers raises where these sizes do not fit together."""
     from transformers import CONFIG_MAPPING
 
