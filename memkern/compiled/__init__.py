@@ -8,7 +8,7 @@ inductor.py         hands Inductor the partitioner
 partitioner.py      ``Partitioner._cut``: the joint graph of forward and backward pass, step by step
 operations.py       which operation a node is part of, and its row in the tables
 gradients.py        how large the gradient may be that comes to an operation
-codable.py, rules.py  which values may be in codes (``Rules``, ``USES``): the tables
+codable.py, rules.py  which values may be in codes (``UseChecker``, ``USE_KINDS``): the tables
 budget.py           torch's min-cut, with values that may be in codes counted as these
 partitioner.py      again, ``_SavedValues.encode``: codes in place of the values that the cut saves
 codecs.py           codes as nodes of the graph

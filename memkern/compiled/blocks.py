@@ -43,40 +43,35 @@ def check_compilable(model: nn.Module, techniques: Techniques) -> None:
         allowed = "False for a model without a list of like blocks, of which memkern.compile(model) compiles the whole"
         raise not_allowed("compile", True, allowed)
     try:
-        _compile_arguments(techniques)
+        compile_arguments(techniques)
     except RuntimeError as error:
         raise OptionError("compile", f"True given with saved_bits={techniques.saved_bits!r}: {error}") from error
     if any(p.device.type == "cpu" for p in model.parameters()):
         _check_cxx()
 
 
-def can_be_compiled(model: Any) -> TypeGuard[nn.Module]:
-    """Whether ``model`` is a module with a list of like blocks, and nothing in it is compiled yet."""
+def has_uncompiled_blocks(model: Any) -> TypeGuard[nn.Module]:
+    """Whether ``model`` is a module that has a list of like blocks, and no module in it is compiled."""
     return isinstance(model, nn.Module) and any(block_lists(model)) and not any(map(is_compiled, model.modules()))
 
 
 def is_made_of_blocks(model: nn.Module) -> bool:
     """Whether most layers are inside of blocks, so that little stays uncompiled around these.
 
-    A list of two norms beside the layers between them is no list of blocks, nor is one of Linear modules.
+    A block that is itself a layer, as in a list of norms or of Linear modules, has no layers inside.
     """
     layers = {module for module in model.modules() if module._parameters}
     inside = {m for blocks in block_lists(model) for block in blocks for m in block.modules() if m is not block}
     return 2 * len(layers & inside) > len(layers)
 
 
-def compile_blocks(model: nn.Module, techniques: Techniques) -> None:
-    """Compiles the blocks of a model with what its techniques save. Raises RuntimeError where torch is too old."""
-    compile_each(model, _compile_arguments(techniques))
-
-
-def compile_each(model: nn.Module, arguments: dict[str, Any]) -> nn.Module:
+def compile_blocks(model: nn.Module, arguments: dict[str, Any]) -> nn.Module:
     """Compiles the forward method of every block in place, and returns the model. arguments: of torch.compile.
 
-    A block is compiled by itself: of like blocks one graph is compiled, whatever their number. What is around a forward
-    method stays outside of the graph: checkpoints, the hooks of ``fully_shard`` and DDP. The graph of a second sequence
-    length serves many (torch's automatic dynamic shapes). Where torch compiles no more, a warning names what a block
-    saves. Copies of a model, pickled ones too, have compiled blocks of their own.
+    Like blocks share one graph, whatever their number. Checkpoints and the hooks of ``fully_shard`` and DDP stay
+    outside of it. The graph for a second sequence length serves further lengths (torch's automatic dynamic shapes).
+    Where torch compiles no more graphs, a warning names the bytes that an uncompiled block saves. Copies of a model,
+    pickled ones too, have compiled blocks of their own.
     """
     for blocks in block_lists(model):
         compiled: dict[int, _Compiled] = {}
@@ -156,8 +151,8 @@ def _run_counting(function: Callable[..., Any], args: tuple[Any, ...], kwargs: d
     return out, sum(storage.nbytes() for storage in saved.values())
 
 
-def _compile_arguments(techniques: Techniques) -> dict[str, Any]:
-    """The arguments of torch.compile. Raises RuntimeError where torch is too old for what is to be saved."""
+def compile_arguments(techniques: Techniques) -> dict[str, Any]:
+    """torch.compile's arguments for what techniques save. Raises RuntimeError where torch is too old for these."""
     bits, activations, budget = techniques.saved_bits, techniques.activation_bits, techniques.memory_budget
     if bits is None and activations is None and budget is None and TorchVersion(torch.__version__) < FIRST_VERSION:
         return {}

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from ..quant.layout import FLOATS
 from .attention import FORWARD
 from .gradients import Gradients
-from .nodes import CASTS, CODEC, NOT_AGAIN, NOT_CODED, VIEWS, arguments, aten, is_backward, numel, packet, prims, value
+from .nodes import CODEC, COPIES, NOT_AGAIN, NOT_CODED, VIEWS, arguments, aten, is_backward, numel, packet, prims, value
 from .operations import Operation, Operations
 from .rules import (
     BLOCK_SIZE,
@@ -40,11 +40,11 @@ _WITH_JUMPS = {"hardswish", "hardsigmoid", "hardtanh"}
 _GATES = {"sigmoid", "hardsigmoid", "tanh", "softmax"}
 """Operations whose results are at most 1."""
 _COMPARISONS = {aten.le, aten.gt, aten.lt, aten.ge, aten.eq, aten.ne}
-_COPIES = CASTS | VIEWS - {operator.getitem, aten.expand, prims.broadcast_in_dim}
+_SAME_CODEC = COPIES | VIEWS - {operator.getitem, aten.expand, prims.broadcast_in_dim}
 """Operations whose result has the codec of their input: casts, copies and views, but not copies that are larger, as of
 keys that several heads share."""
 _SPLITS = {aten.split, aten.split_with_sizes, aten.unbind}
-_SAVED_ARGUMENTS = {"output": "out"}  # an argument in USERS: its name in the backward pass, if another
+_SAVED_ARGUMENTS = {"output": "out"}  # by name in rules.USERS: the name in attention's backward op
 
 
 def is_candidate(x: Any) -> bool:
@@ -75,7 +75,7 @@ def _before_copies(node: Any, copies: Collection[Any]) -> Any:
 
 def _producer(node: fx.Node) -> fx.Node:
     """The node that computed a value, before copies, views and splits."""
-    while packet(base := _before_copies(node, _COPIES)) is operator.getitem and packet(base.args[0]) in _SPLITS:
+    while packet(base := _before_copies(node, _SAME_CODEC)) is operator.getitem and packet(base.args[0]) in _SPLITS:
         node = base.args[0].all_input_nodes[0]
     return base
 
@@ -114,7 +114,7 @@ def _comes_in_16_bits(probabilities: fx.Node) -> bool:
     node: Any = probabilities
     while packet(node) in (aten.exp, aten.sub) or packet(node) in VIEWS:
         node = node.args[0]
-    source = value(node.args[0]) if packet(node) in CASTS else None
+    source = value(node.args[0]) if packet(node) in COPIES else None
     return isinstance(source, Tensor) and source.element_size() < 4
 
 
@@ -148,26 +148,26 @@ class _Use(NamedTuple):
 
     @property
     def is_copy(self) -> bool:
-        return self.called in VIEWS or self.called in CASTS
+        return self.called in VIEWS or self.called in COPIES
 
 
-class Rules:
-    """What may be coded in one graph: every use of a value in the backward pass must bear the errors of codes."""
+class UseChecker:
+    """Which values of a graph may be coded: each use of a value in the backward pass must bear the errors of codes."""
 
     def __init__(self, gradients: Gradients) -> None:
         self.gradients, self.operations = gradients, gradients.operations
 
-    def may_be_coded(self, nodes: list[fx.Node], codec: str, first: fx.Node, is_counted: Any = None) -> bool:
+    def may_be_coded(self, nodes: list[fx.Node], codec: str, first: fx.Node, in_backward: Any = None) -> bool:
         """Whether all that is computed from ``nodes``, which are views of ``first``'s value, bears the errors of codes.
 
-        is_counted: whether the use by a node counts; None if all do.
+        in_backward: by node of a joint graph, whether the backward pass may compute it; None for a backward graph.
         """
-        return self.refusal(nodes, codec, first, is_counted) is None
+        return self.refusal(nodes, codec, first, in_backward) is None
 
     def refusal(
-        self, nodes: list[fx.Node], codec: str, first: fx.Node, is_counted: Any = None
+        self, nodes: list[fx.Node], codec: str, first: fx.Node, in_backward: Any = None
     ) -> tuple[str, fx.Node] | None:
-        """Kind (a key of USES) and node of the first use that does not bear the errors of codes; None if all do."""
+        """Kind (of USE_KINDS) and node of the first use that does not bear the errors of codes; None if all do."""
         x, producer = value(first), _producer(first)
         waiting, same_value = list(nodes), set(nodes)
         visited = set(nodes)
@@ -175,13 +175,13 @@ class Rules:
             operand = waiting.pop()
             for node in operand.users:
                 if node.op == "output":
-                    if is_counted is not None and not is_backward(operand):
+                    if in_backward is not None and not is_backward(operand):
                         continue  # of the forward pass
                     return "output", node
-                if is_counted is not None and not is_counted[node]:
+                if in_backward is not None and not in_backward[node]:
                     continue
                 use = _Use(node, operand, self.operations.of(node), operand in same_value, codec, producer, x)
-                kind, bears = next((kind, bears) for kind, (matches, bears) in USES.items() if matches(self, use))
+                kind, bears = next((kind, bears) for kind, (matches, bears) in USE_KINDS.items() if matches(self, use))
                 if not bears(self, use):
                     return kind, node
                 if node in self.gradients.nodes:
@@ -244,6 +244,7 @@ class Rules:
         )
 
     def bears_in_backward(self, use: _Use) -> bool:
+        """Whether a node of the backward pass that takes no gradient may take an operand from codes."""
         return use.operation.row.kind in ("product", "smooth") and bool(use.operation.row.coded) and self.fits(use)
 
 
@@ -258,41 +259,41 @@ def _is_coded_argument(use: _Use) -> bool:
     return all(name in coded for name, arg in given.items() if arg is use.operand)
 
 
-def _bears_product(rules: Rules, use: _Use) -> bool:
-    """False for rows that a norm scales each by its own deviation, if one block of codes holds values of several."""
-    others = [a for a in use.node.all_input_nodes if a is not use.operand and rules.may_be_deviation(a)]
+def _bears_product(checker: UseChecker, use: _Use) -> bool:
+    """False where a norm scales each row by a number of its own, and a block of codes has values of several rows."""
+    others = [a for a in use.node.all_input_nodes if a is not use.operand and checker.may_be_deviation(a)]
     return not others or bool(statically_known_true(use.x.shape[-1] % BLOCK_SIZE == 0))
 
 
-def _bears_power(_: Rules, use: _Use) -> bool:
+def _bears_power(_: UseChecker, use: _Use) -> bool:
     exponent = use.node.args[1]
     return isinstance(exponent, (int, float)) and exponent in range(1, MOST_EXPONENT + 1)
 
 
-def _yes(_: Rules, use: _Use) -> bool:
+def _yes(_: UseChecker, use: _Use) -> bool:
     return True
 
 
-def _no(_: Rules, use: _Use) -> bool:
+def _no(_: UseChecker, use: _Use) -> bool:
     return False
 
 
 SAME = "the value itself"
-_Test = Callable[[Rules, _Use], bool]
-USES: dict[str, tuple[_Test, _Test]] = {
-    "another norm's backward pass": (Rules.is_of_another_norm, _no),
-    "a gradient": (lambda rules, use: use.node in rules.gradients.nodes, Rules.bears_in_gradient),
-    SAME: (Rules.is_same, _yes),
+_Test = Callable[[UseChecker, _Use], bool]
+USE_KINDS: dict[str, tuple[_Test, _Test]] = {
+    "another norm's backward pass": (UseChecker.is_of_another_norm, _no),
+    "a gradient": (lambda checker, use: use.node in checker.gradients.nodes, UseChecker.bears_in_gradient),
+    SAME: (UseChecker.is_same, _yes),
     # the rest are uses in what is computed again, by operations of the backward or of the forward pass
     "a checkpoint": (lambda _, use: must_recompute(use.node), _no),  # another function of what it begins with
-    "a gated unit": (Rules.is_gated, _yes),
+    "a gated unit": (UseChecker.is_gated, _yes),
     "a derivative that jumps": (lambda _, use: is_backward(use.node) and use.operation.name in _WITH_JUMPS, _no),
     "a comparison": (
         lambda _, use: is_backward(use.node) and use.called in _COMPARISONS,
         lambda _, use: use.operation.name in _COMPARED and bool(use.node.args[1] == 0),
     ),
     "a view or cast": (lambda _, use: use.is_copy, _yes),
-    "a backward pass": (lambda _, use: is_backward(use.node), Rules.bears_in_backward),
+    "a backward pass": (lambda _, use: is_backward(use.node), UseChecker.bears_in_backward),
     "a norm": (lambda _, use: use.operation.name in _NORMS, lambda _, use: use.called is not aten.sub),
     "mul": (lambda _, use: use.called is aten.mul, _bears_product),
     "pow": (lambda _, use: use.called is aten.pow, _bears_power),
@@ -311,46 +312,46 @@ USES: dict[str, tuple[_Test, _Test]] = {
     "cat": (lambda _, use: use.called is aten.cat, _yes),
     "any other": (_yes, lambda _, use: use.operation.name in COMPUTED_FROM_CODES),
 }
-"""What may use codes, by kind: which nodes are of it, and whether such a use bears their errors. The order counts: a
-use is of the first kind that it fits."""
+"""By kind: which uses are of the kind, and whether they bear the errors of codes. A use is of the first kind that it
+fits."""
 
 
-def mark(graph: fx.Graph, rules: Rules, is_recomputable: Any) -> None:
+def mark(graph: fx.Graph, checker: UseChecker, is_recomputable: Any) -> None:
     """Notes in ``meta[CODEC]`` the codec of each value that could be saved in codes, before torch chooses.
 
     Marks with ``meta[NOT_AGAIN]`` the differences x - mean of norms whose normalized values may be coded: codes of x
     are too coarse for a difference.
     """
-    differences = [n for n in graph.nodes if _is_difference(rules, n)]
-    codec_by_node = _codable(graph, rules, is_recomputable, {*differences})
+    differences = [n for n in graph.nodes if _is_difference(checker, n)]
+    codec_by_node = _codable(graph, checker, is_recomputable, {*differences})
     saved = [n for n in differences if any(u in codec_by_node and not is_backward(u) for u in n.users)]
     if len(saved) < len(differences):
-        codec_by_node = _codable(graph, rules, is_recomputable, {*saved})
+        codec_by_node = _codable(graph, checker, is_recomputable, {*saved})
     for node, codec in codec_by_node.items():
         node.meta[CODEC] = codec
     for node in saved:
         node.meta[NOT_AGAIN] = True
 
 
-def _is_difference(rules: Rules, node: fx.Node) -> bool:
-    return packet(node) is aten.sub and not is_backward(node) and rules.operations.of(node).name in _NORMS
+def _is_difference(checker: UseChecker, node: fx.Node) -> bool:
+    return packet(node) is aten.sub and not is_backward(node) and checker.operations.of(node).name in _NORMS
 
 
-def _codable(graph: fx.Graph, rules: Rules, is_recomputable: Any, saved: set[fx.Node]) -> dict[fx.Node, str]:
+def _codable(graph: fx.Graph, checker: UseChecker, is_recomputable: Any, saved: set[fx.Node]) -> dict[fx.Node, str]:
     """The codec of each value that may be coded. saved: nodes that are not computed again from codes."""
-    is_counted: dict[fx.Node, bool] = {}  # gradients, and what the backward pass may compute again
+    in_backward: dict[fx.Node, bool] = {}  # gradients, and what the backward pass may compute again
     for node in reversed(graph.nodes):
-        is_gradient = node in rules.gradients.nodes
+        is_gradient = node in checker.gradients.nodes
         sizes = sum(numel(a) for a in node.all_input_nodes)
         again = node.op == "call_function" and is_recomputable(node) and 4 * numel(node) >= sizes and node not in saved
-        is_counted[node] = is_gradient or (again and any(is_counted.get(u, False) for u in node.users))
+        in_backward[node] = is_gradient or (again and any(in_backward.get(u, False) for u in node.users))
     codec_by_node = {}
     for node in graph.nodes:
-        if node.op != "call_function" or node in rules.gradients.nodes or numel(node) < MIN_NUMEL:
+        if node.op != "call_function" or node in checker.gradients.nodes or numel(node) < MIN_NUMEL:
             continue
         x = value(node)
-        codec = codec_of(rules.operations, node) if is_candidate(x) else None
-        if codec is not None and rules.may_be_coded([node], codec, node, is_counted) and has_known_blocks(x):
+        codec = codec_of(checker.operations, node) if is_candidate(x) else None
+        if codec is not None and checker.may_be_coded([node], codec, node, in_backward) and has_known_blocks(x):
             codec_by_node[node] = codec
     return codec_by_node
 
@@ -374,5 +375,5 @@ def share_normalized(graph: fx.Graph, operations: Operations) -> None:
 
 def _factors(product: fx.Node) -> tuple[Any, ...]:
     """The factors of a product before casts and copies; for a difference, what is subtracted from what."""
-    operands = [_before_copies(a, CASTS) for a in product.args]
-    return tuple(tuple(_before_copies(b, CASTS) for b in a.args) if packet(a) is aten.sub else a for a in operands)
+    operands = [_before_copies(a, COPIES) for a in product.args]
+    return tuple(tuple(_before_copies(b, COPIES) for b in a.args) if packet(a) is aten.sub else a for a in operands)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .blocks import can_be_compiled, compile_each, is_made_of_blocks
+from .blocks import compile_blocks, has_uncompiled_blocks, is_made_of_blocks
 from .inductor import options_of_inductor
 
 _OURS = ("saved_bits", "memory_budget", "activations", "codec_backend", "custom_partitioner_fn")
@@ -65,8 +65,8 @@ def compile(
     partitioner = (saved_bits, memory_budget, activations, codec_backend)
     of_inductor = options_of_inductor(given, options.pop("mode", None), *partitioner)
     if blocks:
-        if can_be_compiled(model) and (blocks != "auto" or is_made_of_blocks(model)):
-            return compile_each(model, {"options": of_inductor, **options})
+        if has_uncompiled_blocks(model) and (blocks != "auto" or is_made_of_blocks(model)):
+            return compile_blocks(model, {"options": of_inductor, **options})
         if blocks != "auto":
             raise ValueError("blocks=True given for what has no list of like blocks that are not compiled yet")
     return torch.compile(model, options=of_inductor, **options)

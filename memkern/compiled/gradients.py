@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from torch import fx
 
-from .nodes import is_sum_of_gradients, numel, packet, tangents, value
+from .nodes import dependent_on_tangents, is_sum_of_gradients, numel, packet, value
 from .operations import Operation, Operations
 from .torch_internals import guard_or_false
 
@@ -86,7 +86,7 @@ class Gradients:
     """The gradients at the outputs and inputs of each operation of a joint graph."""
 
     def __init__(self, graph: fx.Graph, operations: Operations) -> None:
-        self.nodes = tangents(graph)
+        self.nodes = dependent_on_tangents(graph)
         self.operations = operations
         self.at_output: dict[fx.Node, Gradient] = {}  # by node: the gradient at the output of its operation
         self._at_inputs: dict[fx.Node, Gradient] = {}

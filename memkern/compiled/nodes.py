@@ -12,7 +12,8 @@ from torch import Tensor, fx
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
-CASTS = {prims.convert_element_type, aten._to_copy, aten.clone, aten.detach, aten.alias}
+COPIES = {prims.convert_element_type, aten._to_copy, aten.clone, aten.detach, aten.alias}
+"""Operations whose result has the values and the shape of their input, in another dtype or not."""
 VIEWS = {
     aten.view, aten._unsafe_view, aten.reshape, aten.permute, aten.transpose, aten.t, aten.expand, aten.unsqueeze,
     aten.squeeze, aten.alias, aten.detach, aten.slice, aten.select, aten.split, aten.split_with_sizes, aten.unbind,
@@ -66,9 +67,9 @@ def arguments(node: fx.Node) -> dict[str, Any]:
 
 
 def number(size: int | torch.SymInt, fallback: int = _SYMBOL, symbols: Mapping[Any, int] | None = None) -> int:
-    """A size; a symbolic one with numbers in place of its symbols, those of ``symbols`` or one for all.
+    """A size as an int: a symbolic one with each symbol's number in ``symbols``, or _SYMBOL, in place of the symbol.
 
-    fallback: the result where the expression then divides by 0.
+    fallback: the result where the expression of the symbols then divides by 0.
     """
     if isinstance(size, int):
         return size
@@ -91,8 +92,8 @@ def is_backward(node: fx.Node) -> bool:
     return node.meta.get("partitioner_tag") == "is_backward"
 
 
-def tangents(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes that depend on a gradient of the outputs. The graph is linear in them."""
+def dependent_on_tangents(graph: fx.Graph) -> set[fx.Node]:
+    """The tangents (gradients of the outputs) and all nodes that depend on them; these are linear in the tangents."""
     dependent = {n for n in graph.nodes if n.op == "placeholder" and "tangents" in str(n.target)}
     for node in graph.nodes:
         if node.op != "output" and not dependent.isdisjoint(node.all_input_nodes):

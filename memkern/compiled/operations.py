@@ -16,14 +16,14 @@ from typing import Any
 from torch import Tensor, fx
 
 from .nodes import (
-    CASTS,
+    COPIES,
     VIEWS,
     aten,
+    dependent_on_tangents,
     is_backward,
     is_sum_of_gradients,
     packet,
     prims,
-    tangents,
     value,
     without_overload,
 )
@@ -153,7 +153,8 @@ class Operations:
             op = _original(nodes[0])
             connected = _connected([n for n in nodes if _original(n) is op], op)
             self.by_seq[seq] = Operation(seq, op, name_of(op), _row(name_of(op), connected[0]), connected)
-        seqs = {n.meta["seq_nr"] for n in tangents(graph) if "seq_nr" in n.meta and not is_sum_of_gradients(n)}
+        gradients = [n for n in dependent_on_tangents(graph) if "seq_nr" in n.meta and not is_sum_of_gradients(n)]
+        seqs = {n.meta["seq_nr"] for n in gradients}
         for operation in sorted(self.by_seq.values(), key=lambda each: -each.seq):
             if operation.name in _IDENTITIES and any(self._goes_to(seqs, n) for n in operation.nodes):
                 seqs.add(operation.seq)
@@ -167,7 +168,7 @@ class Operations:
             if is_backward(user) or _original(user) is aten.detach:
                 continue
             if self.of(user).seq in seqs or (
-                (packet(user) in VIEWS or packet(user) in CASTS) and self._goes_to(seqs, user)
+                (packet(user) in VIEWS or packet(user) in COPIES) and self._goes_to(seqs, user)
             ):
                 return True
         return False

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .. import optim
 from ..blocks.checkpointing import check_blocks, checkpoint_blocks
-from ..compiled.blocks import check_compilable, compile_blocks
+from ..compiled.blocks import check_compilable, compile_arguments, compile_blocks
 from ..optim.dtensor.shards import is_dtensor
 from ..swap.compress import compress
 from .options import Techniques, not_allowed
@@ -75,11 +75,11 @@ def apply(
         check_compilable(model, techniques)
     if techniques.checkpointing:
         check_blocks(model)
-    activations = None if techniques.compile else techniques.activation_bits  # else compile_blocks sees to them
+    activations = None if techniques.compile else techniques.activation_bits  # else compile_arguments has them
     if activations or techniques.linear_share:
         compress(model, activations, linear=techniques.linear_share)
     if techniques.compile:
-        compile_blocks(model, techniques)
+        compile_blocks(model, compile_arguments(techniques))
     if techniques.checkpointing:
         checkpoint_blocks(model, bits=techniques.checkpoint_bits, every=techniques.checkpoint_every)
     if techniques.weights_on_host:
