@@ -5,7 +5,7 @@
 
 namespace memkern {
 
-// Checks a table of thresholds (memkern/fewbit/levels.py) and converts it.
+// Checks a table of thresholds and converts it; memkern/fewbit/levels.py says what flips and symmetry are.
 inline Thresholds thresholds_of(int64_t bits, const Doubles& thresholds, const Ints& flips,
                                 int64_t symmetry) {
   MEMKERN_CHECK(bits >= 1 && bits <= kMaxBits, "bits must be from 1 to ", kMaxBits, ", got ", bits);
@@ -42,7 +42,7 @@ inline void fill_levels(const Doubles& levels, int64_t bits, float (&table)[1 <<
     table[i] = i < levels.size() ? static_cast<float>(levels[i]) : 0.0f;
 }
 
-// Checks the polynomials of a derivative from the output, and converts them (core/activation.h).
+// Checks the fields of TwoBranch, which core/activation.h explains, and converts them.
 inline TwoBranch two_branch_of(double minimum, const Doubles& falling, const Doubles& rising,
                                double falling_reach, double rising_reach) {
   MEMKERN_CHECK(falling.size() == rising.size() && !rising.empty() && rising.size() <= kMaxCoefficients,

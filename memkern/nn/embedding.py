@@ -14,7 +14,7 @@ It is the module's and not the Parameter's, because copy.deepcopy drops a Parame
 
 
 def state_bits_of(module: nn.Module) -> int | None:
-    """The module's own value; one that a wrapper's ``__getattr__`` passes on from the wrapped module does not count."""
+    """MARK's value on a module or its class; not what a wrapper's ``__getattr__`` finds in the wrapped module."""
     bits = vars(module).get(MARK)
     return getattr(type(module), MARK, None) if bits is None else bits
 

@@ -1,7 +1,7 @@
 """Keeps weights on the host: fully_shard with CPUOffloadPolicy by block, for one process and for several.
 
-torch's ``fully_shard`` prefetches weights between several processes alone, and does not tell when a block's gradients
-are on their way to the host. This adds both, by hooks.
+With one process torch's ``fully_shard`` prefetches no weights, and it never tells when a block's gradients are on their
+way to the host. This module adds both, by hooks.
 """
 
 from __future__ import annotations
@@ -245,7 +245,7 @@ class StreamedModel:
             if torch.is_grad_enabled():
                 for x in _with_gradient((args, kwargs)):
                     # When x has its gradient, fully_shard has begun the copies of the group's gradients.
-                    x.register_hook(lambda _: self._arrived(group))
+                    x.register_hook(lambda _: self.arrivals.arrived(group.params))
                     break
 
         def after(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
@@ -269,7 +269,7 @@ class StreamedModel:
             elif self._in_forward:  # interrupted; in an older torch state_dict() brings the shards back
                 self._forget() if hasattr(self.model, "reset_iter_state") else self.model.state_dict()
             self._in_forward = True
-            self._to_host()
+            self._reshard()
             self.prefetch.begin_forward()
             for group in self.all_groups:
                 group.note_params()
@@ -281,7 +281,7 @@ class StreamedModel:
             self._in_forward = False
             self.prefetch.end_forward()
             if not torch.is_grad_enabled():
-                self._to_host()
+                self._reshard()
             for x in _with_gradient(out):
                 x.register_hook(lambda _: self.arrivals.hold(self.root.params))
 
@@ -290,8 +290,8 @@ class StreamedModel:
         self.model.register_forward_pre_hook(before, prepend=True)
         self.model.register_forward_hook(after)
 
-    def _to_host(self) -> None:
-        """Frees weights that are still on the device. Later copies are new, as a step on the host may change them."""
+    def _reshard(self) -> None:
+        """Frees the weights on the device. The next pass copies them anew, as a step on the host may change them."""
         for group in self.all_groups:
             group.module.reshard()
 
@@ -310,10 +310,6 @@ class StreamedModel:
         """To be called before a group's backward pass."""
         self.prefetch.before_backward(order, place)
         self.arrivals.hold(order[place].params)
-
-    def _arrived(self, group: Group) -> None:
-        """To be called when the copies of a group's gradients have begun."""
-        self.arrivals.arrived(group.params)
 
 
 def _is_backward() -> bool:

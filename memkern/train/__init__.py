@@ -3,10 +3,10 @@
     config = TrainConfig(model="gpt2", from_config=True, steps=100).replace(optimizer="lion", state_bits=8)
     [result] = run([Trainer(config, load(config))])
 
-``config`` the options and their checks; ``data`` text to batches; ``model`` the byte-level GPT and models with their
-loss, ``huggingface`` transformers' models and tokenizers; ``loop`` the training; ``distributed`` several processes;
-``fit`` the planner's choice; ``checkpoint`` the files; ``interrupt`` signals; ``report`` the results; ``cli`` the
-command. docs/training.md says how the options work together.
+Modules: ``config`` has the options and their checks, ``data`` cuts text into batches, ``model`` has the byte-level GPT
+and the loss of each model, ``huggingface`` loads transformers' models and tokenizers, ``loop`` trains, ``distributed``
+trains in several processes, ``fit`` has the planner choose techniques, ``checkpoint`` writes and reads files,
+``interrupt`` defers signals, ``report`` prints results, ``cli`` is the command. docs/training.md explains the options.
 """
 
 from .config import TrainConfig
