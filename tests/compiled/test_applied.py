@@ -24,7 +24,7 @@ def make_model() -> nn.Sequential:
     return nn.Sequential(nn.Sequential(*blocks), nn.Linear(8, 8))
 
 
-# ---- what makes a model or a machine unfit, and returns the model
+# ---- edits that make a model, or this machine, unfit for compile=True; each returns the model
 
 
 def compiled_before(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
@@ -68,11 +68,10 @@ def test_an_unfit_model_is_left_as_it_is(edit: Any, message: str, monkeypatch: p
     assert {type(module) for module in model.modules()} == {nn.Sequential, nn.Linear, nn.GELU}
 
 
-def test_apply_and_plan_refuse_a_compiled_model() -> None:
+def test_a_compiled_model_keeps_its_keys_and_is_refused_by_apply_and_plan() -> None:
     model = make_model()
     memkern.apply(model, Techniques(compile=True, checkpointing="blocks"))
-    keys = list(make_model().state_dict())
-    assert list(model.state_dict()) == keys
+    assert list(model.state_dict()) == list(make_model().state_dict())
     for refused in (
         lambda: memkern.apply(model, Techniques(compile=True)),
         lambda: resolve(model, None, torch.ones(2, 8), None, None),
@@ -117,6 +116,6 @@ def test_blocks_get_equal_options(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(calls) == 1
     partitioner = calls[0]["options"]["custom_partitioner_fn"]
     assert (partitioner.bits, partitioner.memory_budget, partitioner.activations) == ("exact", 1.0, 2)
-    assert type(partitioner.memory_budget) is float  # 1 would be a byte
+    assert type(partitioner.memory_budget) is float  # an int would be bytes; 1.0 is a share
     pickle.loads(pickle.dumps(model))
     assert calls == 2 * calls[:1]

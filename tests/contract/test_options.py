@@ -19,7 +19,7 @@ from memkern.techniques.options import OptionError, Range, Techniques
 from memkern.train import TrainConfig
 from memkern.train import cli as train_cli
 from memkern.train.cli import given_options
-from tests.support.train_helpers import typed
+from tests.support.train_helpers import flag_with_value
 
 PACKAGE = Path(memkern.__file__).parent
 NAMES = [field.name for field in dataclasses.fields(Techniques)]
@@ -94,7 +94,7 @@ def test_every_choice_can_be_typed() -> None:
         allowed = field.metadata["allowed"]
         numbers = (3, None) if field.default is None else (3,)
         for value in numbers if isinstance(allowed, Range) else allowed:
-            parsed = vars(parser.parse_args(typed(field.name, value).split()))
+            parsed = vars(parser.parse_args(flag_with_value(field.name, value).split()))
             assert parsed == {field.name: value}
             assert type(parsed[field.name]) in (type(value), float)
 

@@ -65,7 +65,7 @@ WRONG = [number for number, line in enumerate(USER.splitlines(), start=1) if lin
 
 @pytest.mark.full
 def test_mypy_types_a_users_file(tmp_path: Path) -> None:
-    """The checks of --strict, by options of pyproject.toml and of the file, so that `make lint`'s cache serves."""
+    """pyproject.toml and USER have --strict's options, as mypy would not use the cache of `make lint` with --strict."""
     path = tmp_path / "user.py"
     path.write_text(USER)
     run = subprocess.run(
@@ -76,8 +76,8 @@ def test_mypy_types_a_users_file(tmp_path: Path) -> None:
     assert [int(line.split(":")[1]) for line in errors] == WRONG, run.stdout + run.stderr
 
 
-# The wrappers take the options of the class that they wrap: StepInBackward has them as __new__'s *args and **options,
-# so that its signature names no parameters, and HostOffload as **options after arguments of its own.
+# Two classes wrap another class. StepInBackward's signature is __new__'s (*args, **options), which names no parameters.
+# HostOffload has named parameters of its own, and then **options for the class that it wraps.
 CLASSES = [name for name in memkern.optim.__all__ if name[0].isupper() and name != "StepInBackward"]
 
 

@@ -20,7 +20,7 @@ from memkern.train import checkpoint as checkpoints
 from tests.stream.runs import STREAMED as TECHNIQUES
 from tests.stream.runs import Model, model_for, optimizer_for, train
 from tests.support.helpers import first_full
-from tests.support.train_helpers import small_run
+from tests.support.train_helpers import small_run_flags
 
 ROOT = Path(__file__).parents[2]
 
@@ -123,7 +123,7 @@ def test_compiled_blocks_have_the_losses_and_no_more_weights_on_the_device(count
 
 
 TECHNIQUES_GIVEN = "--precision bf16 --master-weights bf16+8 --clip 0 --checkpointing blocks --loss-chunk 64"
-COMMAND = ["train", *small_run(layers=12, batch_size=4, steps=3), *shlex.split(TECHNIQUES_GIVEN), "--save"]
+COMMAND = ["train", *small_run_flags(layers=12, batch_size=4, steps=3), *shlex.split(TECHNIQUES_GIVEN), "--save"]
 
 
 @pytest.mark.full

@@ -13,7 +13,7 @@ from tests.support.train_helpers import (
     SMALL,
     assert_runs_agree,
     assert_same_run,
-    small_run,
+    small_run_flags,
     straight_and_resumed,
     train_by_two,
     trained,
@@ -51,7 +51,7 @@ def test_a_model_of_transformers_trains_alike(text: Path, tmp_path: Path, loss_c
 
 
 COMMAND = [
-    *("train", *small_run(layers=3, batch_size=4, steps=4), "--precision", "bf16"),
+    *("train", *small_run_flags(layers=3, batch_size=4, steps=4), "--precision", "bf16"),
     *("--master-weights", "bf16+8", "--clip", "0"),
 ]
 

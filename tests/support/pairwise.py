@@ -1,8 +1,8 @@
 """A pytest plugin: of a test's combinations of parameter values only so many run that every pair of values occurs.
 
 ``@pytest.mark.pairwise`` is for tests with three parameters or more. Most failures depend on one or two values (Cohen
-et al., The AETG System: An Approach to Testing Based on Combinatorial Design, 1997). Quick cases are chosen first, then
-cases of the full tier for the remaining pairs; all other cases are marked ``long``.
+et al., The AETG System: An Approach to Testing Based on Combinatorial Design, 1997). Cases without the mark
+``full`` are chosen first, then cases with it for the remaining pairs; all other cases get the mark ``long``.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ def chosen(cases: list[set[Pair]], covered: set[Pair]) -> list[int]:
     return chosen_cases
 
 
-def _runs(item: pytest.Item) -> bool:
-    """Whether a case runs here: not on a GPU, not by hand, and not skipped for a value of its parameters."""
+def _runs_by_default(item: pytest.Item) -> bool:
+    """Whether plain ``pytest`` runs a case: it has no mark long, gpu or emulated, and no skipif that is true."""
     marks = [*item.iter_markers()]
     return not any(m.name in ("long", "gpu", "emulated") or (m.name == "skipif" and m.args[0] is True) for m in marks)
 
 
 def _pairs(item: Any) -> set[Pair]:
-    # Cases share their values, of which some cannot be compared.
+    # Values by id, as some cannot be compared. The cases of a test share the objects.
     return {*combinations(sorted((name, id(value)) for name, value in item.callspec.params.items()), 2)}
 
 
@@ -45,7 +45,7 @@ def _pairs(item: Any) -> set[Pair]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     tests = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("pairwise") and _runs(item):
+        if item.get_closest_marker("pairwise") and _runs_by_default(item):
             tests[item.nodeid.partition("[")[0]].append(item)
     for cases in tests.values():
         covered: set[Pair] = set()

@@ -1,8 +1,8 @@
 """Counts what a step of a model with weights on the host allocates on a device: FSDP2's own code on fake CUDA tensors.
 
 For a process of its own with fake CUDA (``fake_cuda.call``), where streams and events do nothing. A buffer counts from
-when the host allocates it to when the host frees it, as torch's caching allocator counts; one that another stream
-copies to the host counts until the next one's copy begins.
+its allocation to its release by the host, as in torch's caching allocator. A buffer of gradients that another stream
+copies to the host counts until the next buffer's copy begins.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ class Stream:
 
 
 @contextlib.contextmanager
-def counted(live: DeviceBytes) -> Iterator[None]:
-    """Counts the storages that FSDP2 resizes into ``live``; streams and events do nothing."""
+def counting(live: DeviceBytes) -> Iterator[None]:
+    """In this context ``live`` counts the storages that FSDP2 resizes, and streams and events do nothing."""
     current = Stream()
 
     def free(x: Tensor) -> None:
@@ -165,7 +165,7 @@ def peak_of_a_step(source: Any, techniques: Techniques) -> dict[str, int]:
         model = source.empty(applying.weight_dtype(techniques))
     applying.apply(model, techniques.replace(weights_on_host=None))
     step = WithLoss(model, source, techniques.loss_chunk)
-    with counted(live):
+    with counting(live):
         streaming.process_group()
         mesh = init_device_mesh("cuda", (1,))  # looks at values, which fake tensors do not have
         with mock.patch.object(streaming, "init_device_mesh", return_value=mesh), mode:

@@ -21,7 +21,7 @@ SMALL = TrainConfig(layers=2, heads=2, width=64, seq_len=32, steps=6, warmup=1, 
 TORCH_ADAMW: dict[str, Any] = {"optimizer": "torch-adamw", "state_bits": 32}
 
 
-def small_run(layers: int, batch_size: int, steps: int) -> list[str]:
+def small_run_flags(layers: int, batch_size: int, steps: int) -> list[str]:
     """The flags of a small run on the CPU."""
     sizes = {"layers": layers, "heads": 2, "width": 64, "seq-len": 32, "batch-size": batch_size, "steps": steps}
     options = sizes | {"eval-every": 2, "eval-tokens": 320, "device": "cpu"}
@@ -29,6 +29,7 @@ def small_run(layers: int, batch_size: int, steps: int) -> list[str]:
 
 
 def weights(trainer: Trainer) -> list[torch.Tensor]:
+    """The parameters of a trainer's model, detached: a change in place changes the model."""
     return [parameter.detach() for parameter in trainer.model.parameters()]
 
 
@@ -122,7 +123,7 @@ def tiny_tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
 
 
-def typed(name: str, value: Any) -> str:
+def flag_with_value(name: str, value: Any) -> str:
     """The flag of a field with a value, as a user types it."""
     if isinstance(value, bool):
         return flag(name if value else f"no_{name}")

@@ -14,9 +14,9 @@ import torch
 from memkern.__main__ import main
 from memkern.train import TrainConfig, checkpoint
 from memkern.train.fit import fit
-from tests.support.train_helpers import SMALL, error_of_command, small_run
+from tests.support.train_helpers import SMALL, error_of_command, small_run_flags
 
-OPTIONS = small_run(layers=1, batch_size=2, steps=4)
+OPTIONS = small_run_flags(layers=1, batch_size=2, steps=4)
 
 
 def test_a_run_prints_and_writes_its_results(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,12 +16,12 @@ from tests.support.train_helpers import (
     SMALL,
     assert_runs_agree,
     assert_same_run,
-    small_run,
+    small_run_flags,
     straight_and_resumed,
     train_by_two,
 )
 
-OPTIONS = [*small_run(layers=2, batch_size=2, steps=5), "--save-every", "3"]
+OPTIONS = [*small_run_flags(layers=2, batch_size=2, steps=5), "--save-every", "3"]
 
 
 @pytest.mark.feature("torch", "`memkern train` on 1 and 2 processes at equal global batch, DDP and `fully_shard`")

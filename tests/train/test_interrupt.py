@@ -19,9 +19,9 @@ from memkern.train import Trainer, checkpoint, report
 from memkern.train.interrupt import Saver
 from tests.support.helpers import first_full
 from tests.support.ranks import TORCHRUN_TWO
-from tests.support.train_helpers import error_of_command, small_run
+from tests.support.train_helpers import error_of_command, small_run_flags
 
-OPTIONS = small_run(layers=1, batch_size=2, steps=4)
+OPTIONS = small_run_flags(layers=1, batch_size=2, steps=4)
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from memkern import backend
-from tests.support.train_helpers import error_of_command, small_run
+from tests.support.train_helpers import error_of_command, small_run_flags
 
-OPTIONS = small_run(layers=1, batch_size=2, steps=4)
+OPTIONS = small_run_flags(layers=1, batch_size=2, steps=4)
 WITHOUT_SIZES = OPTIONS[6:]  # without the model's layers, heads and width
 WORDS = "The quick brown fox jumps over the lazy dog. "
 
