@@ -17,12 +17,14 @@ def timm_optimizer(cls: str, **options: Any) -> Make:
 
 
 def reads_of(times_params: int, times_state: int) -> Callable[[int, int], int]:
-    """stepper's ``reads`` for a pass that reads multiples of the parameters' bytes and of the state's."""
+    """The argument ``reads`` of ``stepper``: the bytes of all parameters and of the state, each times a number."""
     return lambda params, state: times_params * params + times_state * state
 
 
-NOTHING, NORMS, CLASSIC_NORMS = reads_of(0, 0), reads_of(2, 1), reads_of(2, 0)
-"""Bytes read before the update: none; for norms of parameters and updates; for norms of parameters and gradients."""
+# What an optimizer reads before its update.
+NOTHING = reads_of(0, 0)
+NORMS = reads_of(2, 1)  # parameters, gradients and state, for the norms of parameters and updates
+CLASSIC_NORMS = reads_of(2, 0)  # parameters and gradients, for their norms: LARS's classic form
 LAMB = {
     "memkern LAMB8bit": (optimizer_of("memkern.optim", "LAMB8bit"), NORMS),
     "memkern LAMB": (optimizer_of("memkern.optim", "LAMB"), NORMS),
@@ -30,7 +32,8 @@ LAMB = {
     "timm Lamb": (timm_optimizer("Lamb", max_grad_norm=None), NORMS),
     "torch AdamW fused": (optimizer_of("torch.optim", "AdamW", fused=True), NOTHING),
 }
-RECIPE = {"lr": 1.0, "momentum": 0.9, "weight_decay": 1e-4, "trust_coeff": 1e-3}  # one recipe for both libraries
+# For both libraries. memkern's LARS has its classic form where trust_coeff is given, timm's has no other form.
+RECIPE = {"lr": 1.0, "momentum": 0.9, "weight_decay": 1e-4, "trust_coeff": 1e-3}
 LARS = {
     "memkern LARS8bit": (optimizer_of("memkern.optim", "LARS8bit", **RECIPE), CLASSIC_NORMS),
     "memkern LARS": (optimizer_of("memkern.optim", "LARS", **RECIPE), CLASSIC_NORMS),

@@ -123,8 +123,8 @@ inline void check_lists(const StepArgs& args, const StepOp& op) {
   }
 }
 
-// Checks the moments of parameter i and sets t's pointers to them. `coded`: how many parameters before it
-// have moments in codes. Returns whether the moments of parameter i are codes.
+// Checks the moments of parameter i and sets t's pointers to them. J: as of step_tensors(). `coded`:
+// how many parameters before it have moments in codes. Returns whether the moments of parameter i are codes.
 template <class J> bool set_moments(J& t, const StepArgs& args, const StepOp& op, size_t i, size_t coded,
                                     const Shape& shape, const DeviceOf& device) {
   const size_t n = args.params.size(), scales_per_moment = args.scales.size() / op.moments;
@@ -153,12 +153,14 @@ template <class J> bool set_moments(J& t, const StepArgs& args, const StepOp& op
   return has_codes;
 }
 
-// Checks how parameter i is stored, with its weight state, and sets both in t. `states_before`: how many
-// parameters before it have a weight state. Returns whether parameter i has one.
+// Checks how parameter i is stored and, where that needs a weight state (the errors of rounding it to bf16),
+// this state; sets both in t. `states_before`: how many parameters before it have a weight state. Returns
+// whether parameter i has a weight state.
 template <class J> bool set_weight_state(J& t, const StepArgs& args, size_t i, size_t states_before,
                                          const Shape& shape, const DeviceOf& device) {
   if (args.weight_storage.empty()) return false;
   t.weight_storage = static_cast<WeightStorage>(args.weight_storage[args.group[i]]);
+  // Every storage but 0 (kNearest) is for bf16 alone.
   MEMKERN_CHECK(t.weight_storage == WeightStorage::kNearest || t.param_type == FloatType::kBf16,
                 name_of("params", i), " must be bfloat16 for another weight_storage than 0");
   const int bytes = weight_state_bytes(t.weight_storage);
@@ -174,7 +176,8 @@ template <class J> bool set_weight_state(J& t, const StepArgs& args, size_t i, s
   return true;
 }
 
-// Checks everything, and makes a J (a StepTensor) of each parameter, its gradient and its states.
+// Checks everything, and returns a J for each parameter, with its gradient and its states. J: StepTensor, or
+// a struct that the CPU's code derives from it.
 template <class J> std::vector<J> step_tensors(const StepArgs& args, const StepOp& op) {
   check_lists(args, op);
   const size_t n = args.params.size(), groups = args.lr.size();

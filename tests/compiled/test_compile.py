@@ -21,7 +21,7 @@ from tests.support.partitioned import backend, gradients_of, relative_error
 from tests.support.programs import gradients
 
 from .blocks import Block
-from .programs import CompiledProgram, compiled_gradients, faults_of, traced_gradients
+from .compiled_programs import CompiledProgram, compiled_gradients, faults_of, traced_gradients
 
 ROWS, WIDTH = 64, 128
 # A loss of x and b (ROWS, WIDTH), w (WIDTH, WIDTH) and t, a class for each row; x and w have gradients.

@@ -1,4 +1,4 @@
-"""No two modules of memkern import each other, and importing memkern imports nothing heavy beside torch."""
+"""The imports of memkern's modules have no cycle, and importing memkern imports nothing heavy beside torch."""
 
 import ast
 import subprocess
@@ -30,16 +30,16 @@ def imports_of(name: str) -> set[str]:
     return imported & {*MODULES}
 
 
-def test_no_modules_import_each_other() -> None:
+def test_imports_have_no_cycle() -> None:
     """``memkern`` itself, which imports its modules, is left out; only memkern.backend imports it, for its version."""
     graph = {name: imports_of(name) - {name} for name in MODULES if name != "memkern"}
     assert [name for name, imported in graph.items() if "memkern" in imported] == ["memkern.backend"]
     assert "memkern.planner.fake_step" in graph["memkern.planner.prediction"]  # a known import is found
     assert "memkern._ops" not in graph["memkern.backend"] | graph["memkern.schemas"]
-    TopologicalSorter(graph).prepare()  # raises CycleError, which names them
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names a cycle's modules
 
 
-def test_importing_memkern_adds_its_own_modules_to_torch_alone() -> None:
+def test_importing_and_using_memkern_imports_no_other_package_than_torch() -> None:
     code = """
 import sys
 import torch
@@ -58,7 +58,8 @@ print(*[name for name in heavy if name in {*sys.modules} - before])
     assert [line.split() for line in run.stdout.splitlines()] == [["memkern"], []]
 
 
-def test_the_mark_for_torchdynamo_is_the_one_that_torch_sets() -> None:
+def test_assume_constant_result_sets_the_attributes_that_torchs_sets() -> None:
+    """memkern has its own, as torch's imports TorchDynamo."""
     import torch
 
     from memkern.tracing import assume_constant_result

@@ -33,6 +33,9 @@ class Stack(nn.Module):
 
 
 def predictor_of(model: nn.Module, inputs: Any, device: str = "cpu", devices: int = 1, loss: Any = None) -> Predictor:
-    """A planner's Predictor for a model. ``device`` other than "cpu": a GPU, counted on fake CPU tensors."""
+    """The planner's Predictor for a model that ``devices`` devices share, each of the type ``device``.
+
+    Models on GPUs ("cuda") are counted on fake CPU tensors.
+    """
     counted_on = "cpu" if device == "cpu" else ON_CPU_TENSORS
     return Predictor(resolve(model, None, inputs, loss, None), device, counted_on, DEFAULTS[device], devices)

@@ -16,6 +16,7 @@ MEMKERN_FN bool all_finite(const float* values, int n) {
   return true;
 }
 
+// An optimizer's Moment, and PendingBlock's m_factor, serve for a tensor's codes; its decay is 1.
 template <class T, class Code, StateKind Kind>
 void quantize_blocks(const CodecJob& job, int64_t begin, int64_t end) {
   alignas(64) float values[kBuffer];
@@ -30,6 +31,7 @@ void quantize_blocks(const CodecJob& job, int64_t begin, int64_t end) {
     b.m_factor = moment.set_scale(b.n);
     if (!job.mark_nonfinite) return;
     if (all_finite(values + b.place, b.n)) {
+      // Decoding a larger scale would round up to infinity, though no value of this block is infinite.
       *moment.scale = memkern::min(*moment.scale, kLargestMarkedScale);
     } else {
       *moment.scale = NAN;

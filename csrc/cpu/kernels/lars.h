@@ -11,8 +11,9 @@ struct LarsRule {
   static MEMKERN_FN void update(F& p, F g, F& m, const Scalars& s) { lars_update(p, g, m, s); }
 };
 
-// Sums of squares of the parameters and, in the classic form, of the gradients, else of the new moments,
-// which are not stored. Lanes past the end of a short vector are 0 in all of them.
+// Sums of squares for the trust ratio: `params` of the parameters, `updates` of the new moments, which are
+// not stored. In the classic form (memkern/reference/lars.py) the ratio is made of the gradients' norm
+// instead, and `updates` sums the gradients' squares. Lanes past the end of a short vector are 0.
 template <class P, StateKind Kind> Squares lars_norms(const LarsJob& job, int64_t begin, int64_t end) {
   const LarsScalars s = *job.scalars;
   SquareSum params, updates;
