@@ -1,6 +1,6 @@
-"""The README's picture and the tables of README, choosing.md and compiled.md, from the results.
+"""The README's tables and picture, and tables of docs/choosing.md, compiled.md and benchmarks.md, from the results.
 
-``python -m benchmarks table`` writes them, with the tables of docs/benchmarks.md.
+``python -m benchmarks table`` writes them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,17 @@ TIMES = (
     ("activation", "GELU, fp32, small", "memkern GELU, 3 bits", "torch GELU"),
 )
 PROCESSORS = {"amd-epyc": "AMD EPYC", "intel": "Intel Xeon"}  # by a part of the names of their results' files
-MODES = {"compress": "`compress(model)`"}  # of saved-models.csv: the words for each mode
+# ways of saving less, the modes of gpu-models.csv and gpu-compiled.csv: the words for each
+WAYS = {
+    "torch": "torch",
+    "checkpointing": "checkpoints of every block",
+    "compress": "`compress(model)`",
+    "half checkpointed": "checkpoints of every other block",
+    "torch.compile": "torch.compile",
+    "memkern.compile, 8 bits": "`memkern.compile(model, saved_bits=8)`",
+    "memkern.compile, exact": "`memkern.compile(model)`",
+    "torch.compile, budget 0.5": "torch.compile, `activation_memory_budget = 0.5`",
+}
 
 Rows = dict[tuple[str, ...], report.Row]
 
@@ -56,20 +66,20 @@ def _state(rows: Rows, case: str, contender: str) -> float:
     return float(rows[case, contender]["state_bytes_per_param"])
 
 
-def savings() -> Iterator[tuple[str, str, tuple[str, float], list[tuple[str, float]]]]:
-    """Each quantity, its unit, (torch's way, figure), and (way, figure) of each way to reduce it."""
+def savings() -> Iterator[tuple[str, str, float, list[tuple[str, float]]]]:
+    """Each quantity, its unit, its figure before, and (how, figure after) for each way to reduce it."""
     rows = next(iter(_topic("optim").values()))
     adam, lion = "AdamW, one tensor", "Lion, one tensor"
     yield (
         "optimizer state of AdamW",
         "bytes per parameter",
-        ("`torch.optim.AdamW`", _state(rows, adam, "torch AdamW fused")),
+        _state(rows, adam, "torch AdamW fused"),
         [("`AdamW8bit`", _state(rows, adam, "memkern AdamW8bit"))],
     )
     yield (
         "optimizer state of Lion",
         "bytes per parameter",
-        ("32-bit Lion", _state(rows, lion, "memkern Lion")),
+        _state(rows, lion, "memkern Lion"),
         [("`Lion8bit`", _state(rows, lion, "memkern Lion8bit"))],
     )
     block = _last("saved-bytes.csv", "width", "way")
@@ -77,7 +87,7 @@ def savings() -> Iterator[tuple[str, str, tuple[str, float], list[tuple[str, flo
     yield (
         "saved for the backward pass, GPT-2 block (width 768, fp32)",
         "kB per token",
-        ("as it is", kb["as it is (gelu_new)"]),
+        kb["as it is (gelu_new)"],
         [
             ("torch's fused GELU in it", kb["torch's fused tanh-GELU"]),
             ("`compress(model)`", kb["compress, 3 bits"]),
@@ -85,12 +95,12 @@ def savings() -> Iterator[tuple[str, str, tuple[str, float], list[tuple[str, flo
     )
     compiled = _last("saved-compiled.csv", "model", "precision", "mode")
     for model, precision in (("GPT-2", "fp32"), ("Llama", "fp32"), ("Llama", "bf16 autocast")):
-        by_mode = {mode: compiled[model, precision, mode] for mode in COMPILED}
+        by_mode = {mode: compiled[model, precision, mode] for mode in COMPILED_MODES}
         kilobytes = {mode: float(row["saved_per_token"]) / 1000 for mode, row in by_mode.items()}
         yield (
             f"saved for the backward pass, {model}-like model (4 layers, {precision})",
             "kB per token",
-            ("as it is", kilobytes["compiled"] / float(by_mode["compiled"]["share"])),  # the share is of torch's bytes
+            kilobytes["compiled"] / float(by_mode["compiled"]["share"]),  # torch's bytes: the share is of them
             [
                 ("torch.compile", kilobytes["compiled"]),
                 ("`memkern.compile(model)`", kilobytes["exact"]),
@@ -103,14 +113,14 @@ def savings() -> Iterator[tuple[str, str, tuple[str, float], list[tuple[str, flo
             yield (
                 "GPT-2-XL, peak of the process (before: weights, gradients and states alone)",
                 "GiB",
-                ("fp32 weights and AdamW", XL_PARAMETERS * FP32_ADAMW_BYTES / 2**30),
+                XL_PARAMETERS * FP32_ADAMW_BYTES / 2**30,
                 [("`train --fit 9GiB`", float(run["peak_rss_gib"]))],
             )
 
 
 def saves_table() -> str:
     lines = ["| | before | after | by |", "|---|---:|---:|---|"]
-    for quantity, unit, (_, before), ways in savings():
+    for quantity, unit, before, ways in savings():
         for i, (how, after) in enumerate(ways):
             digits = ".2f" if before < 30 else ".1f"
             cells = [f"{quantity}: {unit}", f"{before:{digits}}"] if i == 0 else ["", ""]
@@ -153,13 +163,12 @@ def models_table() -> str:
     rows = _last("saved-models.csv", "model", "precision", "tokens", "mode")
     heads = [f"{name}: median | worst" for name in ("saved bytes left", "peak of a step", "gradient error")]
     lines = [f"| | precision | {' | '.join(heads)} |", "|---|---|" + "---:|---|" * len(heads)]
-    for mode, title in MODES.items():
-        for precision in ("fp32", "bf16 autocast", "bf16"):
-            selected = {case: row for case, row in rows.items() if case[1] == precision and case[3] == mode}
-            cells = [title, precision]
-            for figure in ("share", "peak_share", "gradient_error"):
-                cells += _median_and_worst({case: float(row[figure]) for case, row in selected.items()}, figure)
-            lines.append("| " + " | ".join(cells) + " |")
+    for precision in ("fp32", "bf16 autocast", "bf16"):
+        selected = {case: row for case, row in rows.items() if case[1] == precision and case[3] == "compress"}
+        cells = [WAYS["compress"], precision]
+        for figure in ("share", "peak_share", "gradient_error"):
+            cells += _median_and_worst({case: float(row[figure]) for case, row in selected.items()}, figure)
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
@@ -228,18 +237,9 @@ def gpu_table() -> str:
     return "\n".join(lines)
 
 
-COMPILED = ("compiled", "exact", "8")  # modes of saved-compiled.csv: torch.compile, and memkern.compile's saved_bits
+# modes of saved-compiled.csv: torch.compile, and memkern.compile by its saved_bits
+COMPILED_MODES = ("compiled", "exact", "8")
 GPU_BYTES = ("saved_mib", "peak_mib")
-GPU_MODES = {  # of gpu-models.csv and gpu-compiled.csv: the words for each mode
-    "torch": "torch",
-    "checkpointing": "checkpoints of every block",
-    **MODES,
-    "half checkpointed": "checkpoints of every other block",
-    "torch.compile": "torch.compile",
-    "memkern.compile, 8 bits": "`memkern.compile(model, saved_bits=8)`",
-    "memkern.compile, exact": "`memkern.compile(model)`",
-    "torch.compile, budget 0.5": "torch.compile, `activation_memory_budget = 0.5`",
-}
 
 
 def gpu_models_table(name: str = "gpu-models.csv") -> str:
@@ -260,7 +260,7 @@ def gpu_models_table(name: str = "gpu-models.csv") -> str:
         error = f"{100 * float(row['gradient_error']):.1f} %" if row["gradient_error"] else ""
         ms = float(row["ms"])
         times = f"{ms:.1f}", f"{ms / float(torchs['ms']):.2f}", f"{float(row['kernels_ms']):.1f}"
-        cells = [title, GPU_MODES[mode], *times, *memory, error]
+        cells = [title, WAYS[mode], *times, *memory, error]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -289,8 +289,9 @@ def compiled_table() -> str:
     for title, group in [*((model, [model]) for model in models), ("median", models)]:
         cells = [title]
         for precision in shown:
-            by_mode = {mode: [rows[model, precision, mode] for model in group] for mode in COMPILED}
-            cells += [f"{statistics.median(float(row['share']) for row in by_mode[mode]):.3f}" for mode in COMPILED]
+            by_mode = {mode: [rows[model, precision, mode] for model in group] for mode in COMPILED_MODES}
+            shares = (statistics.median(float(row["share"]) for row in by_mode[mode]) for mode in COMPILED_MODES)
+            cells += [f"{share:.3f}" for share in shares]
             cells.append(f"{100 * statistics.median(float(row['gradient_error']) for row in by_mode['8']):.1f} %")
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -299,9 +300,9 @@ def compiled_table() -> str:
 def compiled_nets_table() -> str:
     """What compiled models save, for those that have been counted in fp32 alone."""
     rows = _compiled_rows(["fp32"])
-    lines = ["| fp32 | compiled | exact | 8 bits | error |", "|---|" + "---:|" * (len(COMPILED) + 1)]
+    lines = ["| fp32 | compiled | exact | 8 bits | error |", "|---|" + "---:|" * (len(COMPILED_MODES) + 1)]
     for model in dict.fromkeys(key[0] for key in rows):
-        shares = [f"{float(rows[model, 'fp32', mode]['share']):.3f}" for mode in COMPILED]
+        shares = [f"{float(rows[model, 'fp32', mode]['share']):.3f}" for mode in COMPILED_MODES]
         error = f"{100 * float(rows[model, 'fp32', '8']['gradient_error']):.1f} %"
         lines.append("| " + " | ".join([model, *shares, error]) + " |")
     return "\n".join(lines)
@@ -329,7 +330,8 @@ def compiled_blocks_table() -> str:
 
 Points = dict[str, dict[str, tuple[float, float, float]]]
 """By model and way of saving less: the time of a step, its peak, and what is saved, each over torch's own."""
-CPU_MODES = {  # (mode, budget) of lab.studies.compiled_steps --ways: the key in GPU_MODES
+# (mode, budget) of lab.studies.compiled_steps --ways, in compiled-steps.csv: the key in WAYS
+WAY_OF_COMPILED_STEP = {
     ("eager", ""): "torch",
     ("checkpointing", ""): "checkpointing",
     ("torch", ""): "torch.compile",
@@ -342,15 +344,19 @@ CPU_MODES = {  # (mode, budget) of lab.studies.compiled_steps --ways: the key in
 
 
 def gpu_points() -> Points:
-    """The points of models on a GPU: of those in gpu-compiled.csv, with their rows of gpu-models.csv added."""
+    """The points of the models in gpu-compiled.csv, from their rows there and in gpu-models.csv.
+
+    Left out are small models, whose steps take the CPU's time (lab/gpu/models.py).
+    """
     points: Points = {}
     for name in ("gpu-compiled.csv", "gpu-models.csv"):
         rows = _last(name, "model", "precision", "mode")
         for (model, precision, mode), row in rows.items():
-            if not model.startswith("small") and (name == "gpu-compiled.csv" or f"{model}, {precision}" in points):
+            title = f"{model}, {precision}"
+            if not model.startswith("small") and (name == "gpu-compiled.csv" or title in points):
                 torchs = rows[model, precision, "torch"]
                 time, peak, saved = (float(row[x]) / float(torchs[x]) for x in ("ms", "peak_mib", "saved_mib"))
-                points.setdefault(f"{model}, {precision}", {}).setdefault(mode, (time, peak, saved))
+                points.setdefault(title, {}).setdefault(mode, (time, peak, saved))
     return points
 
 
@@ -360,7 +366,7 @@ def cpu_points() -> Points:
     points: Points = {}
     for model, precision in dict.fromkeys((key[0], key[1]) for key in rows if key[2] == "checkpointing"):
         torchs = rows[model, precision, "eager", ""]
-        for (way, budget), mode in CPU_MODES.items():
+        for (way, budget), mode in WAY_OF_COMPILED_STEP.items():
             row = rows[model, precision, way, budget]
             time, peak, saved = (
                 float(row[x]) / float(torchs[x]) for x in ("time_ratio", "peak_per_token", "saved_per_token")
@@ -377,7 +383,7 @@ def _ways_table(models: Points) -> str:
     ]
     for mode in modes:
         cells = [" / ".join(f"{share:.2f}" for share in p[mode]) if mode in p else "" for p in models.values()]
-        lines.append("| " + " | ".join([GPU_MODES[mode], *cells]) + " |")
+        lines.append("| " + " | ".join([WAYS[mode], *cells]) + " |")
     return "\n".join(lines)
 
 
@@ -435,7 +441,7 @@ def draw(path: Path = PICTURE) -> Path:
         for axes, (model, points) in zip(row, models.items(), strict=False):
             for mode, (time, peak, _) in points.items():
                 ours = mode.startswith(("memkern", "compress"))
-                label = GPU_MODES[mode].replace("`", "")
+                label = WAYS[mode].replace("`", "")
                 axes.plot(peak, time, "osDv^P*X"[modes.index(mode)], color=OURS if ours else OTHERS, label=label)
             axes.set_title(f"{machine_name}: {model}", fontsize=10)
             axes.set_xlim(0, 1.15)
