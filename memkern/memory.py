@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# What may exist before the measured call: the types of the functions' ``held``.
+# The types of the arguments ``held``: what exists before the measured call.
 Held = Tensor | nn.Module | torch.optim.Optimizer
 _PLAIN = {Tensor, nn.Parameter, FakeTensor}
 """Types without tensors inside, for which looking up an attribute that they lack takes long."""
@@ -92,7 +92,7 @@ def _held_tensors(held: Iterable[Held]) -> Iterator[Any]:
 
 @dataclasses.dataclass(eq=False)
 class Storage:
-    """A storage's bytes, and when it was allocated and freed, as :class:`LiveBytes`' ``clock`` counts."""
+    """A storage's bytes. It is alive from clock ``born`` of :class:`LiveBytes` on, and no longer at clock ``died``."""
 
     size: int
     born: int
@@ -142,7 +142,7 @@ class LiveBytes(TorchDispatchMode):
             del self._known[key]
             if entry is not None:
                 self.live -= entry.size
-                entry.died = self.clock + 1  # it was alive when the last operator returned
+                entry.died = self.clock + 1  # still alive at the clock itself
 
         self._known[key] = weakref.ref(storage, freed), entry
         if entry is not None:
@@ -165,9 +165,9 @@ class LiveBytes(TorchDispatchMode):
         self._track(_tensors((args, kwargs)), counted=False)
         out = run(func, args, kwargs)
         count_before = len(self.storages)
-        self.clock += 1
+        self.clock += 1  # the clock at which what the operator allocates is alive first
         self._track(_tensors(out), counted=True)
-        if len(self.storages) == count_before:
+        if len(self.storages) == count_before:  # the operator has allocated nothing, and does not count
             self.clock -= 1
         else:
             self._on_operator(func, args, kwargs, out)
@@ -252,10 +252,10 @@ def saved_bytes(fn: Callable[[], Any], *held: Held) -> int:
 
 
 def return_freed_memory() -> None:
-    """Makes glibc return what is free now, and each block of 64 KiB or more when it is freed, as predictions assume.
+    """Makes glibc return to the system what is free now, and from now on each block of 64 KiB or more when it is freed.
 
-    By default glibc raises this threshold up to 32 MiB as large blocks are freed, and keeps freed blocks below it: most
-    activations of a training step. No effect on other systems.
+    Predictions of :func:`memkern.plan` assume this. By default glibc raises the threshold up to 32 MiB as large blocks
+    are freed, and keeps freed blocks below it: most activations of a training step. No effect on other systems.
     """
     gc.collect()
     library = ctypes.CDLL(None) if sys.platform.startswith("linux") else None

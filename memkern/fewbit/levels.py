@@ -1,9 +1,10 @@
-"""The quantizer of an activation's derivative: a table of levels, and the thresholds in x that choose among them.
+"""What an activation saves in place of x for its derivative d: codes by :class:`Levels`, or one bit with the output by
+:class:`TwoBranch`.
 
-With ``u = x``, or ``u = |x|`` where the derivative is even or odd about a value, the code of an element is the XOR of
-``flips[i]`` over all i with ``thresholds[i] < u`` (in fp32). Where the derivative is odd about a value, ``x < 0`` also
-flips the code's top bit. The backward pass takes ``levels[code]`` for the derivative. So the backward kernel is the
-same for every activation, and an activation adds a table.
+Levels: the code of an element is the XOR of ``flips[i]`` over all i with ``thresholds[i] < u`` (in fp32). u is x, or
+``|x|`` where d is even, ``d(-x) = d(x)``, or odd but for a constant, ``d(-x) = 2 d(0) - d(x)``. In the latter case
+``x < 0`` also flips the code's top bit. The backward pass takes ``levels[code]`` for the derivative. So the backward
+kernel is the same for every activation, and an activation adds a table.
 """
 
 from __future__ import annotations
@@ -97,9 +98,9 @@ def from_intervals(
 ) -> Levels:
     """The table that gives ``levels[indices[i]]`` to u between thresholds i - 1 and i.
 
-    levels: ascending; for an odd derivative those of x >= 0; those of x < 0 are ``center - level``.
+    levels: ascending; for an odd derivative those of x >= 0 alone. Those of x < 0 are then ``center - level``.
     """
-    start = gray(indices[0])  # a code of 0 before the first threshold, whatever its level
+    start = gray(indices[0])  # XORed to every code, so that code 0 is that of u below all thresholds
     by_code = [0.0] * len(levels)
     for i, level in enumerate(levels):
         by_code[gray(i) ^ start] = level
@@ -146,7 +147,8 @@ def elu_levels(table: Levels, alpha: float, scale: float = 1.0) -> Levels:
 def softplus_levels(table: Levels, beta: float, threshold: float) -> Levels:
     """The table of the logistic function, with 1 where ``beta * x > threshold``: there softplus is x itself.
 
-    A threshold in the table's last interval changes nothing: its level is the nearest there is, and no code is left.
+    A ``threshold`` above the table's own thresholds changes nothing: above these the table has its level nearest to 1,
+    and no code is left for 1 itself.
     """
     bounds = sorted({-t for t in table.thresholds} | {0.0, *table.thresholds})
     if threshold < bounds[-1]:

@@ -41,9 +41,9 @@ def chunked_loss(model: Any, batch: dict[str, Any], chunk: int) -> Tensor:
 
 
 def has_linear_head(source: Source) -> bool:
-    """Whether a model's logits are its output layer's of its last hidden states, which a loss in chunks takes them for.
+    """Whether a model's logits are its output layer's result for its last hidden states, as a loss in chunks assumes.
 
-    Models of masked tokens transform these, and some models scale or cap their logits.
+    Not so in models of masked tokens, which transform the hidden states first, and in models that scale or cap logits.
     """
     if isinstance(source, ConfiguredModel) and (source.depth or 0) > FEW:
         source = source.with_depth(FEW)
@@ -77,12 +77,15 @@ def _is_same(x: Tensor, y: Tensor) -> bool:
 
 
 def traces(source: Source, techniques: Techniques, device: str) -> tuple[list[Trace], int]:
-    """The first two arguments of :func:`memkern.planner.trace.peaks`: traces of few blocks where a model has like ones,
-    and how many blocks the model has more than the first trace."""
+    """The arguments ``traces`` and ``more_blocks`` of :func:`memkern.planner.trace.peaks`.
+
+    A model whose blocks are alike is traced with few of them.
+    """
     if techniques.loss_chunk and not source.is_language_model:
         raise not_allowed("loss_chunk", techniques.loss_chunk, "None for a model that is no language model")
     if isinstance(source, ConfiguredModel):
-        with contextlib.suppress(Exception):  # the model's own, where other sizes depend on the number of blocks
+        # A model's own code may raise anything where its other sizes are for another depth. Then all blocks are traced.
+        with contextlib.suppress(Exception):
             few = _trace_equal_blocks(source, techniques, device) or _trace_like_kinds(source, techniques, device)
             if few is not None:
                 return few
@@ -220,7 +223,7 @@ def static_bytes(source: Source, techniques: Techniques, device: str, *options: 
     """
     depth = source.depth
     if isinstance(source, ConfiguredModel) and depth is not None and depth > FEW + 1:
-        with contextlib.suppress(Exception):  # the model's own, where other sizes depend on the number of blocks
+        with contextlib.suppress(Exception):  # for the reason in traces()
             few, many = (
                 dataclasses.astuple(_static_bytes(source.with_depth(n), techniques, device, *options))
                 for n in (FEW, FEW + 1)

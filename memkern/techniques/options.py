@@ -154,8 +154,8 @@ class Techniques:
     optimizer: memkern's "adamw", "adam", "lion", "sgd" (momentum 0.9), "lamb", "lars" or "muon" (at AdamW's learning
         rate, by ``adjust_lr_fn="match_rms_adamw"``; AdamW for all that is no matrix); torch's "torch-adamw",
         "torch-adam" or "torch-sgd". state_bits: 32 or 8; torch's have 32.
-    master_weights: with bf16 weights; the rounding error of the weight in 16 bits (2 bytes per parameter: with the
-        weight fp32's bits) or in 8 (1), or None (0).
+    master_weights: for bf16 weights alone, what is kept of their rounding errors: "bf16+16", 16 bits (2 bytes per
+        parameter; a weight and its error have the bits of an fp32 number); "bf16+8", 8 bits (1 byte); None, nothing.
     activation_bits: 1 to 4 bits per element that activation functions save; None, torch's activations.
     linear_share: the share of the tokens from which linear layers compute their weights' gradients; None, all tokens
         (:class:`memkern.nn.RandomizedLinear`).
@@ -165,10 +165,10 @@ class Techniques:
     step_in_backward: each parameter is updated when its gradient is there, which is then freed; with one micro-batch
         only, and without clipping by the norm of all gradients.
     loss_chunk: classes whose logits are in memory at a time (:class:`memkern.nn.LinearCrossEntropy`); None, all.
-    offload: the optimizer's states and errors are on the host (:class:`memkern.optim.HostOffload`): "device" copies
-        them to the device for its step, which may be one in the backward pass. "cpu" steps there, and gradients go to
-        the host (with torch's optimizers they stay on the device); bf16 weights are there in fp32, or with
-        ``master_weights`` in 16 or 8 bits as these. None, on the device.
+    offload: keeps the optimizer's states and errors on the host (:class:`memkern.optim.HostOffload`). "device" copies
+        them to the device, which takes the step; it may be a step in the backward pass. "cpu" takes the step on the
+        host; gradients go there, but stay on the device with torch's optimizers. The host has a copy of the weights,
+        of bf16 ones in fp32 or, with ``master_weights``, in bf16 with their errors. None keeps all on the device.
     weights_on_host: "layers" keeps weights, gradients and states on the host. A block's weights are on the device while
         the block runs, forward and backward, and the optimizer steps on the host. None, all weights on the device.
     compile: every block is compiled by itself; ``saved_bits``, ``activation_bits`` and ``memory_budget`` are those of
@@ -222,7 +222,7 @@ class Techniques:
         False, "compile every block; --saved-bits and --activation-bits are for what the graphs save", (False, True)
     )
     memory_budget: float | None = option(
-        None, "with --compile, the share of what torch.compile saves that is saved, at most 1", SHARE
+        None, "with --compile, save at most this share, up to 1, of what torch.compile saves", SHARE
     )
     micro_batch: int = option(1, "sequences in a forward pass", at_least(1))
     accumulation: int = option(1, "forward passes in an optimizer step", at_least(1))
