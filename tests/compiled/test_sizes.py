@@ -1,4 +1,8 @@
-"""Symbolic sizes: what a graph saves does not depend on the sizes of the call that it was made for."""
+"""Symbolic sizes: what a graph saves does not depend on the sizes of the call that it was made for.
+
+Means of few rows and budgets in bytes are exceptions: where sizes leave the range for which a graph is right, another
+graph is made.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ WIDTH = 64
 
 
 class Frozen(Block):
-    """down is frozen and saves no input, so that the GELU before it can save few bits."""
+    """A frozen ``down`` does not save its input, the GELU's output, so that few bits for the GELU's derivative do."""
 
     def __init__(self) -> None:
         super().__init__(WIDTH)
@@ -35,7 +39,7 @@ CASES: dict[str, tuple[type[Block], dict[str, Any], tuple[str, ...]]] = {
     "exact": (Block, {"bits": "exact"}, ()),
     "half": (Block, {"bits": 8, "memory_budget": 0.5}, ("quantize_blockwise",)),
     "by hand, 8 bits": (ByHand, {"bits": 8}, ("quantize_blockwise", "few_bit_encode")),
-    "by hand, products again": (ByHand, {"bits": "exact", "memory_budget": 0.1}, ()),
+    "by hand, attention's products computed again": (ByHand, {"bits": "exact", "memory_budget": 0.1}, ()),
     "few bits": (Frozen, {"bits": 8, "activations": 3}, ("quantize_blockwise", "few_bit_encode")),
 }
 SECOND_CALL = (8, 300)  # batch, tokens

@@ -79,18 +79,19 @@ def train_offloaded(
     build: Any, options: dict[str, Any], count: int, sizes: tuple[int, ...], dtype: torch.dtype, wrappers: Any
 ) -> list[dict[str, Any]]:
     """Parameters and states after ``count`` steps on a mesh of these sizes, for each wrapper of ``wrappers``."""
-    host_weights.BUCKET_ELEMENTS = 2000  # so that there are several
+    host_weights.BUCKET_ELEMENTS = 2000  # so that there are several buckets
     results = []
     for wrapper, wrapper_options in wrappers:
         model = sharded(Given(dtype), *sizes)
         optimizer = make(build, model, options, wrapper, **wrapper_options)
+        # max_grad_norm needs all gradients at once, in one bucket.
         assert len(optimizer._weights.buckets) > 1 or "max_grad_norm" in options
         steps(model, optimizer, 0, count)
         results.append(full_params_and_states(model, optimizer))
     return results
 
 
-# class, options
+# The optimizer that wraps the build: its class, and its own options.
 WRAPPERS = [
     (wrapper, {"offload_gradients": offload_gradients})
     for wrapper in (HostOffload, LateHostOffload)
@@ -194,7 +195,7 @@ def test_other_ranks_resume_bit_for_bit(
 
 
 class Rows(Given):
-    """A model of one matrix, whose shards are whole blocks."""
+    """A model of one matrix whose shards are whole blocks, as step_in_backward needs for 8-bit states of shards."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -203,7 +204,7 @@ class Rows(Given):
 
 
 def step_on_the_device(build: Any, options: dict[str, Any], in_backward: bool) -> Any:
-    device.BUCKET_BYTES = 3000  # so that there are several
+    device.BUCKET_BYTES = 3000  # so that there are several buckets
     model = sharded(Rows() if in_backward else Given())
     optimizer: Any = make(build, model, options, LateHostOffload, step_on="device", step_in_backward=in_backward)
     for step in range(3):
@@ -211,6 +212,7 @@ def step_on_the_device(build: Any, options: dict[str, Any], in_backward: bool) -
         assert not in_backward or all(p.grad is None for p in model.parameters())
         optimizer.step()
         optimizer.zero_grad()
+    # In several buckets; those of a step in the backward pass are not looked at.
     assert in_backward or len({state.region for state in optimizer.state.values()}) > 1
     return full_params_and_states(model, optimizer)
 

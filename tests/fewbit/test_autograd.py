@@ -1,4 +1,6 @@
-"""Few-bit activations save as many bits as they say; they work with autograd, autocast, checkpoints, torch.compile."""
+"""Few-bit activations save as many bits as they say; they work with autograd, autocast, checkpoints, torch.compile;
+their modules are torch's modules with few bits.
+"""
 
 import copy
 import functools
@@ -51,7 +53,7 @@ def test_each_pass_goes_through_the_dispatcher_once(keep: str) -> None:
     assert memkern_ops(backward) == [expected]
 
 
-def test_from_the_output_saves_it_and_a_bit() -> None:
+def test_keep_output_saves_the_output_and_one_bit_per_element() -> None:
     x = torch.randn(1000, 77, requires_grad=True)
     assert 0 <= saved_bytes(lambda: functional.gelu(x, keep="output")) - x.nbytes - x.numel() / 8 <= 64
 
@@ -78,7 +80,7 @@ def test_nothing_is_saved_without_a_gradient(name: str) -> None:
 
 
 @over_cpu
-def test_a_graph_is_walked_twice(backend: str) -> None:
+def test_backward_runs_twice_only_with_retain_graph(backend: str) -> None:
     x = torch.randn(500, requires_grad=True)
     with on(backend):
         y = functional.gelu(x)

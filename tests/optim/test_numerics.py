@@ -18,7 +18,7 @@ from tests.support.trained import trained
 @needs_cpp
 @pytest.mark.parametrize("build", [optim.AdamW8bit, *LAYERWISE], ids=name_of)
 def test_results_depend_neither_on_the_run_nor_on_the_number_of_threads(build: type) -> None:
-    # Layers that threads share, layers of one thread, and batches of layers.
+    # Layers that threads share, layers of one thread, and batches of layers; in C++ for any processor ("generic").
     shapes = [(300, 700), (40, 7), (200, 513), *[(33, 300)] * 20, (5,)]
     params = [hard(shape, i) for i, shape in enumerate(shapes)]
     before, runs = torch.get_num_threads(), []
@@ -38,7 +38,7 @@ PARITY = cases("parity")
 
 
 def run(build: Callable[..., Any], dtype: torch.dtype, options: dict[str, Any], steps: int = 20) -> tuple[Any, Tensor]:
-    """An optimizer and its parameter after steps with gradients that bf16 and fp16 can hold."""
+    """An optimizer and its parameter after some steps, whose gradients are the same numbers in every dtype."""
     x = torch.randn(64, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
     p = torch.nn.Parameter(x.to(dtype))
     optimizer = build([p], **options)
@@ -87,7 +87,7 @@ def test_8_bit_moves_parameters_as_torch_does_within_the_codecs_error(backend: s
     truth = run(spec.peer_of, torch.float64, options)[1]
     with on(backend):
         optimizer, p = run(spec.cls, torch.float32, options | {"state_bits": 8, "codec": codec})
-    assert {f"{next(iter(optimizer.moments))}_scale"} < {*next(iter(optimizer.state.values()))}
+    assert f"{next(iter(optimizer.moments))}_scale" in next(iter(optimizer.state.values()))  # moments are in codes
     error = (p - truth).norm() / (truth - start).norm()
     # Measured: .010 (power), .015 (dynamic). Lion moves by the sign, which the stored moment's error turns where the
     # sum is near 0: .056.

@@ -99,8 +99,8 @@ def test_a_step_compiled_after_a_layout_changed_has_the_bits_of_eager_mode(build
 @pytest.mark.parametrize(
     ("build", "options"), first_quick([(optim.AdamW8bit, {}), (optim.LARS, {}), (optim.AdamW, {"amsgrad": True})])
 )
-def test_several_groups_begin_in_a_compiled_step(build: type, options: dict[str, Any], edit: str | None) -> None:
-    """A step of several op calls looks at each parameter's state, also where that same step makes the state."""
+def test_first_step_of_several_groups_is_compiled(build: type, options: dict[str, Any], edit: str | None) -> None:
+    """The first step makes the states. With gaps, fp64 or amsgrad it takes several ops, each with its own states."""
 
     def train(compiles: bool) -> Any:
         params, group_options = make_params(), options
@@ -133,6 +133,7 @@ def test_a_layout_that_changes_after_compilation_raises() -> None:
     with pytest.raises(RuntimeError, match="must have its parameter's shape and strides"):
         step()
     assert_same(snapshot(optimizer), before)
+    # Neither a step of eager mode nor one that is compiled anew raises.
     optimizer.step()
     torch._dynamo.reset()
     compiled(optimizer)()
