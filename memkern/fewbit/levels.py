@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..quant.codec import EVEN, MAX_BITS, ODD, PLAIN, to_fp32
 
@@ -44,13 +45,6 @@ class Levels(NamedTuple):
     def derivative(self, x: Tensor) -> Tensor:
         """The level that the backward pass uses as the derivative at ``x``, in fp32."""
         return torch.tensor(self.levels, dtype=torch.float32, device=x.device)[self.codes(x).long()]
-
-    def level_at(self, x: float) -> float:
-        """The level at a number, computed without tensors: under any mode and defaults of torch."""
-        u, code = x if self.symmetry == PLAIN else abs(x), 0
-        for threshold, flip in zip(self.thresholds, self.flips, strict=True):
-            code ^= flip if u > threshold else 0
-        return self.levels[code ^ (1 << (self.bits - 1) if self.symmetry == ODD and x < 0 else 0)]
 
     def scaled(self, factor: float) -> Levels:
         """The table of f(factor * x) / factor."""
@@ -154,7 +148,9 @@ def softplus_levels(table: Levels, beta: float, threshold: float) -> Levels:
     if threshold < bounds[-1]:
         bounds = [*(t for t in bounds if t < threshold), threshold]
         middles = [bounds[0] - 1, *((a + b) / 2 for a, b in pairwise(bounds))]
-        levels = [*map(table.level_at, middles), 1.0]
+        with _disable_current_modes():  # of fake tensors, which have no values
+            x = torch.tensor(middles, dtype=torch.float32, device="cpu")
+            levels = [*table.derivative(x).tolist(), 1.0]
         unused = [1.0] * (2**table.bits - len(levels))
         table = from_intervals(table.bits, [*levels, *unused], bounds, range(len(levels)))
     return table.scaled(beta)
