@@ -65,7 +65,7 @@ def activate_and_encode(x: Tensor, activation: Activation) -> tuple[Tensor, Tens
     """The activation of ``x``, and its codes, which are in the memory order of the result."""
     if activation.name not in _NOT_FUSED and (x.is_contiguous() or is_dense(x.shape, x.stride())):
         return _ops.few_bit_forward(x, activation)
-    version = x._version if is_eager() else None
+    version = x._version if is_eager() and not x.is_inference() else None  # inference tensors have none
     y = activation.forward(x)
     if y.shape != x.shape:
         raise ValueError(f"fn must work elementwise: {tuple(x.shape)} given, {tuple(y.shape)} came back")

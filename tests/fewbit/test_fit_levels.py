@@ -212,6 +212,14 @@ def test_few_bit_refuses_a_function_in_place() -> None:
     assert torch.equal(module(x.detach().clone()), x.sin())
 
 
+def test_few_bit_takes_inference_tensors() -> None:
+    """They have no version counter, and may require gradients."""
+    module = nn.few_bit(torch.sin, torch.cos)
+    with torch.inference_mode():
+        x = torch.ones(4, requires_grad=True)
+    assert_same(module(x), torch.sin(x))
+
+
 def test_few_bit_refuses_what_is_not_elementwise() -> None:
     module = nn.FewBit(lambda x: x.sum(0), LEVELS["gelu", 3])
     with pytest.raises(ValueError, match="fn must work elementwise"):
