@@ -104,6 +104,16 @@ def from_intervals(
     return Levels(bits, tuple(by_code), tuple(thresholds), tuple(flips), symmetry)
 
 
+def from_steps(bits: int, symmetry: int, steps: Sequence[float], thresholds: Sequence[float]) -> Levels:
+    """The table that gives ``steps[i]`` to u between thresholds i - 1 and i.
+
+    For an odd derivative, whose levels of x < 0 are ``1 - step``, to six decimals.
+    """
+    levels = sorted({*steps})
+    table = from_intervals(bits, levels, thresholds, [*map(levels.index, steps)], symmetry, 1.0)
+    return table._replace(levels=tuple(round(level, 6) for level in table.levels))
+
+
 def below(x: float) -> float:
     """The largest fp32 number under ``x``, so that ``u > below(x)`` is ``u >= x``."""
     fp32, down = (torch.tensor(y, dtype=torch.float32, device="cpu") for y in (x, -torch.inf))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -127,7 +129,7 @@ def _main() -> None:
         '"""The tables of all activations. Written by ``python -m memkern.fewbit.make_tables``: change that file."""',
         "",
         "from ..quant.codec import EVEN, ODD, PLAIN",
-        "from .levels import Levels, TwoBranch",
+        "from .levels import Levels, TwoBranch, from_steps",
         "",
         "# fmt: off",
         "LEVELS: dict[tuple[str, int], Levels] = {",
@@ -137,16 +139,11 @@ def _main() -> None:
         for bits in range(1, MAX_BITS + 1):
             fit = fit_table(name, bits)
             errors = ", ".join(f"s={s:g}: {1e3 * error:.3f}" for s, error in fit.errors.items())
-            table = fit.levels
-            numbers = ", ".join(map(repr, table[:4]))
-            one_line = f'    ("{name}", {bits}): Levels({numbers}, {symmetries[table.symmetry]}),'
-            wrapped = [
-                f'    ("{name}", {bits}): Levels(',
-                f"        {bits},",
-                *(row for numbers in table[1:4] for row in _wrapped(numbers)),
-                f"        {symmetries[table.symmetry]},",
-                "    ),",
-            ]
+            table, symmetry = fit.levels, symmetries[fit.levels.symmetry]
+            steps = tuple(table.levels[code] for code in itertools.accumulate(table.flips, operator.xor, initial=0))
+            begin = f'    ("{name}", {bits}): from_steps({bits}, {symmetry},'
+            one_line = f"{begin} {steps}, {table.thresholds}),"
+            wrapped = [begin, *_wrapped(steps), *_wrapped(table.thresholds), "    ),"]
             lines.append(f"    # error times 1e-3, x ~ N(0, s^2): {errors}")
             lines += [one_line] if len(one_line) <= MAX_LINE else wrapped
     lines += ["}", "TWO_BRANCHES: dict[str, TwoBranch] = {"]
