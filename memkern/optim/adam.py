@@ -8,7 +8,6 @@ from torch import Tensor
 
 from ..schemas import ADAM_STEP, AMSGRAD_STEP, StepOp
 from .base import BlockwiseOptimizer
-from .checks import check_torch_options
 from .format import Format
 from .shared_options import DEFAULTS_8BIT, SharedOptions
 
@@ -100,18 +99,7 @@ class Adam(BlockwiseOptimizer):
         decoupled_weight_decay: bool = False,
         **options: Unpack[SharedOptions],
     ) -> None:
-        check_torch_options(type(self).__name__, differentiable=differentiable)
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "amsgrad": amsgrad,
-            "maximize": maximize,
-            "decoupled_weight_decay": decoupled_weight_decay,
-            "capturable": capturable,
-        }
-        super().__init__(params, defaults, options)
+        super().__init__(params, locals(), options)
 
     def _op_of(self, group: dict[str, Any]) -> StepOp:
         return AMSGRAD_STEP if group["amsgrad"] else ADAM_STEP
@@ -161,35 +149,17 @@ class AdamW(Adam):
         fused: bool | None = None,
         **options: Unpack[SharedOptions],
     ) -> None:
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            foreach=foreach,
-            maximize=maximize,
-            capturable=capturable,
-            differentiable=differentiable,
-            fused=fused,
-            decoupled_weight_decay=True,
-            **options,
-        )
+        super(Adam, self).__init__(params, {**locals(), **self.fixed_options}, options)
 
 
 class Adam8bit(Adam):
     """Adam with block-wise 8-bit states: :class:`Adam`, where state_bits is 8 unless it is given.
 
     Args:
-        params, lr, betas, eps, weight_decay, amsgrad, maximize: as in torch.optim.Adam.
-        foreach, fused: accepted and ignored. differentiable: must be False. capturable: for CUDA graphs.
-        decoupled_weight_decay: decay as AdamW does. Default False.
+        params, lr, betas, eps, weight_decay, amsgrad, maximize, foreach, fused, differentiable, capturable,
+            decoupled_weight_decay: as for :class:`Adam`.
         state_bits: default 8; 32 for moments in fp32.
-        block_size, codec, min_8bit_size: how moments are stored, see :class:`Adam`; tensors with fewer than
-            ``min_8bit_size`` elements (1-D ones: 16 times as many) keep fp32.
-        max_grad_norm: clips all gradients together to this norm inside the step. Default None.
-        master_weights, stochastic_rounding: for bf16 parameters, see :class:`Adam`. Default None, False.
+        block_size, codec, min_8bit_size, max_grad_norm, master_weights, stochastic_rounding: as for :class:`Adam`.
 
     Takes 2 + 8 / block_size bytes per parameter; formula, state, errors and sources: :class:`Adam`.
     """

@@ -23,6 +23,7 @@ from .checks import (
     check_norm_of_group,
     check_param,
     make_plain,
+    own_options,
     place_lr,
 )
 from .dtensor import collectives, shards
@@ -62,10 +63,10 @@ class BlockwiseOptimizer(Optimizer):
         super().__init_subclass__(**options)
         cls.__signature__ = full_signature(cls.__init__, cls.option_defaults)
 
-    def __init__(self, params: Any, defaults: dict[str, Any], options: SharedOptions) -> None:
-        """``defaults``: the class's own options. ``options``: the shared ones that were given."""
+    def __init__(self, params: Any, arguments: dict[str, Any], options: SharedOptions) -> None:
+        """``arguments``: ``locals()`` of the class's own. ``options``: the shared ones that were given."""
         check_names(getattr(type(self), "optimizer_class", type(self)).__name__, options)
-        defaults = {**defaults, **self.option_defaults, **options}
+        defaults = {**own_options(arguments, DEFAULTS), **self.option_defaults, **options}
         make_plain(defaults, defaults)
         super().__init__(params, defaults)
         self.state = defaultdict(State, self.state)

@@ -18,12 +18,21 @@ from . import weights
 from .dtensor.shards import check_placements
 from .format import Format, check_state_bits
 
+UNSUPPORTED = {"differentiable": False, "grad_averaging": True, "caution": False, "corrected_weight_decay": False}
+"""Options of torch.optim's and timm's optimizers, with the only value that memkern's have."""
 
-def check_torch_options(optimizer: str, **options: bool) -> None:
-    """Raises ValueError for options of torch.optim's that are set but not supported."""
-    for name, value in options.items():
-        if value:
-            raise ValueError(f"memkern.optim.{optimizer} does not support {name}={value!r}; leave it False")
+
+def own_options(arguments: dict[str, Any], others: Iterable[str]) -> dict[str, Any]:
+    """The options among the ``locals()`` of a class's ``__init__``, without those that are ignored, and without others.
+
+    Raises ValueError for options that are set but not supported.
+    """
+    for name, only in UNSUPPORTED.items():
+        if bool(value := arguments.get(name, only)) != only:
+            optimizer = type(arguments["self"]).__name__
+            raise ValueError(f"memkern.optim.{optimizer} does not support {name}={value!r}; leave it {only}")
+    left_out = {"self", "__class__", "params", "options", "foreach", "fused", *UNSUPPORTED, *others}
+    return {name: value for name, value in arguments.items() if name not in left_out}
 
 
 READ_AT_EACH_STEP = ("lr", "betas", "eps", "weight_decay", "momentum", "dampening", "trust_coeff")

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ..schemas import LAMB_STEP
-from .checks import check_torch_options
 from .layerwise import LayerwiseOptimizer
 from .shared_options import DEFAULTS_8BIT, StorageOptions
 
@@ -93,46 +92,19 @@ class LAMB(LayerwiseOptimizer):
         fused: bool | None = None,
         **options: Unpack[StorageOptions],
     ) -> None:
-        check_torch_options(
-            type(self).__name__,
-            caution=caution,
-            corrected_weight_decay=corrected_weight_decay,
-            differentiable=differentiable,
-        )
-        if not grad_averaging:
-            raise ValueError(
-                f"memkern.optim.{type(self).__name__} does not support grad_averaging=False; leave it True"
-            )
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "trust_clip": trust_clip,
-            "always_adapt": always_adapt,
-            "decoupled_decay": decoupled_decay,
-            "layers": layers,
-            "trust_bounds": trust_bounds,
-            "maximize": maximize,
-            "capturable": capturable,
-        }
-        super().__init__(params, defaults, {**options, "max_grad_norm": max_grad_norm})
+        super().__init__(params, locals(), {**options, "max_grad_norm": max_grad_norm})
 
 
 class LAMB8bit(LAMB):
     """LAMB with block-wise 8-bit states: :class:`LAMB`, where state_bits is 8 unless it is given.
 
     Args:
-        params, lr, bias_correction, betas, eps, weight_decay, trust_clip, always_adapt, decoupled_decay, layers,
-            trust_bounds, maximize: as for :class:`LAMB`.
-        grad_averaging, caution, corrected_weight_decay, differentiable: must keep their defaults.
-        foreach, fused: accepted and ignored. capturable: for CUDA graphs.
+        params, lr, bias_correction, betas, eps, weight_decay, grad_averaging, trust_clip, always_adapt, caution,
+            decoupled_decay, corrected_weight_decay, layers, trust_bounds, maximize, foreach, fused, differentiable,
+            capturable: as for :class:`LAMB`.
         state_bits: default 8; 32 for moments in fp32.
-        block_size, codec, min_8bit_size: how moments are stored, see :class:`Adam`; tensors with fewer than
-            ``min_8bit_size`` elements (1-D ones: 16 times as many) keep fp32.
-        max_grad_norm: clips all gradients together to this norm inside the step. Default None.
-        master_weights, stochastic_rounding: for bf16 parameters, see :class:`Adam`. Default None, False.
+        block_size, codec, min_8bit_size, max_grad_norm, master_weights, stochastic_rounding: as for
+            :class:`memkern.optim.Adam`.
 
     Takes 2 + 8 / block_size bytes per parameter; formula, state, errors and source: :class:`LAMB`.
     """

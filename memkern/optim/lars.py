@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ..schemas import LARS_STEP
-from .checks import check_momentum, check_torch_options, number
+from .checks import check_momentum, number
 from .layerwise import LayerwiseOptimizer
 from .shared_options import DEFAULTS_8BIT, SharedOptions
 
@@ -99,23 +99,7 @@ class LARS(LayerwiseOptimizer):
         fused: bool | None = None,
         **options: Unpack[SharedOptions],
     ) -> None:
-        check_torch_options(type(self).__name__, differentiable=differentiable)
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-            "trust_coeff": trust_coeff,
-            "eps": eps,
-            "trust_clip": trust_clip,
-            "always_adapt": always_adapt,
-            "layers": layers,
-            "trust_bounds": trust_bounds,
-            "maximize": maximize,
-            "capturable": capturable,
-        }
-        super().__init__(params, defaults, options)
+        super().__init__(params, locals(), options)
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
@@ -139,13 +123,10 @@ class LARS8bit(LARS):
 
     Args:
         params, lr, momentum, dampening, weight_decay, nesterov, trust_coeff, eps, trust_clip, always_adapt, layers,
-            trust_bounds, maximize: as for :class:`LARS`.
-        foreach, fused: accepted and ignored. differentiable: must be False. capturable: for CUDA graphs.
+            trust_bounds, maximize, foreach, fused, differentiable, capturable: as for :class:`LARS`.
         state_bits: default 8; 32 for moments in fp32.
-        block_size, codec, min_8bit_size: how the momentum is stored, see :class:`Adam`; tensors with fewer than
-            ``min_8bit_size`` elements (1-D ones: 16 times as many) keep fp32.
-        max_grad_norm: clips all gradients together to this norm inside the step. Default None.
-        master_weights, stochastic_rounding: for bf16 parameters, see :class:`Adam`. Default None, False.
+        block_size, codec, min_8bit_size, max_grad_norm, master_weights, stochastic_rounding: as for
+            :class:`memkern.optim.Adam`.
 
     Takes 1 + 4 / block_size bytes per parameter; formulas, state, errors and sources: :class:`LARS`.
     """

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from ..schemas import LION_STEP
 from .base import BlockwiseOptimizer
-from .checks import check_torch_options
 from .shared_options import DEFAULTS_8BIT, SharedOptions
 
 if TYPE_CHECKING:
@@ -65,28 +64,17 @@ class Lion(BlockwiseOptimizer):
         fused: bool | None = None,
         **options: Unpack[SharedOptions],
     ) -> None:
-        check_torch_options(type(self).__name__, differentiable=differentiable)
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "weight_decay": weight_decay,
-            "maximize": maximize,
-            "capturable": capturable,
-        }
-        super().__init__(params, defaults, options)
+        super().__init__(params, locals(), options)
 
 
 class Lion8bit(Lion):
     """Lion with a block-wise 8-bit state: :class:`Lion`, where state_bits is 8 unless it is given.
 
     Args:
-        params, lr, betas, weight_decay, maximize: as for :class:`Lion`.
-        foreach, fused: accepted and ignored. differentiable: must be False. capturable: for CUDA graphs.
+        params, lr, betas, weight_decay, maximize, foreach, fused, differentiable, capturable: as for :class:`Lion`.
         state_bits: default 8; 32 for moments in fp32.
-        block_size, codec, min_8bit_size: how the moment is stored, see :class:`Adam`; tensors with fewer than
-            ``min_8bit_size`` elements (1-D ones: 16 times as many) keep fp32.
-        max_grad_norm: clips all gradients together to this norm inside the step. Default None.
-        master_weights, stochastic_rounding: for bf16 parameters, see :class:`Adam`. Default None, False.
+        block_size, codec, min_8bit_size, max_grad_norm, master_weights, stochastic_rounding: as for
+            :class:`memkern.optim.Adam`.
 
     Takes 1 + 4 / block_size bytes per parameter; formula, state, errors and source: :class:`Lion`.
     """

@@ -109,22 +109,9 @@ class Muon(BlockwiseOptimizer):
         maximize: bool = False,
         **options: Unpack[SharedOptions],
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "ns_coefficients": ns_coefficients,
-            "eps": eps,
-            "ns_steps": ns_steps,
-            "adjust_lr_fn": adjust_lr_fn,
-            "split": split,
-            "algorithm": algorithm,
-            "maximize": maximize,
-            "capturable": False,
-        }
         self._betas = betas
-        super().__init__(params, defaults, options)
+        del betas  # not among the defaults: see add_param_group
+        super().__init__(params, {**locals(), "capturable": False}, options)
 
     # ---- groups
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..schemas import SGD_STEP
 from .base import BlockwiseOptimizer
-from .checks import check_momentum, check_torch_options
+from .checks import check_momentum
 from .shared_options import DEFAULTS_8BIT, SharedOptions
 
 if TYPE_CHECKING:
@@ -69,17 +69,7 @@ class SGD(BlockwiseOptimizer):
         fused: bool | None = None,
         **options: Unpack[SharedOptions],
     ) -> None:
-        check_torch_options(type(self).__name__, differentiable=differentiable)
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-            "maximize": maximize,
-            "capturable": capturable,
-        }
-        super().__init__(params, defaults, options)
+        super().__init__(params, locals(), options)
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
@@ -92,13 +82,11 @@ class SGD8bit(SGD):
     """SGD with a block-wise 8-bit momentum: :class:`SGD`, where state_bits is 8 unless it is given.
 
     Args:
-        params, lr, momentum, dampening, weight_decay, nesterov, maximize: as for :class:`SGD`.
-        foreach, fused: accepted and ignored. differentiable: must be False. capturable: for CUDA graphs.
+        params, lr, momentum, dampening, weight_decay, nesterov, maximize, foreach, fused, differentiable, capturable:
+            as for :class:`SGD`.
         state_bits: default 8; 32 for momentum in fp32.
-        block_size, codec, min_8bit_size: how the momentum is stored, see :class:`Adam`; tensors with fewer than
-            ``min_8bit_size`` elements (1-D ones: 16 times as many) keep fp32.
-        max_grad_norm: clips all gradients together to this norm inside the step. Default None.
-        master_weights, stochastic_rounding: for bf16 parameters, see :class:`Adam`. Default None, False.
+        block_size, codec, min_8bit_size, max_grad_norm, master_weights, stochastic_rounding: as for
+            :class:`memkern.optim.Adam`.
 
     Takes 1 + 4 / block_size bytes per parameter; formula, state, errors and sources: :class:`SGD`.
     """
