@@ -18,8 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ..blocks.block_lists import block_lists
 from ..memory import LiveBytes
 from ..techniques.applying import apply, autocast, make_optimizer, optimizer_groups, weight_dtype
-from ..techniques.options import Techniques, not_allowed
-from .blocks import without_block
+from ..techniques.options import Techniques
 from .fake_mode import FakeMode
 from .graphs import without_kernels
 from .models import ConfiguredModel, Source
@@ -81,18 +80,15 @@ def traces(source: Source, techniques: Techniques, device: str) -> tuple[list[Tr
 
     A model whose blocks are alike is traced with few of them.
     """
-    if techniques.loss_chunk and not source.is_language_model:
-        raise not_allowed("loss_chunk", techniques.loss_chunk, "None for a model that is no language model")
     if isinstance(source, ConfiguredModel):
         # A model's own code may raise anything where its other sizes are for another depth. Then all blocks are traced.
         with contextlib.suppress(Exception):
-            few = _trace_equal_blocks(source, techniques, device) or _trace_like_kinds(source, techniques, device)
-            if few is not None:
+            if (few := _trace_few_blocks(source, techniques, device)) is not None:
                 return few
     return [trace(source, techniques, device)], 0
 
 
-def _trace_equal_blocks(source: ConfiguredModel, techniques: Techniques, device: str) -> tuple[list[Trace], int] | None:
+def _trace_few_blocks(source: ConfiguredModel, techniques: Techniques, device: str) -> tuple[list[Trace], int] | None:
     """Traces of two models with few blocks, the second with one more, where all blocks are alike.
 
     With a checkpoint around every n-th block, n blocks count as one.
@@ -101,28 +97,8 @@ def _trace_equal_blocks(source: ConfiguredModel, techniques: Techniques, device:
     if depth is None or depth <= every * (FEW + 1):
         return None
     few = every * FEW + depth % every
-    many = trace(source.with_depth(few + every), techniques, device)
-    if every == 1 and (fewer := without_block(many, few - 2)) is not None:
-        return [fewer, many], depth - few
-    fewer = trace(source.with_depth(few), techniques, device)
+    fewer, many = (trace(source.with_depth(n), techniques, device) for n in (few, few + every))
     return None if aligned(fewer, many) is None else ([fewer, many], (depth - few) // every)
-
-
-def _trace_like_kinds(source: ConfiguredModel, techniques: Techniques, device: str) -> tuple[list[Trace], int] | None:
-    """As :func:`_trace_equal_blocks`, for blocks of several kinds with the same operators (and other masks, say)."""
-    kinds = source.kinds
-    if techniques.checkpoint_every > 1 or len(kinds) <= len(set(kinds)) + 2:
-        return None
-    few = [kinds[0], *sorted(set(kinds)), kinds[-1]]
-    short = source.with_depth(len(few))
-    short.config.layer_types = few
-    found_traces = [trace(short, techniques, device)]
-    while len(found_traces[0].block_clocks) > FEW:
-        fewer = without_block(found_traces[0], 1)
-        if fewer is None:
-            return None
-        found_traces = [fewer, found_traces[0]]
-    return found_traces, len(kinds) - FEW
 
 
 def trace(source: Source, techniques: Techniques, device: str) -> Trace:

@@ -95,10 +95,8 @@ class ConfiguredModel:
     @functools.cached_property
     def depth(self) -> int | None:
         """The number of blocks, where all are alike; the first and the last may be unlike the others."""
-        if len(set(getattr(self.config, "layer_types", None) or ())) > 1 or not self._has_like_blocks:
-            return None
         depth = _number(self.config, "num_hidden_layers")
-        if depth is None:
+        if depth is None or len(set(getattr(self.config, "layer_types", None) or ())) > 1 or not self._are_alike(depth):
             return None
         try:  # where it follows from another number, transformers raises, or sets that one to what is nearest
             is_free = all(self.with_depth(n).config.num_hidden_layers == n for n in (depth, depth + 1))
@@ -112,19 +110,11 @@ class ConfiguredModel:
         config.num_hidden_layers = depth
         return dataclasses.replace(self, config=config)
 
-    @property
-    def kinds(self) -> list[str]:
-        """The kind of each block, where there are several, with parameters of the same shapes; else empty."""
-        layer_types = list(getattr(self.config, "layer_types", None) or ())[: _number(self.config, "num_hidden_layers")]
-        return layer_types if len(set(layer_types)) > 1 and self._has_like_blocks else []
-
-    @functools.cached_property
-    def _has_like_blocks(self) -> bool:
+    def _are_alike(self, depth: int) -> bool:
         """Whether all blocks but the first and the last have the same parameters: not so where some are dense, and some
         have experts."""
         with _disable_current_modes(), torch.device("meta"):
             model = self.build(torch.float32)
-        depth = _number(self.config, "num_hidden_layers")
         lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == depth]
         shapes = [[[(n, p.shape) for n, p in b.named_parameters()] for b in m if b is not None] for m in lists]
         return all(of_block == of_list[1] for of_list in shapes for of_block in of_list[1:-1])

@@ -166,8 +166,8 @@ class Predictor:
         return bool(techniques.weights_on_host) and self.device != "cpu"
 
     def _predict(self, techniques: Techniques) -> Prediction:
-        traces, more_blocks = self.traces(techniques)
         self.check(techniques)
+        traces, more_blocks = self.traces(techniques)
         rows = self._by_phase(techniques, traces, more_blocks)
         sums = {phase: sum(rows[phase].values()) for phase in PHASES}
         largest = rows[max(sums, key=sums.__getitem__)]

@@ -7,7 +7,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memkern.planner import fake_step
-from memkern.planner.blocks import without_block
 from memkern.planner.fake_mode import FakeMode
 from memkern.planner.models import resolve
 from memkern.planner.trace import peaks
@@ -23,32 +22,11 @@ def source(request: pytest.FixtureRequest) -> Any:
     return resolve(getattr(transformers, f"{request.param}Config")(**sizes, architectures=[head]), 64, None, None, None)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"precision": "bf16-mixed"},
-        {"checkpointing": "blocks"},
-        {"precision": "bf16", "activation_bits": 3, "loss_chunk": 128},
-    ],
-    ids=str,
-)
-def test_a_trace_without_a_block_is_that_of_a_model_of_one_block_less(source: Any, changes: dict[str, Any]) -> None:
-    techniques = Techniques(micro_batch=2, **changes)
-    fake_step.trace(source.with_depth(2), techniques, "cpu")  # fills caches, so that later traces do not count them
-    few, many = (fake_step.trace(source.with_depth(n), techniques, "cpu") for n in (3, 4))
-    shortened = without_block(many, 1)
-    assert shortened is not None
-    assert shortened.operators == few.operators
-    assert (shortened.forward_end, shortened.block_clocks) == (few.forward_end, few.block_clocks)
-    for free in (False, True):
-        assert shortened.live_bytes(free_gradients=free, unit=64) == few.live_bytes(free_gradients=free, unit=64)
-
-
 @pytest.mark.full
 @pytest.mark.parametrize(
     "changes",
     [
+        {},
         {"activation_bits": 3},
         {"checkpointing": "blocks", "checkpoint_every": 2},
         {"checkpointing": "blocks", "checkpoint_every": 3},
@@ -68,13 +46,6 @@ def test_peaks_of_few_blocks_are_extrapolated_to_all(source: Any, changes: dict[
         expected = peaks([whole_model_trace], 0, free_gradients=free, unit=64)
         assert [sum(actual[phase].values()) for phase in expected] == [sum(x.values()) for x in expected.values()]
     assert fake_step.static_bytes(source, techniques, "cpu") == fake_step._static_bytes(source, techniques, "cpu")
-
-
-def test_blocks_that_differ_have_no_trace_with_one_less(source: Any) -> None:
-    trace = fake_step.trace(source.with_depth(4), Techniques(), "cpu")
-    index = trace.block_clocks[2][0] + 1  # an operator of the third block
-    trace.operators[index] = (torch.ops.aten.sin.default, torch.Size([1]))
-    assert without_block(trace, 1) is None
 
 
 def described(x: Any) -> Any:
@@ -135,21 +106,6 @@ def test_shortened_loops_need_the_memory_of_whole_ones(monkeypatch: pytest.Monke
     assert len(shortened.operators) < len(whole_model_trace.operators)
     options: dict[str, Any] = {"free_gradients": True, "unit": 64}
     assert peaks([shortened], 0, **options) == peaks([whole_model_trace], 0, **options)
-
-
-def test_kinds_of_blocks_that_run_the_same_operators_count_as_one() -> None:
-    import transformers
-
-    sizes = {"vocab_size": 500, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    sizes |= {"head_dim": 16, "intermediate_size": 128, "num_hidden_layers": 8, "sliding_window": 32}
-    config = transformers.Gemma3TextConfig(**sizes, architectures=["Gemma3ForCausalLM"])
-    options: dict[str, Any] = {"free_gradients": False, "unit": 64}
-    for tokens, count in ((16, 2), (64, 1)):  # longer sequences need a mask in blocks of one kind
-        source: Any = resolve(config, tokens, None, None, None)
-        traces, more_blocks = fake_step.traces(source, Techniques(), "cpu")
-        assert len(traces) == count
-        whole_model_trace = fake_step.trace(source, Techniques(), "cpu")
-        assert peaks(traces, more_blocks, **options) == peaks([whole_model_trace], 0, **options)
 
 
 @pytest.mark.parametrize(
