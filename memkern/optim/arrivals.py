@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .dtensor.shards import is_dtensor, local
 
 MAX_WAITING = 2  # jobs, of one block's gradients each, that may wait for the thread; else the backward pass waits
 Hook = Callable[[Tensor], None]
+Pairs = Sequence[tuple[Tensor, Tensor]]  # of a parameter and its gradient
 _call_at_end_of_backward = torch.autograd.Variable._execution_engine.queue_callback  # which fully_shard uses, too
 _arrivals: Any = WeakIdKeyDictionary()  # by parameter: a weak reference to the Arrivals that receives its gradients
 
@@ -32,17 +36,6 @@ def wait_for_offloaded(p: Tensor) -> None:
     device = p.device_mesh.device_type
     if local(p).device.type == "cpu" and device != "cpu":
         torch.get_device_module(device).current_stream().synchronize()  # fully_shard's stream, in which hooks run
-
-
-class Handle:
-    """Removes a hook, as the handles of torch's hooks do."""
-
-    def __init__(self, hooks: dict[Handle, Hook], hook: Hook) -> None:
-        self.hooks = hooks
-        hooks[self] = hook
-
-    def remove(self) -> None:
-        self.hooks.pop(self, None)
 
 
 class Worker:
@@ -92,7 +85,7 @@ class Arrivals:
     def __init__(self, params: Callable[[], Iterable[Tensor]], record: Callable[[], Any]) -> None:
         self._params, self._record = params, record
         self._worker = Worker()
-        self._hooks: Any = WeakIdKeyDictionary()  # by parameter: its hooks, by their handles
+        self._hooks: Any = WeakIdKeyDictionary()  # by parameter: its hooks, by their handles' ids
         self._held: dict[Tensor, Tensor] = {}  # by parameter: the sum of its gradients of former passes
         # By the optimizer that has called defer(): its step, and the parameters of the block whose hooks are called
         self._deferred: dict[int, tuple[Callable[[Sequence[Tensor]], None], list[Tensor]]] = {}
@@ -105,7 +98,7 @@ class Arrivals:
         for p in params:
             _arrivals[p] = reference
 
-    def register(self, p: Tensor, hook: Hook, waits: bool = True) -> Handle:
+    def register(self, p: Tensor, hook: Hook, waits: bool = True) -> RemovableHandle:
         """Has ``hook(p)`` called in each backward pass once p's gradient is in ``grad``. Returns a handle to remove it.
 
         waits: whether the hook is called after the copy of the gradient. Else it is called when the copy was begun, and
@@ -116,7 +109,10 @@ class Arrivals:
             self.wait()
             hook(p)
 
-        return Handle(self._hooks.setdefault(p, {}), wait_and_call if waits else hook)
+        hooks = self._hooks.setdefault(p, OrderedDict())
+        handle = RemovableHandle(hooks)
+        hooks[handle.id] = wait_and_call if waits else hook
+        return handle
 
     # ---- a backward pass
 
@@ -140,13 +136,14 @@ class Arrivals:
                 for hook in [*hooks.values()] if hooks else ():
                     hook(p)
             for step, deferred in self._deferred.values():
-                self._submit_step(step, [(p, self._take_gradient(p)) for p in deferred], event)
+                pairs = [(p, self._take_gradient(p)) for p in deferred]
+                self._submit(functools.partial(self._step, step), pairs, event)
         finally:
             self._event = None
             self._deferred.clear()
         added = [(p, self._take_gradient(p)) for p in with_grad if p in self._held and p.grad is not None]
         if added:
-            self._worker.step(self._add, (added, event))
+            self._submit(self._add, added, event)
 
     def defer(self, owner: object, step: Callable[[Sequence[Tensor]], None], p: Tensor) -> None:
         """For hooks: has the thread call ``step`` with p, and with the owner's others of the block, after the copy.
@@ -210,29 +207,29 @@ class Arrivals:
         assert grad is not None
         return grad
 
-    def _submit_step(
-        self, step: Callable[[Sequence[Tensor]], None], pairs: Sequence[tuple[Tensor, Tensor]], event: Any
-    ) -> None:
-        """Has the thread step parameters by their gradients, after an event."""
+    def _submit(self, function: Callable[[Pairs], None], pairs: Pairs, event: Any) -> None:
+        """Has the thread call ``function`` with pairs of a parameter and its gradient, after an event."""
 
-        def run(_: Any) -> None:
+        def run(pairs: Pairs) -> None:
             if event is not None:
                 event.synchronize()
-            for p, grad in pairs:
-                p.grad = grad
-            try:
-                step([p for p, _ in pairs])
-            finally:
-                for p, _ in pairs:
-                    p.grad = None
+            function(pairs)
 
-        self._worker.step(run, None)
+        self._worker.step(run, pairs)
+
+    @staticmethod
+    def _step(step: Callable[[Sequence[Tensor]], None], pairs: Pairs) -> None:
+        """In the thread: steps parameters by their gradients."""
+        for p, grad in pairs:
+            p.grad = grad
+        try:
+            step([p for p, _ in pairs])
+        finally:
+            for p, _ in pairs:
+                p.grad = None
 
     @torch.no_grad()
-    def _add(self, job: tuple[Sequence[tuple[Tensor, Tensor]], Any]) -> None:
-        """In the thread: adds the gradients of parameters to those of former passes, after an event."""
-        added, event = job
-        if event is not None:
-            event.synchronize()
-        for p, grad in added:
+    def _add(self, pairs: Pairs) -> None:
+        """In the thread: adds the gradients of parameters to those of former passes."""
+        for p, grad in pairs:
             local(self._held[p]).add_(local(grad))

@@ -164,7 +164,13 @@ class StepInBackward(Optimizer):
         if self._place_of(p) is None:  # it has left the groups, and others may want its gradient
             self._hooks.remove(p)
             return
-        check_first_gradient(p, self._stepped)
+        if p in self._stepped:
+            p.grad = None
+            raise RuntimeError(
+                f"a second gradient of a parameter of shape {tuple(p.shape)} before step(): each backward() steps the "
+                "parameters, so that a step cannot wait for more gradients (accumulation, reentrant checkpoints that "
+                "share a parameter); call step() after each backward()"
+            )
         check_not_reduced_later(p, StepInBackward, "use the optimizer without StepInBackward")
         first = not self._stepped
         self._stepped.add(p)
@@ -242,7 +248,11 @@ class StepInBackward(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Frees gradients that were set by hand; ``backward()`` has freed all others."""
-        check_not_stepped(self._stepped)
+        if self._stepped:
+            raise RuntimeError(
+                "zero_grad() between backward() and step(): backward() has taken the step on these gradients, which "
+                "cannot be undone; call step() first"
+            )
         super().zero_grad(set_to_none)
 
     # ---- copies
@@ -381,26 +391,6 @@ def check_no_norm(max_grad_norm: float | None) -> None:
         raise ValueError(
             f"max_grad_norm must be None, got {max_grad_norm!r}: the norm of all gradients is known after the backward "
             "pass, and the step is taken inside it"
-        )
-
-
-def check_first_gradient(p: Tensor, stepped: set[Tensor]) -> None:
-    """Raises RuntimeError, and frees the gradient, where the parameter was stepped since the last ``step()``."""
-    if p in stepped:
-        p.grad = None
-        raise RuntimeError(
-            f"a second gradient of a parameter of shape {tuple(p.shape)} before step(): each backward() steps the "
-            "parameters, so that a step cannot wait for more gradients (accumulation, reentrant checkpoints that share "
-            "a parameter); call step() after each backward()"
-        )
-
-
-def check_not_stepped(stepped: set[Tensor]) -> None:
-    """For ``zero_grad()``: raises RuntimeError where the gradients that it should discard were stepped already."""
-    if stepped:
-        raise RuntimeError(
-            "zero_grad() between backward() and step(): backward() has taken the step on these gradients, which cannot "
-            "be undone; call step() first"
         )
 
 

@@ -391,14 +391,9 @@ class BlockwiseOptimizer(Optimizer):
         """
         changes: list[str] = []
 
-        target = loading.Target(
-            type(self).__name__, self.param_groups, self.defaults, self.fixed_options, self.converters,
-            self._op_of, self._check_loaded, self._stand_in,
-        )  # fmt: skip
-
         def prepare(_: Optimizer, incoming: dict[str, Any]) -> dict[str, Any]:
             # Runs after the user's own pre-hooks.
-            incoming, differences = loading.prepare(target, incoming)
+            incoming, differences = loading.prepare(self, incoming)
             changes.extend(differences)
             return incoming
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -30,22 +30,12 @@ from .state import (
     state_keys,
 )
 
+if TYPE_CHECKING:
+    from .base import BlockwiseOptimizer
+
 Group = dict[str, Any]  # a parameter group of an optimizer
 OWN_OPTIONS = ("state_bits", "master_weights", "stochastic_rounding")
 """Options that stay those of the optimizer: the loaded tensors are converted to them."""
-
-
-class Target(NamedTuple):
-    """The optimizer that loads a state dict."""
-
-    name: str  # of its class
-    groups: Sequence[Group]
-    defaults: Group
-    fixed_options: Group
-    converters: Sequence[str]  # functions of memkern.optim that convert other libraries' states for it
-    op_of: Callable[[Group], StepOp]  # the op that a group's options ask for
-    check_group: Callable[[Group], None]  # raises for options that it does not support
-    stand_in: Callable[[Tensor, bool], Tensor]  # a parameter as a tensor where its state is; True: with its values
 
 
 def _on_cpu(option: Any) -> Any:
@@ -81,7 +71,7 @@ def _copied(x: Tensor, p: Tensor) -> Tensor:
     return torch.empty_like(like, dtype=x.dtype, device=p.device).requires_grad_(False).copy_(x)
 
 
-def prepare(target: Target, state_dict: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def prepare(optimizer: BlockwiseOptimizer, state_dict: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """The state dict as torch is to load it, its tensors hidden, and a list of the options that differed.
 
     The optimizer's :data:`OWN_OPTIONS`, its class's fixed ones, ``max_grad_norm`` and ``capturable`` win; states are
@@ -90,58 +80,59 @@ def prepare(target: Target, state_dict: dict[str, Any]) -> tuple[dict[str, Any],
     Raises:
         ValueError: the state is not memkern's, or does not fit the parameters.
     """
-    groups, given_groups = target.groups, state_dict["param_groups"]
+    groups, given_groups = optimizer.param_groups, state_dict["param_groups"]
     if [len(group["params"]) for group in groups] != [len(group["params"]) for group in given_groups]:
         return state_dict, []  # for which torch has an error
     changes: list[str] = []
     new_groups: list[Group] = []
     owners: dict[Any, tuple[Tensor, Group, Group]] = {}  # by key in the state: the parameter, its old and new group
-    option_keys = {*target.defaults, "betas"} - {"lr"}
+    option_keys = {*optimizer.defaults, "betas"} - {"lr"}
     for number, (group, given) in enumerate(zip(groups, given_groups, strict=True)):
-        _check_options(target, number, given)
+        _check_options(optimizer, number, given)
         if (algorithm := given.get("algorithm")) != group.get("algorithm"):
             raise ValueError(
                 f"the state_dict's group {number} has algorithm {algorithm!r}, and this optimizer's has "
                 f"{group.get('algorithm')!r}, whose states are others: give the optimizer the groups that were saved"
             )
         old = {key: _on_cpu(x) if key in option_keys else x for key, x in given.items()}
-        make_plain(old, target.defaults)
-        target.check_group({**old, "params": group["params"]})
-        fixed = {key: group[key] for key in OWN_OPTIONS} | target.fixed_options
+        make_plain(old, optimizer.defaults)
+        optimizer._check_loaded({**old, "params": group["params"]})
+        fixed = {key: group[key] for key in OWN_OPTIONS} | optimizer.fixed_options
         if differing := [f"{key} {old[key]} -> {x}" for key, x in fixed.items() if old[key] != x]:
             changes.append(f"group {number}: {', '.join(differing)}")
         new = {**old, **fixed, "max_grad_norm": group["max_grad_norm"], "capturable": group["capturable"]}
-        target.check_group({**new, "params": group["params"]})
+        optimizer._check_loaded({**new, "params": group["params"]})
         new_groups.append(new)
         owners |= {i: (p, old, new) for p, i in zip(group["params"], old["params"], strict=True)}
     state = {
-        i: HiddenState(_load_state(target, i, values, *owners[i])) if i in owners and values != {} else values
+        i: HiddenState(_load_state(optimizer, i, values, *owners[i])) if i in owners and values != {} else values
         for i, values in state_dict["state"].items()
     }
     return {**state_dict, "state": state, "param_groups": new_groups}, changes
 
 
-def _check_options(target: Target, number: int, saved: Group) -> None:
+def _check_options(optimizer: BlockwiseOptimizer, number: int, saved: Group) -> None:
     """Raises ValueError for a saved group, of that number, that lacks options of the optimizer."""
-    own = {*target.defaults} - {"differentiable"}  # which torch's __setstate__ adds
+    own = {*optimizer.defaults} - {"differentiable"}  # which torch's __setstate__ adds
     if missing := own - {*saved}:
-        names = [f"memkern.optim.{name}" for name in target.converters]
+        names = [f"memkern.optim.{name}" for name in optimizer.converters]
         advice = (
             f"{' and '.join(names)} convert{'' if len(names) > 1 else 's'} others"
             if names
             else "no converter to it exists: load the model's weights, and begin with a new state"
         )
         raise ValueError(
-            f"the state_dict is not one of memkern's {target.name}: its group {number} has no "
+            f"the state_dict is not one of memkern's {type(optimizer).__name__}: its group {number} has no "
             f"{', '.join(sorted(missing))}; {advice}"
         )
 
 
-def _load_state(target: Target, i: Any, state: Any, p: Tensor, old: Group, new: Group) -> State:
+def _load_state(optimizer: BlockwiseOptimizer, i: Any, state: Any, p: Tensor, old: Group, new: Group) -> State:
     """A saved state, checked, and stored as ``new``, the optimizer's group, asks for. ``old``: the saved group."""
+    name = type(optimizer).__name__
     if not isinstance(state, dict):
-        refuse_state(target.name, i, f"it must be a dict of tensors, got {state!r}")
-    p, op, format = target.stand_in(p, True), target.op_of(old), Format.of(old)
+        refuse_state(name, i, f"it must be a dict of tensors, got {state!r}")
+    p, op, format = optimizer._stand_in(p, True), optimizer._op_of(old), Format.of(old)
     if isinstance(step := state.get("step"), (int, float)):  # as in old versions of torch.optim
         state = {**state, "step": torch.tensor(float(step), dtype=torch.float32, device="cpu")}
     elif isinstance(step, Tensor) and step.numel() == 1 and not step.is_complex():
@@ -150,15 +141,15 @@ def _load_state(target: Target, i: Any, state: Any, p: Tensor, old: Group, new: 
         key: placed(key, x, p, format.block_size) if isinstance(x, Tensor) and key in ENTRIES else x
         for key, x in state.items()
     }
-    like, state = _in_saved_order(target.name, op, i, state, p)
-    check_state(target.name, op, i, state, like, old)
+    like, state = _in_saved_order(name, op, i, state, p)
+    check_state(name, op, i, state, like, old)
     result = State(state)
     result.format = format
     in_other_bits = any(old[key] != new[key] for key in OWN_OPTIONS)
     first_moment = state[next(iter(op.moments))]
     in_other_dtype = first_moment.is_floating_point() and first_moment.dtype != moment_dtype(p)
     if in_other_bits or in_other_dtype or like is not p or is_flat_shard(p):
-        entries = converted(target.op_of(new), result, p, new)
+        entries = converted(optimizer._op_of(new), result, p, new)
         result.replace(entries or {**result}, Format.of(new))
     return result
 
@@ -223,7 +214,7 @@ def check_state(name: str, op: StepOp, i: Any, state: dict[str, Any], p: Tensor,
     first_moment = state.get(next(iter(op.moments)))
     coded = isinstance(first_moment, Tensor) and not first_moment.is_floating_point()
     keys = [key for key in state_keys(op) if coded or not key.endswith("_scale")]
-    keys += weights.keys_of(group)
+    keys += weights.MASTER_WEIGHTS[group["master_weights"]]
     if {*own_entries(state)} != {*keys}:
         refuse(f"keys {sorted(state)}, expected {sorted(keys)}")
     for key in keys:

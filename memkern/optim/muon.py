@@ -182,17 +182,14 @@ class Muon(BlockwiseOptimizer):
 
     def _check_shape(self, p: Tensor, group: dict[str, Any]) -> None:
         if group["algorithm"] == "muon":
-            _check_matrix(p)
+            check_whole("a parameter of a group with algorithm='muon'", p)
+            if p.dim() < 2:
+                raise ValueError(
+                    f"params of a group with algorithm='muon' must have two dimensions or more, got shape "
+                    f"{tuple(p.shape)}; others belong into a group with algorithm='adamw': "
+                    "memkern.optim.muon_groups(model) makes both"
+                )
             check_split(group, p.shape)
-
-
-def _check_matrix(p: Tensor) -> None:
-    check_whole("a parameter of a group with algorithm='muon'", p)
-    if p.dim() < 2:
-        raise ValueError(
-            f"params of a group with algorithm='muon' must have two dimensions or more, got shape {tuple(p.shape)}; "
-            "others belong into a group with algorithm='adamw': memkern.optim.muon_groups(model) makes both"
-        )
 
 
 class Muon8bit(Muon):

@@ -52,11 +52,6 @@ def storage_of(group: Group) -> int:
     return WEIGHTS[group["master_weights"] or ("stochastic" if group["stochastic_rounding"] else "nearest")]
 
 
-def keys_of(group: Group) -> list[str]:
-    """The entries that the group's ``master_weights`` adds to a state."""
-    return [*MASTER_WEIGHTS[group["master_weights"]]]
-
-
 def initial_state(p: Tensor, group: Group) -> dict[str, Tensor]:
     """The entries before the first step: an error of zero."""
     return {

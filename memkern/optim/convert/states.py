@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -42,17 +42,12 @@ def import_groups(optimizer: BlockwiseOptimizer, state_dict: dict[str, Any], **f
             {
                 **{key: group[key] for key in optimizer.defaults if key in group},
                 **{key: value for key, value in saved.items() if key not in left_out},
-                "betas": float_betas(saved["betas"]),
+                "betas": tuple(float(b) for b in saved["betas"]),  # which may be tensors
                 "params": list(saved["params"]),
                 **fixed,
             }
         )
     return groups
-
-
-def float_betas(betas: Iterable[Any]) -> tuple[float, ...]:
-    """Betas as floats: one or both may be tensors."""
-    return tuple(float(b) for b in betas)
 
 
 def export_groups(optimizer: BlockwiseOptimizer, added: dict[str, Any]) -> list[dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -85,7 +85,7 @@ def _sort_key_of_kind(kind: Ranks | None) -> Any:
     return () if mesh is None else (*_sort_key(mesh), dims)
 
 
-def all_ranks_of(params: Sequence[Tensor], groups: Iterable[dict[str, Any]], have_matrices: bool) -> AllRanks:
+def all_ranks_of(params: Sequence[Tensor], groups: Sequence[dict[str, Any]], have_matrices: bool) -> AllRanks:
     """All ranks that have a part of ``params``, of which some are DTensors. ``groups``: the optimizer's.
 
     The largest mesh is enough where it has all ranks. Otherwise the list of meshes is repeated once per mesh: a value

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from operator import itemgetter
 from typing import Any, TypeVar
 
 from torch import Tensor
 
+from ..step_errors import names_of
 from .shards import Ranks, is_dtensor, ranks_of
 
 T = TypeVar("T")
@@ -20,19 +21,15 @@ class Order:
     Shards of one shape on several ranks have nothing else that tells them apart.
     """
 
-    def __init__(self, groups: Iterable[dict[str, Any]] = ()) -> None:
-        named: list[tuple[str, Tensor]] = []
-        for group in groups:
-            params, names = group["params"], group.get("param_names", ())
-            if len(names) != len(params):  # a group without names, or whose params alone were edited
-                names = [""] * len(params)
-            named += [(name, p) for name, p in zip(names, params, strict=True) if is_dtensor(p)]
+    def __init__(self, groups: Sequence[dict[str, Any]] = ()) -> None:
+        params = [p for group in groups for p in group["params"]]
+        named = [(name or "", p) for name, p in zip(names_of(groups), params, strict=True) if is_dtensor(p)]
         named.sort(key=itemgetter(0))
         self._places = {id(p): i for i, (_, p) in enumerate(named)}
         self._descriptions: dict[Ranks, list[str]] = {}  # of the tensors that these ranks have parts of
         for name, p in named:
             if (ranks := ranks_of(p)) is not None:
-                placements: Any = p.placements  # type: ignore[attr-defined]
+                placements: Any = p.placements
                 self._descriptions.setdefault(ranks, []).append(
                     f"{name} {tuple(p.shape)} {[*map(str, placements)]} {p.dtype}".strip()
                 )

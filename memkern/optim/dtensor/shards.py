@@ -185,12 +185,6 @@ def _placements_of_scales(p: DTensor, block_size: int) -> list[Any]:
     return [x if x.is_replicate() or x.dim == 0 else for_columns for x in placements]
 
 
-def _scales_on_mesh(p: Tensor, own: Tensor, shape: tuple[int, ...], block_size: int) -> Tensor:
-    """This rank's scales of p as a DTensor. ``shape``: of the scales of all ranks."""
-    assert is_dtensor(p)
-    return on_mesh(own, p.device_mesh, _placements_of_scales(p, block_size), shape)
-
-
 def on_mesh(own: Tensor, mesh: DeviceMesh, placements: Sequence[Any], shape: Sequence[int]) -> Tensor:
     """A DTensor of a rank's own part, which stays on its device, as parameters that fully_shard offloads do.
 
@@ -220,7 +214,7 @@ def new_scale(p: Tensor, like: Tensor, block_size: int) -> Tensor:
     if not is_dtensor(p):
         return torch.zeros(layout_of(like, block_size).scale_shape, dtype=torch.float32, device=p.device)
     own = torch.zeros(_shape_of_scales(p, block_size), dtype=torch.float32, device=local(p).device)
-    return _scales_on_mesh(p, own, layout_of(p, block_size).scale_shape, block_size)
+    return on_mesh(own, p.device_mesh, _placements_of_scales(p, block_size), layout_of(p, block_size).scale_shape)
 
 
 def placed(key: str, x: Tensor, p: Tensor, block_size: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -11,8 +12,9 @@ from torch.optim import Optimizer
 
 from ..base import BlockwiseOptimizer
 from ..dtensor.order import Order
+from ..dtensor.shards import largest_shard
 from .transfers import Transfers
-from .weight import Options, Weight, elements_of, frozen_weight_of, host_weight_of, put_in_place
+from .weight import Options, Weight, frozen_weight_of, host_weight_of, put_in_place
 
 BUCKET_ELEMENTS = 2**22
 """Elements from which on a bucket is full. One call of the inner optimizer steps it while others are copied.
@@ -137,7 +139,7 @@ class HostWeights(dict[Tensor, Weight]):
         self.buckets = [[]]
         elements = 0
         for w in (w for _, w in order.sorted(self.items()) if not w.frozen):
-            size = elements_of(w.p)  # the same on every rank, so that buckets and their reductions are
+            size = math.prod(largest_shard(w.p))  # the same on every rank, so that buckets and their reductions are
             is_full = elements >= BUCKET_ELEMENTS or size >= BUCKET_ELEMENTS
             if self.buckets[-1] and not in_one and is_full:
                 self.buckets.append([])

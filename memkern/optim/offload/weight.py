@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..dtensor import shards
 from ..dtensor.calls import match_placements
 from ..dtensor.shards import is_dtensor, local
 from ..state import State
@@ -162,11 +160,6 @@ def _set_data(p: Tensor, values: Tensor) -> None:
         p._local_tensor = values  # as fully_shard does
     else:
         p.data = values
-
-
-def elements_of(p: Tensor) -> int:
-    """The number of elements of a parameter, or of the largest shard of a DTensor."""
-    return math.prod(shards.largest_shard(p))
 
 
 def has_gradient(w: Weight) -> bool:
