@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -29,9 +29,6 @@ from .state import (
     own_entries,
     state_keys,
 )
-
-if TYPE_CHECKING:
-    from .base import BlockwiseOptimizer
 
 Group = dict[str, Any]  # a parameter group of an optimizer
 OWN_OPTIONS = ("state_bits", "master_weights", "stochastic_rounding")
@@ -71,11 +68,11 @@ def _copied(x: Tensor, p: Tensor) -> Tensor:
     return torch.empty_like(like, dtype=x.dtype, device=p.device).requires_grad_(False).copy_(x)
 
 
-def prepare(optimizer: BlockwiseOptimizer, state_dict: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def prepare(optimizer: Any, state_dict: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """The state dict as torch is to load it, its tensors hidden, and a list of the options that differed.
 
-    The optimizer's :data:`OWN_OPTIONS`, its class's fixed ones, ``max_grad_norm`` and ``capturable`` win; states are
-    converted to them. The other options come with the state.
+    The block-wise optimizer's :data:`OWN_OPTIONS`, its class's fixed ones, ``max_grad_norm`` and ``capturable`` win;
+    states are converted to them. The other options come with the state.
 
     Raises:
         ValueError: the state is not memkern's, or does not fit the parameters.
@@ -111,7 +108,7 @@ def prepare(optimizer: BlockwiseOptimizer, state_dict: dict[str, Any]) -> tuple[
     return {**state_dict, "state": state, "param_groups": new_groups}, changes
 
 
-def _check_options(optimizer: BlockwiseOptimizer, number: int, saved: Group) -> None:
+def _check_options(optimizer: Any, number: int, saved: Group) -> None:
     """Raises ValueError for a saved group, of that number, that lacks options of the optimizer."""
     own = {*optimizer.defaults} - {"differentiable"}  # which torch's __setstate__ adds
     if missing := own - {*saved}:
@@ -127,7 +124,7 @@ def _check_options(optimizer: BlockwiseOptimizer, number: int, saved: Group) -> 
         )
 
 
-def _load_state(optimizer: BlockwiseOptimizer, i: Any, state: Any, p: Tensor, old: Group, new: Group) -> State:
+def _load_state(optimizer: Any, i: Any, state: Any, p: Tensor, old: Group, new: Group) -> State:
     """A saved state, checked, and stored as ``new``, the optimizer's group, asks for. ``old``: the saved group."""
     name = type(optimizer).__name__
     if not isinstance(state, dict):

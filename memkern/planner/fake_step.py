@@ -54,11 +54,11 @@ def has_linear_head(source: Source) -> bool:
         if isinstance(x := getattr(out, "last_hidden_state", None), Tensor):
             hidden.append(x)
 
-    with mode, torch.device("cpu"):
+    with contextlib.suppress(Exception), mode, torch.device("cpu"):  # the model's own code may raise anything
         mode.around = Values(mode).around
         model: Any = source.empty(torch.float32)
         head = output_layer(model)
-        if head is None or model.base_model is model:
+        if not isinstance(head, nn.Linear) or model.base_model is model:
             return False
         for module in model.base_model.modules():
             module.register_forward_hook(after_module)
@@ -66,8 +66,9 @@ def has_linear_head(source: Source) -> bool:
         batch: Any = source.batch(2)
         with torch.no_grad(), _as_on_real_tensors():
             logits = model(**{name: x for name, x in batch.items() if name != "labels"}).logits
-    taken, given = of_head
-    return _is_same(given, logits) and any(_is_same(taken, x) for x in hidden)
+        taken, given = of_head
+        return _is_same(given, logits) and any(_is_same(taken, x) for x in hidden)
+    return False
 
 
 def _is_same(x: Tensor, y: Tensor) -> bool:

@@ -157,9 +157,7 @@ class Predictor:
         """Whether the loss in chunks is the model's loss."""
         from .fake_step import has_linear_head
 
-        with contextlib.suppress(Exception):  # the model's own
-            return self.source.is_language_model and has_linear_head(self.source)
-        return False
+        return self.source.is_language_model and has_linear_head(self.source)
 
     def _has_weights_on_host(self, techniques: Techniques) -> bool:
         """Whether the weights are on the host and the device is another."""

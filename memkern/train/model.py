@@ -10,6 +10,8 @@ from torch.nn import functional as F
 
 from .. import functional
 from ..nn.loss import with_weights
+from ..planner.fake_step import has_linear_head
+from ..planner.models import ModuleWithInputs
 from ..techniques.options import OptionError
 
 VOCABULARY = 256
@@ -94,19 +96,9 @@ class Objective(nn.Module):
         self.loss_chunk = loss_chunk
         self.is_gpt = isinstance(model, GPT)
         self.options = {} if self.is_gpt else {"use_cache": False}
-        if loss_chunk is not None and not (self.is_gpt or self._head_is_linear()):
-            raise OptionError("loss_chunk", f"given with {type(model).__name__}, whose logits are no linear layer's")
-
-    @torch.no_grad()
-    def _head_is_linear(self) -> bool:
-        head, model = self.model.get_output_embeddings(), self.model
-        if not isinstance(head, nn.Linear) or model.base_model is model:
-            return False
-        model.eval()
-        inputs = torch.zeros(1, 2, dtype=torch.long, device=head.weight.device)
-        is_linear = torch.equal(self.logits(inputs), head(self.features(inputs)))
-        model.train()
-        return is_linear
+        name, inputs = type(model).__name__, {"input_ids": torch.zeros(1, 2, dtype=torch.long), **self.options}
+        if loss_chunk is not None and not (self.is_gpt or has_linear_head(ModuleWithInputs(name, model, inputs))):
+            raise OptionError("loss_chunk", f"given with {name}, whose logits are no linear layer's")
 
     def logits(self, inputs: Tensor) -> Tensor:
         output = self.model(inputs, **self.options)
