@@ -4,6 +4,8 @@
 forward and the backward pass.
 """
 
+# ruff: noqa: F401 - the other files of the package import them from here
+
 from __future__ import annotations
 
 import torch._functorch.config as functorch_config
@@ -25,23 +27,3 @@ if not hasattr(inductor_config, "custom_partitioner_fn"):
 
 HINT = next(name for name in ("optimization_hint", "hint_int", "size_hint") if hasattr(partitioners, name))
 """The name of the function of torch's partitioners that makes a number of a symbolic size; the last in torch 2.11."""
-
-__all__ = [
-    "HINT",
-    "CustomPartitionerFn",
-    "MinCutOptions",
-    "TorchCompileInductorWrapper",
-    "detect_fake_mode",
-    "extract_tensor_metadata",
-    "functorch_config",
-    "get_hash_for_files",
-    "guard_or_false",
-    "inductor_config",
-    "is_contiguous_or_false",
-    "list_mode_options",
-    "make_fx",
-    "must_recompute",
-    "partitioners",
-    "select_decomp_table",
-    "statically_known_true",
-]
