@@ -90,7 +90,7 @@ class StepInBackward(Optimizer):
         """Makes the attributes that copies and pickles do not have."""
         self._hooks = ParameterHooks(self._step_one, waits=False)
         self._stepped: set[Tensor] = set()  # parameters that were stepped since the last step()
-        self._places: dict[Tensor, tuple[dict[str, Any], int]] = {}  # see _place_of()
+        self._group_of: dict[Tensor, dict[str, Any]] = {}  # the group of each parameter in this backward pass
 
     # ---- parameters
 
@@ -128,9 +128,8 @@ class StepInBackward(Optimizer):
         groups = self.param_groups
         by_group: dict[int, tuple[dict[str, Any], list[Tensor], list[Tensor]]] = {}  # group, all params, chosen ones
         for p in params:
-            place = self._place_of(p)
-            assert place is not None
-            by_group.setdefault(id(place[0]), (place[0], place[0]["params"], []))[2].append(p)
+            group = self._group_of[p]
+            by_group.setdefault(id(group), (group, group["params"], []))[2].append(p)
         try:
             self.param_groups, self._is_restricted = [group for group, _, _ in by_group.values()], True
             for group, _, chosen in by_group.values():
@@ -141,17 +140,6 @@ class StepInBackward(Optimizer):
             for group, all_params, _ in by_group.values():
                 group["params"] = all_params
 
-    def _place_of(self, p: Tensor) -> tuple[dict[str, Any], int] | None:
-        """A parameter's group and its index there, from a map that is made anew where lists have changed."""
-        if self._is_deferring:
-            return self._places.get(p)
-        if (place := self._places.get(p)) is not None:
-            params = place[0]["params"]
-            if place[1] < len(params) and params[place[1]] is p:
-                return place
-        self._places = {q: (g, i) for g in self.param_groups for i, q in enumerate(g["params"])}
-        return self._places.get(p)
-
     def _follow_groups(self) -> None:
         """memkern's optimizers follow all of their groups at the first gradient of a backward pass."""
         if not self._is_restricted:
@@ -161,7 +149,10 @@ class StepInBackward(Optimizer):
 
     def _step_one(self, p: Tensor) -> None:
         """The hook: the step of one parameter, whose gradient is complete."""
-        if self._place_of(p) is None:  # it has left the groups, and others may want its gradient
+        first = not self._stepped
+        if first:
+            self._group_of = {q: group for group in self.param_groups for q in group["params"]}
+        if p not in self._group_of:  # it has left the groups, and others may want its gradient
             self._hooks.remove(p)
             return
         if p in self._stepped:
@@ -172,7 +163,6 @@ class StepInBackward(Optimizer):
                 "share a parameter); call step() after each backward()"
             )
         check_not_reduced_later(p, StepInBackward, "use the optimizer without StepInBackward")
-        first = not self._stepped
         self._stepped.add(p)
         try:
             if first and hasattr(super(), "_follow_groups"):
@@ -242,7 +232,7 @@ class StepInBackward(Optimizer):
         for p in unstepped:
             p.grad = None
         self._stepped.clear()
-        self._places.clear()  # groups may change until the next pass
+        self._group_of.clear()
         self._hook_parameters()
         return loss
 
