@@ -149,7 +149,21 @@ class AdamW(Adam):
         fused: bool | None = None,
         **options: Unpack[SharedOptions],
     ) -> None:
-        super(Adam, self).__init__(params, {**locals(), **self.fixed_options}, options)
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            foreach=foreach,
+            maximize=maximize,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+            decoupled_weight_decay=True,
+            **options,
+        )
 
 
 class Adam8bit(Adam):

@@ -64,7 +64,12 @@ class BlockwiseOptimizer(Optimizer):
         cls.__signature__ = full_signature(cls.__init__, cls.option_defaults)
 
     def __init__(self, params: Any, arguments: dict[str, Any], options: SharedOptions) -> None:
-        """``arguments``: ``locals()`` of the class's own. ``options``: the shared ones that were given."""
+        """
+        Args:
+            params: tensors or groups.
+            arguments: ``locals()`` of the class's ``__init__``, among which are its own options.
+            options: the shared options that were given.
+        """
         check_names(getattr(type(self), "optimizer_class", type(self)).__name__, options)
         defaults = {**own_options(arguments, DEFAULTS), **self.option_defaults, **options}
         make_plain(defaults, defaults)
