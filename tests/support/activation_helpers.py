@@ -123,9 +123,7 @@ ACTIVATIONS = {
         True,
     ),
 }
-EXACT = [name for name, a in ACTIVATIONS.items() if not a.has_bits]
 over_activations = pytest.mark.parametrize("name", ACTIVATIONS)
-over_exact = pytest.mark.parametrize("name", EXACT)
 over_bits = pytest.mark.parametrize("bits", [1, 2, 3, 4])
 
 # Every shape of table: symmetric and not, no threshold and many, several planes flipped at once.
@@ -159,7 +157,6 @@ STRIDED: dict[str, Callable[[Callable[..., Tensor]], Tensor]] = {
     "a transposed slice": lambda new: new(40, 74)[:, 5:30].t(),
 }
 over_layouts = pytest.mark.parametrize("layout", LAYOUTS)
-over_all_layouts = pytest.mark.parametrize("layout", [*LAYOUTS, *STRIDED])
 
 
 def values(layout: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
