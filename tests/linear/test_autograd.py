@@ -20,6 +20,7 @@ from tests.support.helpers import assert_same, first_quick
 from tests.support.linear_helpers import assert_gram, checkpointed, gram, inputs, over_projections, variance
 
 
+@pytest.mark.pairwise
 @over_projections
 @pytest.mark.parametrize("own_generator", [True, False], ids=["generator", "global"])
 @pytest.mark.parametrize("preserve", [True, False], ids=["preserved", "not preserved"])
@@ -74,8 +75,9 @@ def test_autocast_computes_as_torchs_layer_and_saves_half_precision(name: str) -
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@over_projections
-@pytest.mark.parametrize("bias", first_quick([True, False]), ids=["bias", "no bias"])
+@pytest.mark.parametrize(
+    ("name", "bias"), first_quick([("dct", True), ("rows", False), ("gaussian", True), ("rademacher", False)])
+)
 def test_compile_without_a_graph_break(name: str, bias: bool) -> None:
     layer = RandomizedLinear(150, 150, bias, projection=name)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")

@@ -56,6 +56,7 @@ def by_both(*leaves_and_target: Any, chunk_size: int | None = 10, **options: Any
 # ---- the loss and the gradients
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("weighted", [False, True], ids=["", "class weights"])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
@@ -93,6 +94,7 @@ def test_no_further_from_the_truth_than_torch(dtype: torch.dtype, smoothing: flo
         assert error <= factor * allowed + 2e-7 * t.norm(), name
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("chunk_size", [1, 10, CLASSES])
 @pytest.mark.parametrize("offset", [0.0, 100.0, -1000.0, 1000.0])

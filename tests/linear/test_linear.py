@@ -20,6 +20,7 @@ from tests.support.linear_helpers import inputs, over_projections
 # ---- what is exact
 
 
+@pytest.mark.pairwise
 @over_projections
 @over_dtypes
 @pytest.mark.parametrize("shape", [(200, 24), (3, 67, 24), (2, 3, 5, 24)], ids=str)

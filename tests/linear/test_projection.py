@@ -85,7 +85,7 @@ def test_another_seed_is_another_projection() -> None:
             assert not torch.equal(matrix(name, 50, 10, other_seed), first)
 
 
-RUNS = 2000  # estimates of a gradient
+RUNS = 1000  # estimates of a gradient
 
 
 @pytest.mark.full
