@@ -42,6 +42,12 @@ def test_imports_have_no_cycle() -> None:
 def test_importing_and_using_memkern_imports_no_other_package_than_torch() -> None:
     code = """
 import sys
+before = {*sys.modules}
+import memkern
+assert memkern.__version__ and "optim" in dir(memkern)
+from memkern import backend
+from memkern.quant import codec
+print(*{name.partition(".")[0] for name in {*sys.modules} - before} - {*sys.stdlib_module_names})
 import torch
 before = {*sys.modules}
 import memkern.optim
@@ -55,7 +61,8 @@ print(*[name for name in heavy if name in {*sys.modules} - before])
 """
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-3000:]
-    assert [line.split() for line in run.stdout.splitlines()] == [["memkern"], []]
+    assert [line.split() for line in run.stdout.splitlines()] == [["memkern"], ["memkern"], []]
+    assert not run.stderr
 
 
 def test_assume_constant_result_sets_the_attributes_that_torchs_sets() -> None:
