@@ -18,7 +18,7 @@ import benchmarks
 
 BYTES_PER_PARAMETER = 120  # on a GPU: what all contenders of the largest case together allocate per parameter
 PAGES = ("README.md", "docs/benchmarks.md", "docs/choosing.md", "docs/compiled.md")
-QUICK_SIZE, QUICK_ROUNDS, QUICK_SECONDS = 2**16, 5, 0.2  # with --quick: elements, rounds, seconds per contender
+QUICK_SIZE, QUICK_ROUNDS, QUICK_SECONDS = 2**16, 2, 0.2  # with --quick: elements, rounds, seconds per contender
 
 
 def topics() -> list[str]:

@@ -46,16 +46,18 @@ class Sizes(NamedTuple):
     n_head: int = 25
     sequences: int = 8
     tokens: int = 1024
+    vocab_size: int = 50257
 
 
-SMALL = Sizes(64, 2, 4, 2, 64)
+SMALL = Sizes(64, 2, 4, 2, 64, 1000)
 
 
 def gpt2(sizes: Sizes, dtype: torch.dtype, device: str) -> Any:
     from transformers import AutoModelForCausalLM, GPT2Config
 
     no_dropout = dict.fromkeys(("resid_pdrop", "attn_pdrop", "embd_pdrop"), 0.0)
-    config = GPT2Config(n_embd=sizes.n_embd, n_layer=sizes.n_layer, n_head=sizes.n_head, **no_dropout)
+    model = {"n_embd": sizes.n_embd, "n_layer": sizes.n_layer, "n_head": sizes.n_head}
+    config = GPT2Config(vocab_size=sizes.vocab_size, **model, **no_dropout)
     torch.manual_seed(0)
     with torch.device(device):
         return AutoModelForCausalLM.from_config(config, dtype=dtype).train()

