@@ -47,18 +47,16 @@ def table(rows: Sequence[report.Row]) -> str:
     last = {(r["framework"], r["feature"], _short(r["torch"])): r for r in rows}
     torches = sorted({torch for *_, torch in last}, key=_order)
     features = sorted({(framework, feature) for framework, feature, _ in last}, key=lambda f: (f[0] != "torch", f))
-    lines = [
-        "| framework | feature | " + " | ".join(f"torch {t}" for t in torches) + " |",
-        "|---|---|" + "---|" * len(torches),
-    ]
+    lines = []
     for framework, feature in features:
-        cells = []
+        cells = [framework, feature]
         for torch in torches:
             r = last.get((framework, feature, torch))
             version = "" if r is None or framework == "torch" else f" ({framework} {_short(r['version'])})"
             cells.append("not run" if r is None else r["outcome"] + version)
-        lines.append(f"| {framework} | {feature} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append(cells)
+    heads = ["framework", "feature", *(f"torch {t}" for t in torches)]
+    return report.table(heads, "l" * len(heads), lines)
 
 
 def filled(page: str, rows: Sequence[report.Row]) -> str:

@@ -119,13 +119,13 @@ def savings() -> Iterator[tuple[str, str, float, list[tuple[str, float]]]]:
 
 
 def saves_table() -> str:
-    lines = ["| | before | after | by |", "|---|---:|---:|---|"]
+    rows = []
     for quantity, unit, before, ways in savings():
         for i, (how, after) in enumerate(ways):
             digits = ".2f" if before < 30 else ".1f"
             cells = [f"{quantity}: {unit}", f"{before:{digits}}"] if i == 0 else ["", ""]
-            lines.append("| " + " | ".join([*cells, f"{after:{digits}}", how]) + " |")
-    return "\n".join(lines)
+            rows.append([*cells, f"{after:{digits}}", how])
+    return report.table(["", "before", "after", "by"], "lrrl", rows)
 
 
 def speed_table() -> str:
@@ -143,10 +143,10 @@ def speed_table() -> str:
 
 def _speed_columns(head: str, rows: list[list[str]]) -> str:
     """The table without the columns of processors that have no figure."""
-    names = ["over that of", "case", *PROCESSORS.values()]
-    shown = [i for i in range(len(names) + 1) if any(row[i] for row in rows)]
-    lines = [[head, *names], ["---"] * 3 + ["---:"] * len(PROCESSORS), *rows]
-    return "\n".join("| " + " | ".join(line[i] for i in shown) + " |" for line in lines)
+    heads = [head, "over that of", "case", *PROCESSORS.values()]
+    shown = [i for i in range(len(heads)) if any(row[i] for row in rows)]
+    lines = [[line[i] for i in shown] for line in (heads, *rows)]
+    return report.table(lines[0], "lll" + "r" * (len(shown) - 3), lines[1:])
 
 
 def _ratio(rows: Rows, case: str, ours: str, peer: str) -> str:
@@ -161,15 +161,17 @@ def _ratio(rows: Rows, case: str, ours: str, peer: str) -> str:
 def models_table() -> str:
     """Saved bytes and errors of gradients over all models of saved-models.csv: the median, and the worst."""
     rows = _last("saved-models.csv", "model", "precision", "tokens", "mode")
-    heads = [f"{name}: median | worst" for name in ("saved bytes left", "peak of a step", "gradient error")]
-    lines = [f"| | precision | {' | '.join(heads)} |", "|---|---|" + "---:|---|" * len(heads)]
+    heads = ["", "precision"]
+    for name in ("saved bytes left", "peak of a step", "gradient error"):
+        heads += [f"{name}: median", "worst"]
+    lines = []
     for precision in ("fp32", "bf16 autocast", "bf16"):
         selected = {case: row for case, row in rows.items() if case[1] == precision and case[3] == "compress"}
         cells = [WAYS["compress"], precision]
         for figure in ("share", "peak_share", "gradient_error"):
             cells += _median_and_worst({case: float(row[figure]) for case, row in selected.items()}, figure)
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append(cells)
+    return report.table(heads, "ll" + "rl" * 3, lines)
 
 
 def _median_and_worst(values: dict[tuple[str, ...], float], figure: str) -> tuple[str, str]:
@@ -185,17 +187,14 @@ def _median_and_worst(values: dict[tuple[str, ...], float], figure: str) -> tupl
 def wheels_table() -> str:
     """Each wheel's size, and what it ran with: wheels.csv, of lab/wheels.py."""
     rows = _last("wheels.csv", "wheel", "python", "torch")
-    lines = [
-        "| wheel | MB | of | Python | torch | backend | equal to the reference | |",
-        "|---|---:|---|---|---|---|---:|---|",
-    ]
+    heads = ["wheel", "MB", "of", "Python", "torch", "backend", "equal to the reference", ""]
+    lines = []
     for (wheel, python, torch), row in sorted(rows.items()):
         tag = "-".join(wheel.removesuffix(".whl").split("-")[2:])
         size = f"{int(row['bytes']) / 1e6:.2f}"
         equal = f"{row['equal']} of {row['cases']}" if row["cases"] else ""
-        cells = [f"`{tag}`", size, row["date"][:10], python, torch, row["backend"], equal, row["outcome"]]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append([f"`{tag}`", size, row["date"][:10], python, torch, row["backend"], equal, row["outcome"]])
+    return report.table(heads, "lrllllrl", lines)
 
 
 HEADLINE = "headline_nvidia-h200.csv"
@@ -217,24 +216,16 @@ def gpu_table() -> str:
     """Times on a GPU over those of a peer, and the share of the copy bandwidth: `make gpu`'s headline."""
     by_run = _last(HEADLINE, "case", "date", "contender")  # the rows of a run have one date
     hardware = next(iter(by_run.values()))["hardware"]
-    lines = [
-        f"| {hardware}: time of | over that of | case | ratio | ms | share of copy bandwidth |",
-        "|---|---|---|---:|---:|---:|",
-    ]
+    heads = [f"{hardware}: time of", "over that of", "case", "ratio", "ms", "share of copy bandwidth"]
+    lines = []
     for case, ours, peer in GPU_TIMES:
         last = max(date for name, date, contender in by_run if (name, contender) == (case, peer))
         rows: Rows = {(case, contender): by_run[case, last, contender] for contender in (ours, peer)}
         mine = rows[case, ours]
         figures = f"{float(mine['ms_median']):.2f}", f"{float(mine['copy_share']):.2f}"
-        cells = [
-            ours.removeprefix("memkern "),
-            SETTINGS.get(peer, peer),
-            case,
-            _ratio(rows, case, ours, peer),
-            *figures,
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        ratio = _ratio(rows, case, ours, peer)
+        lines.append([ours.removeprefix("memkern "), SETTINGS.get(peer, peer), case, ratio, *figures])
+    return report.table(heads, "lllrrr", lines)
 
 
 # modes of saved-compiled.csv: torch.compile, and memkern.compile by its saved_bits
@@ -245,10 +236,8 @@ GPU_BYTES = ("saved_mib", "peak_mib")
 def gpu_models_table(name: str = "gpu-models.csv") -> str:
     """Whole models on a GPU: `make gpu`'s models, with times and bytes over torch's."""
     rows = _last(name, "model", "mode")
-    lines = [
-        "| | | ms of a step | over torch's | of which kernels | saved | peak | gradient error |",
-        "|---|---|---:|---:|---:|---:|---:|---:|",
-    ]
+    heads = ["", "", "ms of a step", "over torch's", "of which kernels", "saved", "peak", "gradient error"]
+    lines = []
     for (model, mode), row in rows.items():
         torchs = rows[model, "torch"]
         title, memory = "", [f"{float(row[column]) / float(torchs[column]):.2f}" for column in GPU_BYTES]
@@ -260,9 +249,8 @@ def gpu_models_table(name: str = "gpu-models.csv") -> str:
         error = f"{100 * float(row['gradient_error']):.1f} %" if row["gradient_error"] else ""
         ms = float(row["ms"])
         times = f"{ms:.1f}", f"{ms / float(torchs['ms']):.2f}", f"{float(row['kernels_ms']):.1f}"
-        cells = [title, WAYS[mode], *times, *memory, error]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append([title, WAYS[mode], *times, *memory, error])
+    return report.table(heads, "llrrrrrr", lines)
 
 
 def gpu_compiled_table() -> str:
@@ -284,7 +272,7 @@ def compiled_table() -> str:
     shown = {"fp32": "fp32", "bf16 autocast": "autocast", "bf16": "bf16"}
     rows = _compiled_rows(shown)
     heads = [head for name in shown.values() for head in (f"{name}: compiled", "exact", "8 bits", "error")]
-    lines = ["| | " + " | ".join(heads) + " |", "|---|" + "---:|" * len(heads)]
+    lines = []
     models = list(dict.fromkeys(key[0] for key in rows))
     for title, group in [*((model, [model]) for model in models), ("median", models)]:
         cells = [title]
@@ -293,26 +281,25 @@ def compiled_table() -> str:
             shares = (statistics.median(float(row["share"]) for row in by_mode[mode]) for mode in COMPILED_MODES)
             cells += [f"{share:.3f}" for share in shares]
             cells.append(f"{100 * statistics.median(float(row['gradient_error']) for row in by_mode['8']):.1f} %")
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append(cells)
+    return report.table(["", *heads], "l" + "r" * len(heads), lines)
 
 
 def compiled_nets_table() -> str:
     """What compiled models save, for those that have been counted in fp32 alone."""
     rows = _compiled_rows(["fp32"])
-    lines = ["| fp32 | compiled | exact | 8 bits | error |", "|---|" + "---:|" * (len(COMPILED_MODES) + 1)]
+    lines = []
     for model in dict.fromkeys(key[0] for key in rows):
         shares = [f"{float(rows[model, 'fp32', mode]['share']):.3f}" for mode in COMPILED_MODES]
         error = f"{100 * float(rows[model, 'fp32', '8']['gradient_error']):.1f} %"
-        lines.append("| " + " | ".join([model, *shares, error]) + " |")
-    return "\n".join(lines)
+        lines.append([model, *shares, error])
+    return report.table(["fp32", "compiled", "exact", "8 bits", "error"], "lrrrr", lines)
 
 
 def compiled_blocks_table() -> str:
     """Models compiled block by block, beside the whole model (lab.studies.compiled_steps --blocks)."""
     rows = _last("compiled-steps.csv", "model", "mode", "budget")
-    heads = "first step", "time", "saved", "peak"
-    lines = ["| over torch.compile of the whole | | " + " | ".join(heads) + " |", "|---|---|" + "---:|" * len(heads)]
+    lines = []
     for model in dict.fromkeys(model for model, mode, _ in rows if mode.startswith("blocks")):
         name = model  # in the first of its rows only
         for bits in ("torch", "exact", "8"):
@@ -321,11 +308,10 @@ def compiled_blocks_table() -> str:
                 words = {"torch": "torch.compile", "exact": '`"exact"`', "8": "8 bits"}[bits]
                 columns = ("first_ratio", "time_ratio", "saved_share", "peak_share")
                 cells = [f"{float(row[column]):.2f}" for column in columns]
-                lines.append(
-                    f"| {name} | {words}, {'blocks' if mode != bits else 'whole'} | " + " | ".join(cells) + " |"
-                )
+                lines.append([name, f"{words}, {'blocks' if mode != bits else 'whole'}", *cells])
                 name = ""
-    return "\n".join(lines)
+    heads = ["over torch.compile of the whole", "", "first step", "time", "saved", "peak"]
+    return report.table(heads, "llrrrr", lines)
 
 
 Points = dict[str, dict[str, tuple[float, float, float]]]
@@ -377,14 +363,11 @@ def cpu_points() -> Points:
 
 def _ways_table(models: Points) -> str:
     modes = dict.fromkeys(mode for points in models.values() for mode in points)
-    lines = [
-        "| over torch: time / peak / saved | " + " | ".join(models) + " |",
-        "|---|" + "---:|" * len(models),
-    ]
+    lines = []
     for mode in modes:
         cells = [" / ".join(f"{share:.2f}" for share in p[mode]) if mode in p else "" for p in models.values()]
-        lines.append("| " + " | ".join([WAYS[mode], *cells]) + " |")
-    return "\n".join(lines)
+        lines.append([WAYS[mode], *cells])
+    return report.table(["over torch: time / peak / saved", *models], "l" + "r" * len(models), lines)
 
 
 def gpu_ways_table() -> str:

@@ -62,6 +62,13 @@ def append(path: Path, new: Sequence[Row], columns: Sequence[str] = COLUMNS) -> 
         writer.writerows(new)
 
 
+def table(heads: Sequence[str], alignment: str, rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown. alignment: "l" or "r" for each column."""
+    rule = "|".join({"l": "---", "r": "---:"}[letter] for letter in alignment)
+    first, *others = ("| " + " | ".join(cells) + " |" for cells in (heads, *rows))
+    return "\n".join([first, f"|{rule}|", *others])
+
+
 def latest(path: Path) -> dict[str, list[Row]]:
     """The rows of each case's last run, by case; contenders of different runs are never compared."""
     with path.open(newline="") as file:
@@ -141,18 +148,18 @@ def markdown(paths: Iterable[Path], only: Sequence[str] = (), root: str = "", wi
             by_case.setdefault(row["case"], {}).setdefault(row["contender"], {})[row["hardware"]] = row
     names = [f"{name.split(',')[0].split('(')[0]}: " if len(machines) > 1 else "" for name in machines]
     heads = headings(topic, BYTES) + [name + head for name in names for head in headings(topic, TIMES)]
-    lines += ["", "| | " + " | ".join(heads) + " |", "|---|" + "---:|" * len(heads)]
+    table_rows = []
     for contenders in by_case.values():
         rows = [row for by_hardware in contenders.values() for row in by_hardware.values()]
-        lines.append(f"| **{title(rows, topic)}** |" + " |" * len(heads))
+        table_rows.append([f"**{title(rows, topic)}**", *[""] * len(heads)])
         for contender, by_hardware in contenders.items():
             cells = figures(next((row for row in by_hardware.values() if row["ms_median"]), {}), BYTES)
             for name in machines:
                 measured = by_hardware.get(name)
                 absent = ["absent" if measured else "", "", ""]
                 cells += figures(measured, TIMES) if measured and measured["ms_median"] else absent
-            lines.append("| " + " | ".join([contender, *cells]) + " |")
-    return "\n".join(lines)
+            table_rows.append([contender, *cells])
+    return "\n".join([*lines, "", table(["", *heads], "l" + "r" * len(heads), table_rows)])
 
 
 def fill_markers(page: str, results: dict[str, list[Path]], root: str = "") -> str:
