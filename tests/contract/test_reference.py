@@ -1,4 +1,7 @@
-"""memkern.reference, which specifies all kernels: its parts and its steps agree with formulas in fp64."""
+"""The parts of memkern.reference, which specifies all kernels, agree with formulas in fp64.
+
+Its steps are compared with formulas in tests/optim/generic, and with the kernels in tests/kernels.
+"""
 
 import math
 from fractions import Fraction
@@ -6,15 +9,11 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
-from memkern import optim, use_backend
 from memkern.quant import codec as C
 from memkern.quant.layout import layout_of, memory_order
 from memkern.reference import blockwise, lion, state
-from tests.support.helpers import CODECS, LAYOUTS, hard, over_layouts, over_signs, tensor
-
-# ---- parts
+from tests.support.helpers import CODECS, hard, over_layouts, over_signs, tensor
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -80,71 +79,3 @@ def test_moments_come_back_decayed(codec: str, signed: bool) -> None:
         # Half of the widest gap between neighbouring values of the map.
         gaps = torch.tensor(C.dynamic_map(signed)).diff().max()
         assert ((loaded - blocks).abs() <= largest * (gaps / 2 + 1e-6)).all()
-
-
-# ---- whole steps
-
-
-def moments(optimizer: torch.optim.Optimizer, p: Tensor, decoded: bool = True) -> dict[str, Tensor]:
-    """The stored moments in fp64 blocks."""
-    entries, group = optimizer.state[p], optimizer.param_groups[0]
-    cut = layout_of(p, group["block_size"])
-    return {
-        key: state.load_moment(entries[key], entries.get(f"{key}_scale"), cut, C.CODECS[group["codec"]]).double()
-        for key in ("exp_avg", "exp_avg_sq")
-        if key in entries
-    }
-
-
-@pytest.mark.parametrize("layout", [k for k in LAYOUTS if "empty" not in k])
-@pytest.mark.parametrize("decoupled", [True, False], ids=["AdamW", "Adam"])
-@pytest.mark.parametrize(
-    "options", [{"state_bits": 32}, {"state_bits": 8}, {"state_bits": 8, "codec": "dynamic"}], ids=str
-)
-def test_an_adam_step_is_its_formula(layout: str, decoupled: bool, options: dict) -> None:
-    lr, b1, b2, eps, decay = 1e-2, 0.9, 0.99, 1e-8, 0.1
-    p = torch.nn.Parameter(tensor(layout, scale=0.1))
-    build = optim.AdamW if decoupled else optim.Adam
-    optimizer = build([p], lr=lr, betas=(b1, b2), eps=eps, weight_decay=decay, min_8bit_size=0, **options)
-    cut = layout_of(p, 128)
-    with use_backend("reference"):
-        for step in range(1, 4):
-            before = moments(optimizer, p) if step > 1 else {}
-            x = blockwise.to_blocks(p.detach(), cut).double()
-            p.grad = torch.empty_like(p).copy_(hard(p.shape, step))
-            g = blockwise.to_blocks(p.grad, cut).double()
-            optimizer.step()
-            # The expected step: fp64, from the moments as they were stored.
-            if decoupled:
-                x = x * (1 - lr * decay)
-            else:
-                g = g + decay * x
-            m = b1 * before.get("exp_avg", 0) + (1 - b1) * g
-            v = b2 * before.get("exp_avg_sq", 0) + (1 - b2) * g * g
-            update = lr / (1 - b1**step) * m / ((v / (1 - b2**step)).sqrt() + eps)
-            error = (blockwise.to_blocks(p.detach(), cut).double() - (x - update)).abs()
-            # About ten fp32 roundings, of numbers up to |x| and up to the moments' terms, which may cancel.
-            assert (error <= 1e-6 * x.abs() + 1e-4 * update.abs() + 2e-5 * lr).all()
-            assert (error <= 1e-6 * x.abs() + 1e-6 * update.abs()).double().mean() > 0.99
-
-
-@pytest.mark.parametrize("layout", ["odd", "channels_last", "0-dim"])
-@pytest.mark.parametrize("bits", [32, 8])
-def test_a_lion_step_is_its_formula(layout: str, bits: int) -> None:
-    lr, b1, b2, decay = 1e-2, 0.9, 0.99, 0.1
-    p = torch.nn.Parameter(tensor(layout, scale=0.1))
-    optimizer = optim.Lion([p], lr=lr, betas=(b1, b2), weight_decay=decay, min_8bit_size=0, state_bits=bits)
-    cut = layout_of(p, 128)
-    with use_backend("reference"):
-        for step in range(3):
-            before = moments(optimizer, p)["exp_avg"] if step else 0.0
-            x = blockwise.to_blocks(p.detach(), cut).double()
-            p.grad = torch.empty_like(p).copy_(hard(p.shape, step))
-            g = blockwise.to_blocks(p.grad, cut).double()
-            optimizer.step()
-            u = b1 * before + (1 - b1) * g
-            sure = u.abs() > 1e-6 * (abs(before) + g.abs())  # else rounding may turn the sign
-            expected = x * (1 - lr * decay) - lr * u.sign()
-            actual = blockwise.to_blocks(p.detach(), cut).double()
-            torch.testing.assert_close(actual[sure | (g == 0)], expected[sure | (g == 0)], rtol=1e-6, atol=1e-8)
-            assert sure.sum() >= 0.9 * (u != 0).sum()

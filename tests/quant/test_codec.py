@@ -36,12 +36,6 @@ def test_dynamic_map_is_that_of_bitsandbytes(signed: bool) -> None:
 
 
 @over_signs
-def test_dynamic_map_is_that_of_the_installed_bitsandbytes(signed: bool) -> None:
-    functional = pytest.importorskip("bitsandbytes.functional")
-    assert torch.equal(torch.tensor(codec.dynamic_map(signed)), functional.create_dynamic_map(signed=signed))
-
-
-@over_signs
 def test_dynamic_map_is_ascending_and_holds_zero_and_one(signed: bool) -> None:
     values = codec.dynamic_map(signed)
     assert len({*values}) == 256

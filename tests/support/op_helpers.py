@@ -41,10 +41,13 @@ SAMPLES: dict[str, dict[str, Callable[[], list[Any]]]] = {
 }
 for name in LAYERWISE:
     squares = torch.tensor([[9.0, 4.0], [0.0, 1.0]], dtype=torch.float64)
-    SAMPLES[name]["squares of others"] = lambda name=name, x=squares: arguments(name, layouts=("odd", "1-D"), squares=x)
-for case in CASES.values():  # every fifteenth call; without NaN, which opcheck takes to be unequal to itself
+    for title, alone in (("squares of others", False), ("squares alone", True)):
+        SAMPLES[name][title] = lambda name=name, x=squares, alone=alone: arguments(
+            name, layouts=("odd", "1-D"), squares=x, squares_only=alone
+        )
+for case in CASES.values():  # every twentieth call; without NaN, which opcheck takes to be unequal to itself
     if case.emulated and case.op not in OPS:
-        for i in range(0, sum(1 for _ in case.calls()), 15):
+        for i in range(0, sum(1 for _ in case.calls()), 20):
             SAMPLES.setdefault(case.op, {})[f"{case.name}, {i}"] = lambda case=case, i=i: map_tensors(
                 [*case.calls()][i], Tensor.nan_to_num
             )
