@@ -165,7 +165,7 @@ def as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str
     from memkern.train import cli
 
     monkeypatch.chdir(tmp_path)
-    given, short = cli.given_options, {"steps": 2, "micro_batch": 1, "warmup": 0, "eval_tokens": 256}
+    given, short = cli.given_options, {"steps": 2, "micro_batch": 1, "accumulation": 1, "warmup": 0, "eval_tokens": 256}
     monkeypatch.setattr(cli, "given_options", lambda args: given(args) | short)
     Path("my_texts").mkdir()
     Path("my_texts/text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 500)

@@ -6,7 +6,6 @@ tests/optim).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -118,21 +117,6 @@ def test_streams_do_not_disturb_each_other(backend: str, build: type) -> None:
 
 
 @over_gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU only")
-def test_two_devices_in_one_optimizer(backend: str) -> None:
-    params = [torch.nn.Parameter(hard(shape, i, scale=0.1).to(f"cuda:{i % 2}")) for i, shape in enumerate(SHAPES)]
-    optimizer = optim.AdamW8bit(
-        params, lr=torch.tensor(rate(0), dtype=torch.float64), min_8bit_size=0, weight_decay=0.1
-    )
-    with on(backend):
-        for step in range(STEPS):
-            optimizer.param_groups[0]["lr"].fill_(rate(step))
-            set_gradients(params, step)
-            optimizer.step()
-    assert_same(snapshot(optimizer), reference_snapshot(optim.AdamW8bit))
-
-
-@over_gpu
 @pytest.mark.parametrize("stray", ["exp_avg", "exp_avg_scale", "step"])
 def test_a_state_left_on_the_cpu_is_refused(backend: str, stray: str) -> None:
     params, optimizer = make_optimizer(optim.AdamW8bit, "cuda")
@@ -175,33 +159,23 @@ def test_a_scaler_skips_what_is_not_finite_and_never_waits(backend: str, build: 
 # ---- waiting, memory, launches
 
 
-def warmed_up(build: type, backend: str, **options: Any) -> tuple[list[Any], Callable[[], None]]:
-    """Parameters, and the step of an optimizer that has made its first three."""
-    params, optimizer = make_optimizer(build, "cuda", lr=1e-2, **options)
-
-    def step() -> None:
-        with on(backend):
-            optimizer.step()
-
-    for i in range(3):
-        set_gradients(params, i)
-        step()
-    torch.cuda.synchronize()
-    return params, step
-
-
 @over_gpu
 @over_builds
 @pytest.mark.parametrize("max_grad_norm", [None, 1.0])
 def test_a_step_does_not_wait_and_allocates_nothing(backend: str, build: type, max_grad_norm: float | None) -> None:
-    params, step = warmed_up(build, backend, max_grad_norm=max_grad_norm)
+    params, optimizer = make_optimizer(build, "cuda", lr=1e-2, max_grad_norm=max_grad_norm)
+    for i in range(3):
+        set_gradients(params, i)
+        with on(backend):
+            optimizer.step()
     set_gradients(params, 9)
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for _ in range(3):
-            step()
+        with on(backend):
+            for _ in range(3):
+                optimizer.step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before

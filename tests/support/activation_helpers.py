@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -45,6 +46,12 @@ def _with_arguments(fn: Callable[..., Tensor], *args: Any) -> Callable[..., Tens
     return lambda x, **options: fn(x, *args, **options)
 
 
+def _of(ours: Any, torchs: Any, module: Any, table: Callable[[int], Levels], *args: float, **flags: bool) -> Activation:
+    """An activation with arguments after x, which torch's has in the same order."""
+    functions = (_with_arguments(fn, *args) for fn in (ours, torchs))
+    return Activation(*functions, functools.partial(module, *args), table, **flags)
+
+
 f = functional
 ACTIVATIONS = {
     "gelu": Activation(f.gelu, F.gelu, nn.GELU, _shipped("gelu")),
@@ -58,33 +65,16 @@ ACTIVATIONS = {
     "tanh": Activation(f.tanh, torch.tanh, nn.Tanh, _shipped("tanh")),
     "sigmoid": Activation(f.sigmoid, torch.sigmoid, nn.Sigmoid, _shipped("sigmoid")),
     "softplus": Activation(f.softplus, F.softplus, nn.Softplus, _shipped("softplus")),
-    "softplus 2, 4": Activation(
-        _with_arguments(f.softplus, 2.0, 4.0),
-        lambda x: F.softplus(x, 2.0, 4.0),
-        lambda **o: nn.Softplus(2.0, 4.0, **o),
-        _shipped("softplus", 2.0),
-    ),
+    "softplus 2, 4": _of(f.softplus, F.softplus, nn.Softplus, _shipped("softplus", 2.0), 2.0, 4.0),
     "mish": Activation(f.mish, F.mish, nn.Mish, _shipped("mish"), inplace=True),
     "hardswish": Activation(f.hardswish, F.hardswish, nn.Hardswish, _shipped("hardswish"), inplace=True),
     "quick_gelu": Activation(
         f.quick_gelu, lambda x: x * torch.sigmoid(1.702 * x), nn.QuickGELU, _shipped("quick_gelu")
     ),
     "elu": Activation(f.elu, F.elu, nn.ELU, _elu(1.0), inplace=True),
-    "elu 0.3": Activation(
-        _with_arguments(f.elu, 0.3),
-        lambda x, **o: F.elu(x, 0.3, **o),
-        lambda **o: nn.ELU(0.3, **o),
-        _elu(0.3),
-        inplace=True,
-    ),
+    "elu 0.3": _of(f.elu, F.elu, nn.ELU, _elu(0.3), 0.3, inplace=True),
     "celu": Activation(f.celu, F.celu, nn.CELU, _elu(1.0), inplace=True),
-    "celu 2": Activation(
-        _with_arguments(f.celu, 2.0),
-        lambda x, **o: F.celu(x, 2.0, **o),
-        lambda **o: nn.CELU(2.0, **o),
-        _elu(1.0, factor=0.5),
-        inplace=True,
-    ),
+    "celu 2": _of(f.celu, F.celu, nn.CELU, _elu(1.0, factor=0.5), 2.0, inplace=True),
     "selu": Activation(f.selu, F.selu, nn.SELU, _elu(SELU_ALPHA, SELU_SCALE), inplace=True),
     "logsigmoid": Activation(
         f.logsigmoid, F.logsigmoid, nn.LogSigmoid, lambda bits: LEVELS["softplus", bits].one_minus()
@@ -94,33 +84,21 @@ ACTIVATIONS = {
     "relu": Activation(f.relu, F.relu, nn.ReLU, lambda bits: relu_levels(), False, True),
     "leaky_relu": Activation(f.leaky_relu, F.leaky_relu, nn.LeakyReLU, lambda bits: relu_levels(0.01), False, True),
     "hardtanh": Activation(f.hardtanh, F.hardtanh, nn.Hardtanh, lambda bits: hardtanh_levels(-1, 1), False, True),
-    "hardtanh 0, 6": Activation(
-        _with_arguments(f.hardtanh, 0.0, 6.0),
-        lambda x, **o: F.hardtanh(x, 0.0, 6.0, **o),
-        lambda **o: nn.Hardtanh(0.0, 6.0, **o),
-        lambda bits: hardtanh_levels(0, 6),
-        False,
-        True,
+    "hardtanh 0, 6": _of(
+        f.hardtanh, F.hardtanh, nn.Hardtanh, lambda bits: hardtanh_levels(0, 6), 0.0, 6.0, has_bits=False, inplace=True
     ),
     "hardsigmoid": Activation(
         f.hardsigmoid, F.hardsigmoid, nn.Hardsigmoid, lambda bits: hardtanh_levels(-3, 3, 1 / 6), False, True
     ),
     "hardshrink": Activation(f.hardshrink, F.hardshrink, nn.Hardshrink, lambda bits: shrink_levels(0.5), False),
     "softshrink": Activation(f.softshrink, F.softshrink, nn.Softshrink, lambda bits: shrink_levels(0.5), False),
-    "softshrink 1.1": Activation(
-        _with_arguments(f.softshrink, 1.1),
-        lambda x: F.softshrink(x, 1.1),
-        lambda **o: nn.Softshrink(1.1, **o),
-        lambda bits: shrink_levels(1.1),
-        False,
+    "softshrink 1.1": _of(
+        f.softshrink, F.softshrink, nn.Softshrink, lambda bits: shrink_levels(1.1), 1.1, has_bits=False
     ),
-    "threshold": Activation(
-        _with_arguments(f.threshold, 0.25, -2.0),
-        lambda x, **o: F.threshold(x, 0.25, -2.0, **o),
-        lambda **o: nn.Threshold(0.25, -2.0, **o),
-        lambda bits: relu_levels(threshold=0.25),
-        False,
-        True,
+    "threshold": _of(
+        *(f.threshold, F.threshold, nn.Threshold, lambda bits: relu_levels(threshold=0.25), 0.25, -2.0),
+        has_bits=False,
+        inplace=True,
     ),
 }
 over_activations = pytest.mark.parametrize("name", ACTIVATIONS)
