@@ -234,7 +234,7 @@ GPU_BYTES = ("saved_mib", "peak_mib")
 
 
 def gpu_models_table(name: str = "gpu-models.csv") -> str:
-    """Whole models on a GPU: `make gpu`'s models, with times and bytes over torch's."""
+    """Whole models on a GPU: `make gpu`'s models (or compiled ones), with times and bytes over torch's."""
     rows = _last(name, "model", "mode")
     heads = ["", "", "ms of a step", "over torch's", "of which kernels", "saved", "peak", "gradient error"]
     lines = []
@@ -253,11 +253,6 @@ def gpu_models_table(name: str = "gpu-models.csv") -> str:
     return report.table(heads, "llrrrrrr", lines)
 
 
-def gpu_compiled_table() -> str:
-    """Compiled models on a GPU, with times and bytes over torch's."""
-    return gpu_models_table("gpu-compiled.csv")
-
-
 def _compiled_rows(precisions: Iterable[str]) -> Rows:
     """The rows of the models that have been counted in these precisions and no others."""
     rows = _last("saved-compiled.csv", "model", "precision", "mode")
@@ -267,32 +262,29 @@ def _compiled_rows(precisions: Iterable[str]) -> Rows:
     return {key: row for key, row in rows.items() if counted[key[0]] == {*precisions}}
 
 
+def _compiled_cells(rows: Rows, models: Iterable[str], precision: str) -> list[str]:
+    """Medians over models: by mode the share of torch's saved bytes, and the error of gradients with codes."""
+    by_mode = {mode: [rows[model, precision, mode] for model in models] for mode in COMPILED_MODES}
+    shares = [statistics.median(float(row["share"]) for row in by_mode[mode]) for mode in COMPILED_MODES]
+    error = statistics.median(float(row["gradient_error"]) for row in by_mode["8"])
+    return [*(f"{share:.3f}" for share in shares), f"{100 * error:.1f} %"]
+
+
 def compiled_table() -> str:
     """What compiled models save over torch without a compiler (lab.studies.saved_compiled)."""
     shown = {"fp32": "fp32", "bf16 autocast": "autocast", "bf16": "bf16"}
     rows = _compiled_rows(shown)
     heads = [head for name in shown.values() for head in (f"{name}: compiled", "exact", "8 bits", "error")]
-    lines = []
     models = list(dict.fromkeys(key[0] for key in rows))
-    for title, group in [*((model, [model]) for model in models), ("median", models)]:
-        cells = [title]
-        for precision in shown:
-            by_mode = {mode: [rows[model, precision, mode] for model in group] for mode in COMPILED_MODES}
-            shares = (statistics.median(float(row["share"]) for row in by_mode[mode]) for mode in COMPILED_MODES)
-            cells += [f"{share:.3f}" for share in shares]
-            cells.append(f"{100 * statistics.median(float(row['gradient_error']) for row in by_mode['8']):.1f} %")
-        lines.append(cells)
+    groups = {model: [model] for model in models} | {"median": models}
+    lines = [[title, *(x for p in shown for x in _compiled_cells(rows, group, p))] for title, group in groups.items()]
     return report.table(["", *heads], "l" + "r" * len(heads), lines)
 
 
 def compiled_nets_table() -> str:
     """What compiled models save, for those that have been counted in fp32 alone."""
     rows = _compiled_rows(["fp32"])
-    lines = []
-    for model in dict.fromkeys(key[0] for key in rows):
-        shares = [f"{float(rows[model, 'fp32', mode]['share']):.3f}" for mode in COMPILED_MODES]
-        error = f"{100 * float(rows[model, 'fp32', '8']['gradient_error']):.1f} %"
-        lines.append([model, *shares, error])
+    lines = [[model, *_compiled_cells(rows, [model], "fp32")] for model in dict.fromkeys(key[0] for key in rows)]
     return report.table(["fp32", "compiled", "exact", "8 bits", "error"], "lrrrr", lines)
 
 
@@ -361,7 +353,8 @@ def cpu_points() -> Points:
     return points
 
 
-def _ways_table(models: Points) -> str:
+def ways_table(models: Points) -> str:
+    """The points of a row of the picture."""
     modes = dict.fromkeys(mode for points in models.values() for mode in points)
     lines = []
     for mode in modes:
@@ -370,24 +363,14 @@ def _ways_table(models: Points) -> str:
     return report.table(["over torch: time / peak / saved", *models], "l" + "r" * len(models), lines)
 
 
-def gpu_ways_table() -> str:
-    """The points of the picture's first row."""
-    return _ways_table(gpu_points())
-
-
-def cpu_ways_table() -> str:
-    """The points of the picture's second row."""
-    return _ways_table(cpu_points())
-
-
 TABLES: dict[str, Callable[[], str]] = {
     "compiled_blocks": compiled_blocks_table,
     "saves": saves_table,
     "gpu": gpu_table,
     "gpu_models": gpu_models_table,
-    "gpu_ways": gpu_ways_table,
-    "cpu_ways": cpu_ways_table,
-    "gpu_compiled": gpu_compiled_table,
+    "gpu_ways": lambda: ways_table(gpu_points()),
+    "cpu_ways": lambda: ways_table(cpu_points()),
+    "gpu_compiled": lambda: gpu_models_table("gpu-compiled.csv"),
     "compiled": compiled_table,
     "compiled_nets": compiled_nets_table,
     "speed": speed_table,

@@ -53,6 +53,17 @@ def by_both(*leaves_and_target: Any, chunk_size: int | None = 10, **options: Any
     return with_gradients(ours, [x, weight, bias]), with_gradients(theirs, [x, weight, bias])
 
 
+def assert_no_further(ours: list[Tensor], theirs: list[Tensor], truth: list[Tensor], slack: float = 0) -> None:
+    """The loss and the gradients are about as near to the truth as torch's.
+
+    In half precision each chunk's part of the input's gradient is rounded, and then the parts are added in fp32. torch
+    rounds the sum alone.
+    """
+    for name, a, b, t in zip(("loss", "input", "weight", "bias"), ours, theirs, truth, strict=True):
+        error, allowed = ((g.double() - t).norm() for g in (a, b))
+        assert error <= (1.5 if name == "input" else 1.05) * allowed + slack * t.norm(), name
+
+
 # ---- the loss and the gradients
 
 
@@ -85,13 +96,8 @@ def test_no_further_from_the_truth_than_torch(dtype: torch.dtype, smoothing: flo
     doubles = [t.detach().double().requires_grad_() for t in leaves]
     truth = by_both(*doubles, target, label_smoothing=smoothing)[1]
     ours, theirs = by_both(*leaves, target, label_smoothing=smoothing)
-    for name, a, b, t in zip(("loss", "input", "weight", "bias"), ours, theirs, truth, strict=True):
-        assert a.dtype == (torch.float32 if name == "loss" else dtype)
-        # In half precision each chunk's part of the input's gradient is rounded, and then the parts are added in fp32.
-        # torch rounds the sum alone. 2e-7 is two ulps of fp32, for where torch's result is exact by chance.
-        factor = 1.5 if name == "input" else 1.05
-        error, allowed = ((g.double() - t).norm() for g in (a, b))
-        assert error <= factor * allowed + 2e-7 * t.norm(), name
+    assert [t.dtype for t in ours] == [torch.float32, *[dtype] * 3]
+    assert_no_further(ours, theirs, truth, 2e-7)  # two ulps of fp32, for where torch's result is exact by chance
 
 
 @pytest.mark.pairwise
@@ -184,11 +190,8 @@ def test_autocast_is_no_further_from_the_truth_than_torch(dtype: torch.dtype) ->
     assert ours.dtype == torch.float32
     truth = with_gradients(torch_loss(*(t.double() for t in (x, weight, bias)), target), [x, weight, bias])
     a, b = (with_gradients(loss, [x, weight, bias]) for loss in (ours, theirs))
-    for name, g, h, t in zip(("loss", "input", "weight", "bias"), a, b, truth, strict=True):
-        assert g.dtype == torch.float32
-        error, allowed = ((v.double() - t).norm() for v in (g, h))
-        # The factors of test_no_further_from_the_truth_than_torch.
-        assert error <= (1.5 if name == "input" else 1.05) * allowed, name
+    assert all(g.dtype == torch.float32 for g in a)
+    assert_no_further(a, b, truth)
 
 
 def test_a_scalers_factor_reaches_the_logits_gradients() -> None:
