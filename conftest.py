@@ -22,7 +22,6 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 pytest.register_assert_rewrite("tests.support.generic_tests")
 pytest_plugins = [
-    "benchmarks.pytest_features",
     "tests.support.interpreted",
     "tests.support.pairwise",
     "benchmarks.pytest_outcomes",
