@@ -166,7 +166,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"would measure {case.name}: {case.numel:,} elements: {names}")
             continue
         with memkern.use_backend(args.backend):
-            rounds = {"rounds": 5, "seconds": 0.01} if args.small else {"rounds": ROUNDS, "seconds": CONTENDER_S}
+            rounds = {"rounds": 2, "seconds": 0.01} if args.small else {"rounds": ROUNDS, "seconds": CONTENDER_S}
             results = harness.measure(case, clock, **rounds)
         for result in results:
             row = {column: value for column, value in asdict(result).items() if value not in (None, "")}

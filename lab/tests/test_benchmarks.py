@@ -23,6 +23,7 @@ PEERS = ("bitsandbytes", "torchao", "deepspeed", "timm")
 def results(tmp_path_factory):
     """The folder and the rows by topic of one quick run of all benchmarks. Peers, which would compile, are absent."""
     out = tmp_path_factory.mktemp("bench")
+    torch.set_num_threads(1)  # as conftest.py does it for each test; this is before the first
     with pytest.MonkeyPatch.context() as patch:
         for peer in PEERS:
             for module in [name for name in sys.modules if name.split(".")[0] == peer]:

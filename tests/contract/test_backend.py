@@ -165,20 +165,14 @@ def test_torchs_default_dtype_is_no_failure_of_cuda(monkeypatch: pytest.MonkeyPa
         torch.set_default_dtype(torch.float32)
 
 
-def test_cuda_is_not_called_while_a_stream_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    fallback, cuda = without_cuda(), FakeCuda(monkeypatch)
-    cuda.capturing = True
-    assert backend.select(torch.device("cuda", 1)) == "cuda"
-    assert cuda.calls == []
-    cuda.capturing = False
-    assert backend.select(torch.device("cuda", 1)) == fallback
-
-
-def test_another_streams_capture_says_nothing_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("own", [True, False], ids=["this stream's", "another stream's"])
+def test_a_capture_says_nothing_of_the_kernels(monkeypatch: pytest.MonkeyPatch, own: bool) -> None:
     message = "operation would make the legacy stream depend on a capturing blocking stream"
     fallback, cuda = without_cuda(), FakeCuda(monkeypatch, message)
+    cuda.capturing = own
     assert backend.select(torch.device("cuda", 1)) == "cuda"
-    cuda.message = "no kernel image is available"
+    assert cuda.calls == ([] if own else ["cuda:1"])  # nothing may run in the capture of this stream
+    cuda.capturing, cuda.message = False, "no kernel image is available"
     assert backend.select(torch.device("cuda", 1)) == fallback
 
 
