@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import machine, overview
+from benchmarks import machine, overview, report
 from benchmarks.plot import FAINT, GRID, OTHERS, OURS
 from lab import RESULTS
 
@@ -64,12 +64,12 @@ def with_error(difference: Difference) -> str:
 
 def summary_table() -> str:
     """Contenders by tasks: the difference of losses from the 32-bit original."""
-    lines = ["| | original | " + " | ".join(TASKS) + " |", "|---|---|" + "---:|" * len(TASKS)]
+    rows = []
     for contender in ALL:
         cells = [cell(compared()[task, contender.name]) for task in TASKS]
         original = "" if contender.original == contender.name else contender.original
-        lines.append("| " + " | ".join([contender.name, original, *cells]) + " |")
-    return "\n".join(lines)
+        rows.append([contender.name, original, *cells])
+    return report.table(["", "original", *TASKS], "ll" + "r" * len(TASKS), rows)
 
 
 def _best_first(task: str) -> list[Compared]:
@@ -80,11 +80,11 @@ def _best_first(task: str) -> list[Compared]:
 
 def tasks_table() -> str:
     """Each task, with the commit and the day of its best contender's run."""
-    lines = ["| task | what is learned | steps | seeds | commit |", "|---|---|---:|---:|---|"]
+    rows = []
     for name, task in TASKS.items():
         row = next((entry.row for entry in _best_first(name)), {"commit": "", "date": ""})
-        lines.append(f"| {name} | {task.what} | {task.steps} | {task.seeds} | {row['commit']}, {row['date'][:10]} |")
-    return "\n".join(lines)
+        rows.append([name, task.what, str(task.steps), str(task.seeds), f"{row['commit']}, {row['date'][:10]}"])
+    return report.table(["task", "what is learned", "steps", "seeds", "commit"], "llrrl", rows)
 
 
 def task_table(task: str) -> str:
@@ -104,24 +104,22 @@ def task_table(task: str) -> str:
         "step ns/param",
         "whole step ms",
     )
-    lines = ["| " + " | ".join(heads) + " |", "|---|---:|---:|---:|---|" + "---:|" * (len(heads) - 5)]
-    lines += [_task_row(entry) for entry in _best_first(task)]
     reasons: dict[str, list[str]] = {}
     for entry in contenders:
         if not entry.losses:
             reasons.setdefault(entry.why.rstrip("."), []).append(entry.contender.name)
-    lines += ["", *(f"- {', '.join(names)}: {why}." for why, names in reasons.items())]
-    return "\n".join(lines).rstrip()
+    table = report.table(heads, "lrrrl" + "r" * (len(heads) - 5), map(_task_row, _best_first(task)))
+    return "\n".join([table, "", *(f"- {', '.join(names)}: {why}." for why, names in reasons.items())]).rstrip()
 
 
-def _task_row(entry: Compared) -> str:
+def _task_row(entry: Compared) -> list[str]:
     difference = tuned = detectable = ""
     if entry.difference is not None:
         difference, detectable = with_error(entry.difference), four_digits(2 * entry.difference.error)
     if entry.tuned is not None:
         tuned = f"**{with_error(entry.tuned)}**" if entry.tuned.beyond else with_error(entry.tuned)
     row = entry.row
-    cells = [
+    return [
         entry.contender.name,
         entry.lr + (" at the edge" if entry.at_edge else ""),
         f"{entry.loss:.4f} ± {entry.loss_error:.4f}" if math.isfinite(entry.loss) else entry.verdict,
@@ -135,7 +133,6 @@ def _task_row(entry: Compared) -> str:
         f"{float(row['step_ns']):.1f}",
         f"{float(row['run_ms']):.1f}",
     ]
-    return "| " + " | ".join(cells) + " |"
 
 
 def chance() -> str:
@@ -165,21 +162,19 @@ def cost() -> str:
 
 def worse_table() -> str:
     """memkern's and torch's contenders more than two standard errors worse than their original, or diverged."""
-    lines = [
-        "| task | contender | − original | relative to the loss | − original at its best |",
-        "|---|---|---:|---:|---:|",
-    ]
+    heads = ["task", "contender", "− original", "relative to the loss", "− original at its best"]
+    rows = []
     for (task, name), entry in compared().items():
         if entry.contender.package not in ("torch", "memkern"):
             continue
         if entry.verdict == "diverged":
-            lines.append(f"| {task} | {name} | diverged | | |")
+            rows.append([task, name, "diverged", "", ""])
         elif any(d is not None and d.beyond and d.mean > 0 for d in (entry.difference, entry.tuned)):
             difference = entry.difference
             share = "" if difference is None else f"{difference.mean / (entry.loss - difference.mean):+.2%}"
             cells = ["" if d is None else with_error(d) for d in (entry.difference, entry.tuned)]
-            lines.append(f"| {task} | {name} | {cells[0]} | {share} | {cells[1]} |")
-    return "\n".join(lines)
+            rows.append([task, name, cells[0], share, cells[1]])
+    return report.table(heads, "llrrr", rows)
 
 
 def papers_table() -> str:
