@@ -7,7 +7,6 @@ this. Another torch: ``TORCH=torch==2.10.0 VENV=... make frameworks``.
 from __future__ import annotations
 
 import argparse
-import csv
 import re
 from collections.abc import Sequence
 from importlib import metadata
@@ -64,16 +63,11 @@ def filled(page: str, rows: Sequence[report.Row]) -> str:
     return MARKERS.sub(lambda match: f"{match[1]}{table(rows)}\n{match[2]}", page)
 
 
-def read(path: Path = CSV) -> list[report.Row]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.frameworks", description=__doc__.splitlines()[0])
     parser.add_argument("--page", type=Path, default=PAGE, help="what is rewritten (default: docs/frameworks.md)")
     args = parser.parse_args(argv)
-    args.page.write_text(filled(args.page.read_text(), read()))
+    args.page.write_text(filled(args.page.read_text(), report.read(CSV)))
     print(args.page)
 
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import csv
 import re
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -48,8 +47,7 @@ Rows = dict[tuple[str, ...], report.Row]
 
 def _last(name: str, *columns: str) -> Rows:
     """The last row of each case of a results file, by the columns that name it."""
-    with (RESULTS / name).open(newline="") as file:
-        return {tuple(row[column] for column in columns): row for row in csv.DictReader(file)}
+    return {tuple(row[column] for column in columns): row for row in report.read(RESULTS / name)}
 
 
 def _topic(topic: str) -> dict[str, Rows]:

@@ -69,10 +69,15 @@ def table(heads: Sequence[str], alignment: str, rows: Iterable[Sequence[str]]) -
     return "\n".join([first, f"|{rule}|", *others])
 
 
+def read(path: Path) -> list[Row]:
+    """All rows of a results file."""
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
 def latest(path: Path) -> dict[str, list[Row]]:
     """The rows of each case's last run, by case; contenders of different runs are never compared."""
-    with path.open(newline="") as file:
-        all_rows = list(csv.DictReader(file))
+    all_rows = read(path)
     last = {row["case"]: row["date"] for row in all_rows}
     return {
         case: [row for row in all_rows if row["case"] == case and row["date"] == date] for case, date in last.items()

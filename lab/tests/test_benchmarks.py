@@ -1,6 +1,5 @@
 """All benchmarks run, absent peers are named, contenders take turns, and results become the documents' tables."""
 
-import csv
 import os
 import sys
 import threading
@@ -30,11 +29,7 @@ def results(tmp_path_factory):
                 patch.delitem(sys.modules, module)
             patch.setitem(sys.modules, peer, None)
         main(["--quick", "--out", str(out)])
-    rows = {}
-    for path in out.glob("*.csv"):
-        with path.open(newline="") as file:
-            rows[report.topic_of(path)] = list(csv.DictReader(file))
-    return out, rows
+    return out, {report.topic_of(path): report.read(path) for path in out.glob("*.csv")}
 
 
 @pytest.mark.full

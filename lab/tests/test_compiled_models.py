@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from pathlib import Path
 
 import pytest
 
+from benchmarks import report
 from lab.gpu import compiled, record
 from lab.studies import compiled_steps
 
@@ -32,8 +32,7 @@ def test_rows_are_recorded(tmp_path: Path) -> None:
     results = tmp_path / "results.jsonl"
     results.write_text("".join(json.dumps(row) + "\n" for row in rows))
     record.main([str(results), "--out", str(tmp_path)])
-    with (tmp_path / "gpu-compiled.csv").open(newline="") as file:
-        [row] = csv.DictReader(file)
+    [row] = report.read(tmp_path / "gpu-compiled.csv")
     assert (row["mode"], row["first_s"], row["ms"]) == ("memkern.compile, exact", "9.5", "2.0")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import math
 import random
 from collections.abc import Iterator
@@ -222,8 +221,7 @@ def test_stored_weights_are_those_that_train() -> None:
 def test_runs_that_are_there_are_not_repeated(tmp_path: Path) -> None:
     options = ["--task", "outliers", "--contender", "memkern AdamW8bit", "--out", str(tmp_path)]
     main(options)
-    with (tmp_path / "convergence.csv").open(newline="") as file:
-        rows = [*csv.DictReader(file)]
+    rows = results.read(tmp_path / "convergence.csv")
     ours, originals = ([r for r in rows if r["contender"] == name] for name in ("memkern AdamW8bit", "torch AdamW"))
     assert [r["seed"] for r in ours[-5:]] == [r["seed"] for r in originals] == ["1", "2", "3", "4", "5"]
     assert {r["lr"] for r in originals} == {r["lr"] for r in ours[-5:]}

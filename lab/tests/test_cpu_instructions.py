@@ -1,25 +1,25 @@
 """docs/benchmarks.md has the instructions of lab/results/cpu-instructions.csv, and qemu's log is counted rightly."""
 
-import csv
 from pathlib import Path
 
 import pytest
 
+from benchmarks import report
 from lab import RESULTS
 from lab.studies.cpu_instructions import KERNELS, TOOLS, _executed
+
+PATH = RESULTS / "cpu-instructions.csv"
 
 
 @pytest.mark.parametrize("isa", TOOLS)
 def test_the_page_has_the_results(isa: str) -> None:
-    with (RESULTS / "cpu-instructions.csv").open(newline="") as file:
-        rows = {(row["instruction_set"], row["kernel"]): row["instructions"] for row in csv.DictReader(file)}
+    rows = {(row["instruction_set"], row["kernel"]): row["instructions"] for row in report.read(PATH)}
     line = " | ".join(rows[isa, kernel] for kernel in KERNELS)
     assert f"| {isa} | {line} |" in (RESULTS.parents[1] / "docs/benchmarks.md").read_text()
 
 
 def test_neon_takes_at_most_twice_the_instructions_of_avx2() -> None:
-    with (RESULTS / "cpu-instructions.csv").open(newline="") as file:
-        rows = {(row["instruction_set"], row["kernel"]): float(row["instructions"]) for row in csv.DictReader(file)}
+    rows = {(row["instruction_set"], row["kernel"]): float(row["instructions"]) for row in report.read(PATH)}
     for kernel in KERNELS:
         assert rows["neon", kernel] <= 2 * rows["avx2", kernel], kernel
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
+from benchmarks import report
 from lab.gpu import host, record, stream
 
 
@@ -56,6 +56,5 @@ def test_rows_are_recorded(tmp_path: Path) -> None:
     results = tmp_path / "results.jsonl"
     results.write_text("".join(json.dumps(row) + "\n" for row in rows))
     record.main([str(results), "--out", str(tmp_path)])
-    with (tmp_path / "gpu-stream.csv").open(newline="") as file:
-        recorded = [*csv.DictReader(file)]
+    recorded = report.read(tmp_path / "gpu-stream.csv")
     assert [(row["losses"], row["busy"], row["ratio"]) for row in recorded] == [("3.0 2.5", "0.9", ""), ("", "", "0.9")]

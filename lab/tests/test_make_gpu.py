@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import sys
 from pathlib import Path
 
 import pytest
 
+from benchmarks import report
 from lab.gpu import __main__ as make_gpu
 from lab.gpu import headline, models, recipe, record, sanitize, small
 from tests.support.helpers import needs_cpp
@@ -108,10 +108,7 @@ def test_results_are_recorded(tmp_path: Path) -> None:
     results.write_text("".join(json.dumps(row) + "\n" for row in rows))
     for _ in range(2):  # the second time it adds
         record.main([str(results), "--out", str(tmp_path)])
-    tables = {}
-    for path in tmp_path.glob("*.csv"):
-        with path.open(newline="") as file:
-            tables[path.stem] = [*csv.DictReader(file)]
+    tables = {path.stem: report.read(path) for path in tmp_path.glob("*.csv")}
     assert {name: len(table) for name, table in tables.items()} == dict.fromkeys(
         ("headline_nvidia-h200", "gpu-models", "gpu-recipe", "gpu-parts"), 2
     )

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import csv
-
 import pytest
 
+from benchmarks import report
 from lab import RESULTS
 from lab.studies import planned_models as study
 from tests.support.helpers import first_full
@@ -15,8 +14,7 @@ LEAST_SHARE = 0.95  # of the types of which transformers builds a model
 
 
 def outcomes() -> dict[str, str]:
-    with PATH.open(newline="") as file:
-        return {row["type"]: row["outcome"] for row in csv.DictReader(file)}
+    return {row["type"]: row["outcome"] for row in report.read(PATH)}
 
 
 def share_planned(outcomes: dict[str, str]) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import math
 import statistics
 from collections.abc import Sequence
@@ -33,10 +32,7 @@ NOT_YET = "not run yet"
 
 
 def read(path: Path) -> list[report.Row]:
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        return [*csv.DictReader(file)]
+    return report.read(path) if path.exists() else []
 
 
 def losses(rows: Sequence[report.Row]) -> dict[Key, float]:
