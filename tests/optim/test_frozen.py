@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from memkern import optim
 from memkern.optim import HostOffload, StepInBackward
-from tests.support.helpers import assert_same, over_optimizers, snapshot
+from tests.support.helpers import assert_same, over_kinds, snapshot
 from tests.support.offloaded import MODES
 
 # Tensors that no step could take if they were trainable, and two that one could.
@@ -49,7 +49,7 @@ def adapter() -> nn.Parameter:
     return nn.Parameter(torch.linspace(-1, 1, 64 * 128).view(64, 128))
 
 
-@over_optimizers
+@over_kinds
 @pytest.mark.parametrize("kind", FROZEN)
 def test_a_frozen_parameter_of_any_kind_changes_nothing(build: type, kind: str) -> None:
     make = lambda params: build(params, lr=1e-2)  # noqa: E731
@@ -88,7 +88,7 @@ def test_master_weights_beside_frozen_4_bit_weights() -> None:
     assert host.param_groups[0]["master_weights"] == "bf16+16"
 
 
-@over_optimizers
+@over_kinds
 def test_an_unfrozen_parameter_that_no_step_can_take_is_named(build: type) -> None:
     p, bad = adapter(), nn.Parameter(torch.ones(8, 1).expand(8, 16), requires_grad=False)
     optimizer = build([("adapter", p), ("base.weight", bad)])
@@ -102,7 +102,7 @@ def test_an_unfrozen_parameter_that_no_step_can_take_is_named(build: type) -> No
     assert_same(snapshot(optimizer), before)
 
 
-@over_optimizers
+@over_kinds
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_an_unfrozen_parameter_trains(build: type, dtype: torch.dtype) -> None:
     """Also in fp64, whose step is another call of the op."""

@@ -16,7 +16,7 @@ from torch import nn
 from memkern import optim
 from memkern.optim.checks import READ_AT_EACH_STEP
 from tests.support.generic_optimizers import saved_and_loaded
-from tests.support.helpers import OPTIMIZERS, assert_same, name_of, snapshot
+from tests.support.helpers import EIGHT_BIT, assert_same, name_of, snapshot
 
 # Options by class, beside its defaults.
 LARS = {"trust_coeff": 0.25, "dampening": 0.25, "layers": 2, "trust_bounds": (0.5, 8.0)}
@@ -91,9 +91,10 @@ def by_state_dict(build: Any, options: dict[str, Any]) -> Any:
     return optimizer
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("make", [by_arguments, by_group, by_assignment, by_state_dict], ids=name_of)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("build", [*OPTIMIZERS, optim.Muon, optim.Muon8bit], ids=name_of)
+@pytest.mark.parametrize("build", [*EIGHT_BIT, optim.Muon8bit], ids=name_of)
 def test_numbers_of_every_kind_give_the_same_bits(build: type, kind: str, make: Callable[..., Any]) -> None:
     options = all_options(build)
     results = []
@@ -112,6 +113,7 @@ def test_numbers_of_every_kind_give_the_same_bits(build: type, kind: str, make: 
     assert_same(*results)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("make", [by_arguments, by_group, by_assignment, by_state_dict], ids=name_of)
 @pytest.mark.parametrize("kind", [list, np.array, UserList], ids=["list", "array", "OmegaConf"])
 @pytest.mark.parametrize("build", [optim.AdamW8bit, optim.LARS8bit, optim.Muon8bit], ids=name_of)

@@ -1,5 +1,8 @@
 """Which states are 8-bit and how large they are, groups, defaults, and parameters that share memory."""
 
+import math
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,8 +12,9 @@ from tests.support.helpers import (
     first_moment,
     give_gradients,
     make_params,
+    name_of,
     over_8bit,
-    over_optimizers,
+    over_kinds,
     snapshot,
     train,
 )
@@ -72,18 +76,20 @@ def test_8_bit_states_take_their_codes_and_few_scales(shape: tuple[int, ...]) ->
 # ---- groups
 
 
-def test_groups_have_their_own_options() -> None:
-    options = [
+@pytest.mark.parametrize("build", [optim.AdamW8bit, optim.LAMB8bit], ids=name_of)
+def test_groups_have_their_own_options(build: Any) -> None:
+    bounds: list[Any] = [(30.0, 80.0), (0.0, 1.0), (500.0, math.inf)]
+    options: list[dict[str, Any]] = [
         {},
         {"lr": 3e-3, "weight_decay": 0.0},
         {"betas": (0.8, 0.9), "eps": 1e-5},
         {"state_bits": 32, "maximize": True},
         {"codec": "dynamic", "block_size": 64},
         {"min_8bit_size": 10**6},
-        {"decoupled_weight_decay": False},
+        *([{"decoupled_weight_decay": False}] if build is optim.AdamW8bit else [{"trust_bounds": x} for x in bounds]),
     ]
-    together = optim.AdamW8bit([{"params": make_params([(48, 128)], i), **o} for i, o in enumerate(options)], lr=1e-2)
-    separate = [optim.AdamW8bit([{"params": make_params([(48, 128)], i), **o}], lr=1e-2) for i, o in enumerate(options)]
+    together = build([{"params": make_params([(48, 128)], i), **o} for i, o in enumerate(options)], lr=1e-2)
+    separate = [build([{"params": make_params([(48, 128)], i), **o}], lr=1e-2) for i, o in enumerate(options)]
     for step in range(3):
         give_gradients([g["params"][0] for g in together.param_groups], step)
         for group, optimizer in zip(together.param_groups, separate, strict=True):
@@ -97,7 +103,7 @@ def test_groups_have_their_own_options() -> None:
     assert not any(torch.equal(moved[0], p) for p in moved[1:])
 
 
-@over_optimizers
+@over_kinds
 def test_a_group_added_in_training_steps_as_alone(build: type) -> None:
     first, second = make_params(), make_params([(40, 128), (5,)], 50)
     optimizer = build(first, lr=1e-2)
@@ -153,7 +159,7 @@ def test_lr_may_be_a_tensor_which_the_group_keeps() -> None:
     assert optim.AdamW(make_params(), lr=lr).param_groups[0]["lr"] is lr
 
 
-@over_optimizers
+@over_kinds
 def test_parameters_of_lazy_modules_train(build: type) -> None:
     """The optimizer is made before the first forward pass, as torch.optim allows."""
     model = torch.nn.Sequential(torch.nn.LazyLinear(64), torch.nn.LayerNorm(64))
@@ -170,7 +176,7 @@ def test_parameters_of_lazy_modules_train(build: type) -> None:
 @pytest.mark.pairwise
 @pytest.mark.parametrize("when", ["before", "after"])  # they share memory from before or after the optimizer is made
 @pytest.mark.parametrize("shared_rows", [128, 64])  # of 128
-@over_optimizers
+@over_kinds
 def test_parameters_over_one_memory_are_stepped_one_after_the_other(build: type, shared_rows: int, when: str) -> None:
     """As in torch.optim, the second parameter's step begins from what the first one's has written."""
 

@@ -17,8 +17,6 @@ from memkern import optim
 from tests.support.helpers import OPTIMIZERS, assert_same, name_of, snapshot
 from tests.support.schedulers import SCHEDULERS
 
-over_schedulers = pytest.mark.parametrize("name", SCHEDULERS)
-ALL = [*OPTIMIZERS, optim.Muon, optim.Muon8bit]
 SCHEDULED = ("lr", "betas", "momentum")  # the options that schedulers write
 
 
@@ -59,10 +57,15 @@ def test_the_table_has_every_scheduler() -> None:
     assert {*SCHEDULERS} == {*lr_scheduler.__all__} - {LRScheduler.__name__}
 
 
-@over_schedulers
-@pytest.mark.parametrize("build", [*ALL, pytest.param((optim.AdamW, "lr"), id="AdamW, lr a tensor")], ids=name_of)
-def test_a_scheduler_sets_the_options_of_torchs_optimizer(build: Any, name: str) -> None:
-    build, *tensor_lr = build if isinstance(build, tuple) else (build,)
+# class, scheduler, whether lr is a tensor: every scheduler with one class, and one that writes all options with each
+SET = [
+    *((optim.AdamW, name, is_tensor) for name in SCHEDULERS for is_tensor in (False, True)),
+    *((build, "OneCycleLR", False) for build in (*OPTIMIZERS, optim.Muon, optim.Muon8bit)),
+]
+
+
+@pytest.mark.parametrize(("build", "name", "tensor_lr"), SET, ids=name_of)
+def test_a_scheduler_sets_the_options_of_torchs_optimizer(build: Any, name: str, tensor_lr: bool) -> None:
     torch_class, options, same_algorithm = torch_counterpart(build)
     plain = {} if torch_class is torch.optim.Muon else {"foreach": False}
     lr = [torch.tensor(1e-2, dtype=torch.float64) if tensor_lr else 1e-2 for _ in range(2)]
@@ -78,7 +81,8 @@ def test_a_scheduler_sets_the_options_of_torchs_optimizer(build: Any, name: str)
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
 
 
-@over_schedulers
+@pytest.mark.pairwise
+@pytest.mark.parametrize("name", ["OneCycleLR", "SequentialLR", "ReduceLROnPlateau"])
 @pytest.mark.parametrize("tensors", [False, True], ids=["float", "tensor"])
 @pytest.mark.parametrize("build", [optim.AdamW8bit, optim.SGD, optim.Muon], ids=name_of)
 def test_a_run_that_is_saved_goes_on(build: type, tensors: bool, name: str) -> None:

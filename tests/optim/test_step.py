@@ -14,6 +14,7 @@ from tests.support.helpers import (
     on,
     over_8bit,
     over_cpu,
+    over_kinds,
     over_optimizers,
     snapshot,
     train,
@@ -56,7 +57,7 @@ def test_gradients_may_have_other_strides_than_their_parameter(
     assert p.stride() == q.stride()
 
 
-@over_optimizers
+@over_kinds
 @over_cpu
 def test_many_tensors_step_as_each_alone(backend: str, build: type) -> None:
     shapes = [(1 + i % 7, 17 * (1 + i % 11)) for i in range(150)]
@@ -75,7 +76,7 @@ def test_many_tensors_step_as_each_alone(backend: str, build: type) -> None:
 # ---- autograd and memory
 
 
-@over_optimizers
+@over_kinds
 @over_cpu
 def test_autograd_sees_that_parameters_changed(backend: str, build: type) -> None:
     params = make_params()

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from memkern import memory, optim
 from memkern.nn import LinearCrossEntropy
 from memkern.optim import StepInBackward
-from tests.support.helpers import OPTIMIZERS, assert_same, name_of, over_optimizers, snapshot
+from tests.support.helpers import OPTIMIZERS, assert_same, name_of, over_kinds, snapshot
 
 VOCABULARY, WIDTH = 50, 32
 TORCH_CLASSES = [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop]
@@ -339,7 +339,7 @@ def test_a_grad_scaler_is_refused(unscale: bool) -> None:
     disabled.step(optimizer)
 
 
-@over_optimizers
+@over_kinds
 def test_max_grad_norm_is_refused(build: type) -> None:
     p = nn.Parameter(torch.ones(5))
     with pytest.raises(ValueError, match=r"max_grad_norm must be None, got 1.0: the norm of all gradients"):

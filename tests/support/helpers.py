@@ -254,6 +254,9 @@ def assert_same(actual: Any, expected: Any, what: str = "result") -> None:
 # ---- optimizers
 
 over_optimizers = pytest.mark.parametrize("build", OPTIMIZERS, ids=name_of)
+_KINDS = [cls for cls in OPTIMIZERS if cls.__name__ in ("AdamW8bit", "LAMB8bit", "SGD")]
+over_kinds = pytest.mark.parametrize("build", _KINDS, ids=name_of)
+"""A class of each kind, for what all share: two moments, trust ratios, one moment; states of 8 bits and of 32."""
 over_layerwise = pytest.mark.parametrize("build", LAYERWISE, ids=name_of)
 over_8bit = pytest.mark.parametrize("build", EIGHT_BIT, ids=name_of)
 # A matrix of 8-bit states by default; a small one and a bias, which have fp32 states.

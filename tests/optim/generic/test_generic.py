@@ -9,7 +9,7 @@ from torch.nn import Parameter
 
 from tests.support.generic_optimizers import CASES, clones, closure_of, linear
 from tests.support.generic_tests import *  # noqa: F403
-from tests.support.helpers import assert_same, over_optimizers, snapshot
+from tests.support.helpers import assert_same, over_kinds, snapshot
 from tests.support.optimizers import Options, spec_of
 
 
@@ -27,25 +27,7 @@ def test_gradients_are_only_read(plain: Any) -> None:
         assert torch.equal(grad, values)
 
 
-@pytest.mark.parametrize("scaled", [False, True])
-def test_found_inf_skips_the_step(new: Any, scaled: bool) -> None:
-    params = [Parameter(torch.ones(1)) for _ in range(5)]
-    optimizer = new(params)
-    for p in params:
-        p.grad = torch.ones_like(p)
-    optimizer.grad_scale = torch.full((1,), 2.0) if scaled else None
-    optimizer.found_inf = torch.ones(())
-    optimizer.step()
-    assert all(torch.equal(p, torch.ones(1)) for p in params)
-    for p in params:
-        assert optimizer.state[p].get("step", torch.zeros(())) == 0
-        assert all((v == 0).all() for k, v in optimizer.state[p].items() if k.startswith("exp_avg"))
-    optimizer.found_inf = torch.zeros(())
-    optimizer.step()
-    assert not any(torch.equal(p, torch.ones(1)) for p in params)
-
-
-@over_optimizers
+@over_kinds
 def test_default_dtype_does_not_matter(build: type) -> None:
     expected = None
     for dtype in (torch.float32, torch.float64):
@@ -139,7 +121,7 @@ ERRORS: dict[str, tuple[Any, Options, type[Exception], str]] = {
 }  # fmt: skip
 
 
-@over_optimizers
+@over_kinds
 @pytest.mark.parametrize("name", ERRORS)
 def test_bad_params_raise_as_in_torch(build: type, name: str) -> None:
     params, options, error, message = ERRORS[name]
@@ -147,7 +129,7 @@ def test_bad_params_raise_as_in_torch(build: type, name: str) -> None:
         build(params, **options)
 
 
-@over_optimizers
+@over_kinds
 def test_a_parameter_twice_in_a_group_warns(build: type) -> None:
     with pytest.warns(UserWarning, match="a parameter group with duplicate parameters"):
         build([a, a])

@@ -13,6 +13,7 @@ from tests.support.helpers import (
     name_of,
     on,
     over_cpu,
+    over_kinds,
     over_optimizers,
     set_grad,
     snapshot,
@@ -32,7 +33,7 @@ def loss_of(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.T
 
 
 @over_cpu
-@over_optimizers
+@over_kinds
 @pytest.mark.parametrize("unscaled", [False, True])
 def test_a_scale_that_is_a_power_of_two_changes_no_bit(backend: str, build: type, unscaled: bool) -> None:
     runs = []
@@ -56,7 +57,7 @@ def test_a_scale_that_is_a_power_of_two_changes_no_bit(backend: str, build: type
 
 
 @over_cpu
-@over_optimizers
+@over_kinds
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
 def test_a_step_is_skipped_whole(backend: str, build: type, bad: float) -> None:
     model, x, y = model_and_data()
@@ -80,7 +81,7 @@ def test_a_step_is_skipped_whole(backend: str, build: type, bad: float) -> None:
     assert steps == [2.0] * len(steps)
 
 
-@over_optimizers
+@over_kinds
 @pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
 def test_any_scale_unscales_by_its_fp32_reciprocal(build: type, dtype: torch.dtype) -> None:
     # 1 / 3 is rounded, then the product: as GradScaler.unscale_ does with fp32 gradients.
@@ -103,22 +104,20 @@ def test_any_scale_unscales_by_its_fp32_reciprocal(build: type, dtype: torch.dty
 
 
 @pytest.mark.pairwise
-@over_cpu
 @over_optimizers
 @pytest.mark.parametrize("codec", ["power", "dynamic"])
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
-def test_a_bad_gradient_reaches_its_element_only(backend: str, build: type, codec: str, bad: float) -> None:
+def test_a_bad_gradient_reaches_its_element_only(build: type, codec: str, bad: float) -> None:
     place, runs = (2, 200), []
-    with on(backend):
-        for spoils in (False, True):
-            p = torch.nn.Parameter(hard((4, 300), 0))
-            # Without decay there is no trust ratio, which would change the whole layer (test_layerwise.py).
-            optimizer = build([p], codec=codec, min_8bit_size=0, weight_decay=0.0)
-            for step in range(4):
-                p.grad = hard((4, 300), 10 + step)
-                p.grad[place] = bad if spoils and step == 1 else 0.0
-                optimizer.step()
-            runs.append(snapshot(optimizer))
+    for spoils in (False, True):
+        p = torch.nn.Parameter(hard((4, 300), 0))
+        # Without decay there is no trust ratio, which would change the whole layer (test_layerwise.py).
+        optimizer = build([p], codec=codec, min_8bit_size=0, weight_decay=0.0)
+        for step in range(4):
+            p.grad = hard((4, 300), 10 + step)
+            p.grad[place] = bad if spoils and step == 1 else 0.0
+            optimizer.step()
+        runs.append(snapshot(optimizer))
     clean, spoilt = runs
     if "Lion" in build.__name__ and bad is not torch.nan:
         assert spoilt["params"][0][place].isfinite()  # Lion takes a gradient's sign

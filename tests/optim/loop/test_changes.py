@@ -19,7 +19,7 @@ from tests.support.helpers import (
     on,
     over_8bit,
     over_cpu,
-    over_optimizers,
+    over_kinds,
     snapshot,
     train,
 )
@@ -42,7 +42,7 @@ def assert_close_as_codes(actual: list[torch.Tensor], expected: list[torch.Tenso
 # ---- gradients
 
 
-@over_optimizers
+@over_kinds
 @over_cpu
 def test_clipping_begins_without_gradients(backend: str, build: type) -> None:
     params, separate = make_params(), make_params()
@@ -59,7 +59,7 @@ def test_clipping_begins_without_gradients(backend: str, build: type) -> None:
         assert_same(snapshot(optimizer), before)
 
 
-@over_optimizers
+@over_kinds
 @pytest.mark.parametrize("order", [1, -1])
 def test_bad_gradients_on_one_device_raise_before_the_other_device_steps(build: type, order: int) -> None:
     on_cpu, on_meta = make_params()[0], torch.nn.Parameter(torch.empty(6, 4, device="meta"))
@@ -199,7 +199,7 @@ def test_capturable_is_a_groups_own() -> None:
 # ---- modes
 
 
-@over_optimizers
+@over_kinds
 @over_cpu
 @pytest.mark.parametrize("max_grad_norm", [None, 1.0])
 def test_steps_under_inference_mode_change_no_bit(backend: str, build: type, max_grad_norm: float | None) -> None:
@@ -280,7 +280,7 @@ def strided(p: torch.Tensor) -> torch.nn.Parameter:
     return torch.nn.Parameter(storage[..., 0])
 
 
-@over_optimizers
+@over_kinds
 @over_cpu
 @pytest.mark.parametrize(
     ("dtype", "options"), [(torch.float32, {}), (torch.bfloat16, {"master_weights": "bf16+16"})], ids=name_of
@@ -332,7 +332,7 @@ def train_half(case: str, build: type) -> torch.Tensor:
     return layer.weight.detach()
 
 
-@over_optimizers
+@over_kinds
 @over_cpu
 def test_a_weight_that_becomes_a_view_with_gaps_steps_as_a_dense_one(backend: str, build: type) -> None:
     with on(backend):

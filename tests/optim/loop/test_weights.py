@@ -19,6 +19,7 @@ from tests.support.helpers import (
     on,
     over_cpu,
     over_fast,
+    over_kinds,
     over_optimizers,
     set_grad,
     snapshot,
@@ -199,7 +200,7 @@ def test_small_updates_add_up(build: type, option: str) -> None:
 # ---- options
 
 
-@over_optimizers
+@over_kinds
 def test_bad_options_raise(build: type) -> None:
     for options, message in (
         (
@@ -213,7 +214,7 @@ def test_bad_options_raise(build: type) -> None:
             build(bf16_params(), **options)
 
 
-@over_optimizers
+@over_kinds
 @over_options
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=name_of)
 def test_other_dtypes_than_bf16_are_refused(build: type, option: str, dtype: torch.dtype) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from memkern import optim
-from tests.support.helpers import OPTIMIZERS, make_params, name_of, over_optimizers, train
+from tests.support.helpers import OPTIMIZERS, make_params, name_of, train
 
 # an argument of another library, what the error says to write
 ARGUMENTS: list[tuple[dict[str, Any], str]] = [
@@ -28,12 +28,15 @@ ARGUMENTS: list[tuple[dict[str, Any], str]] = [
 
 
 def argument_id(value: Any) -> str | None:
-    return next(iter(value)) if isinstance(value, dict) else None
+    return next(iter(value)) if isinstance(value, dict) else name_of(value)
 
 
-@over_optimizers
 @pytest.mark.feature("bitsandbytes", "arguments of its optimizers raise and name memkern's")
-@pytest.mark.parametrize(("argument", "cure"), ARGUMENTS, ids=argument_id)
+@pytest.mark.parametrize(
+    ("build", "argument", "cure"),
+    [*((optim.AdamW8bit, *case) for case in ARGUMENTS), *((build, *ARGUMENTS[0]) for build in OPTIMIZERS)],
+    ids=argument_id,
+)
 def test_arguments_of_other_libraries_raise(build: type, argument: dict[str, Any], cure: str) -> None:
     with pytest.raises(TypeError, match=rf"memkern\.optim\.{build.__name__} has no argument .*{cure}"):
         build(make_params(), **argument)

@@ -16,7 +16,7 @@ from tests.support.helpers import (
     first_moment,
     make_params,
     over_8bit,
-    over_optimizers,
+    over_kinds,
     snapshot,
     train,
 )
@@ -99,7 +99,7 @@ def test_one_warning_names_all_groups() -> None:
     assert [g["state_bits"] for g in target.param_groups] == [8, 32, 8]
 
 
-@over_optimizers
+@over_kinds
 def test_a_state_of_the_same_options_warns_of_nothing(build: type) -> None:
     source, target = build(make_params(), lr=0.5, block_size=64), build(make_params())
     train(source)
@@ -137,7 +137,7 @@ def test_capturable_stays_the_optimizers_own() -> None:
 # ---- dtypes
 
 
-@over_optimizers
+@over_kinds
 def test_a_state_moves_to_fp64_and_back(build: type) -> None:
     options = {"state_bits": 32}
     source = build(make_params(), **options)

@@ -15,7 +15,6 @@ from tests.support.helpers import (
     FLOATS,
     OPTIMIZERS,
     assert_same,
-    give_gradients,
     hard,
     like,
     make_params,
@@ -196,19 +195,18 @@ def test_foreign_states_are_refused(build: type) -> None:
 
 
 @pytest.mark.parametrize("target_class", OPTIMIZERS, ids=name_of)
-@pytest.mark.parametrize("source_class", OPTIMIZERS, ids=name_of)
-def test_states_load_between_adam_and_adamw_alone(target_class: type, source_class: type) -> None:
+def test_states_load_between_adam_and_adamw_alone(target_class: type) -> None:
     """Of any width (test_loading.py); each other algorithm loads its own states."""
-    source, target = source_class(make_params()), target_class(make_params())
-    train(source, 1)
-    if target_class.__name__[:3] != source_class.__name__[:3]:
-        assert_refused(target, source.state_dict())
-        return
-    same_bits = source.defaults["state_bits"] == target.defaults["state_bits"]
-    decouples = target_class.__name__.startswith("AdamW") and not source_class.__name__.startswith("AdamW")
-    with nullcontext() if same_bits and not decouples else pytest.warns(UserWarning, match="whose own win"):
-        target.load_state_dict(source.state_dict())
-    if same_bits:
-        assert_same(snapshot(target)["states"], snapshot(source)["states"])
-    give_gradients(target.param_groups[0]["params"], 1)
-    target.step()
+    for source_class in OPTIMIZERS:
+        source, target = source_class(make_params([(64, 128)])), target_class(make_params([(64, 128)]))
+        train(source, 1)
+        if target_class.__name__[:3] != source_class.__name__[:3]:
+            assert_refused(target, source.state_dict())
+            continue
+        same_bits = source.defaults["state_bits"] == target.defaults["state_bits"]
+        decouples = target_class.__name__.startswith("AdamW") and not source_class.__name__.startswith("AdamW")
+        with nullcontext() if same_bits and not decouples else pytest.warns(UserWarning, match="whose own win"):
+            target.load_state_dict(source.state_dict())
+        if same_bits:
+            assert_same(snapshot(target)["states"], snapshot(source)["states"])
+        train(target, 1, first=1)
