@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -24,7 +25,9 @@ from tests.support.helpers import (
     train,
 )
 
-CODECS = ({"codec": "power"}, {"codec": "dynamic", "block_size": 64})
+# Options that come with a state, and those that are the optimizer's own
+OPTIONS = ({"codec": "power"}, {"codec": "dynamic", "block_size": 64})
+OWN_OPTIONS = ({}, {"master_weights": "bf16+16"}, {"master_weights": "bf16+8"})
 # How a state dict comes from one run to the next.
 TRANSPORTS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "as it is": lambda s: s,
@@ -36,19 +39,26 @@ TRANSPORTS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 
 @pytest.mark.pairwise
 @over_optimizers
-@pytest.mark.parametrize("options", CODECS, ids=lambda o: o["codec"])
-@pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: o["codec"])
+@pytest.mark.parametrize(
+    ("dtype", "own"), [*((dtype, {}) for dtype in FLOATS), *((torch.bfloat16, own) for own in OWN_OPTIONS[1:])]
+)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_resumed_run_equals_one_that_went_on(
-    build: type, options: dict[str, Any], dtype: torch.dtype, transport: str
+    build: type, options: dict[str, Any], dtype: torch.dtype, own: dict[str, Any], transport: str
 ) -> None:
     params = [torch.nn.Parameter(p.detach().to(dtype)) for p in make_params()]
-    optimizer = build(params, lr=1e-2, **options)
+    optimizer = build(params, lr=1e-2, **options, **own)
     train(optimizer, 3)
     state_dict = TRANSPORTS[transport](optimizer.state_dict())
-    fresh = [torch.nn.Parameter(p.detach().clone()) for p in params]
-    resumed = build(fresh)  # options come with the state
-    resumed.load_state_dict(state_dict)
+    fresh = [torch.nn.Parameter(torch.zeros_like(p)) for p in params]
+    resumed = build(fresh, **own)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        resumed.load_state_dict(state_dict)
+    with torch.no_grad():  # the model after the optimizer: in either order
+        for p, q in zip(fresh, params, strict=True):
+            p.copy_(q)
     assert_same(snapshot(resumed), snapshot(optimizer))
     for key in ("lr", "betas", "momentum", "codec", "block_size", "state_bits"):
         assert resumed.param_groups[0].get(key) == optimizer.param_groups[0].get(key)
