@@ -25,7 +25,7 @@ def spec_of(cls: type) -> OptimizerSpec:
 
 
 def cases(field: str) -> dict[str, tuple[OptimizerSpec, Options]]:
-    """The cases in one field of all optimizers' specs (variants, parity or published), by name."""
+    """The cases in one field of all optimizers' specs (variants, parity or of_timm), by name."""
     return {
         f"{spec.name}, {name}" if name else spec.name: (spec, options)
         for spec in SPECS.values()

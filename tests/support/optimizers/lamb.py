@@ -43,7 +43,7 @@ LAMB = OptimizerSpec(
             "eps": 1e-3,
         },
     },
-    published={
+    of_timm={
         "": DECAY,
         "no decay": {"lr": 1e-3, "weight_decay": 0.0},
         "clipped": {"lr": 1e-2, "weight_decay": 0.01, "trust_clip": True},

@@ -50,7 +50,7 @@ LARS = OptimizerSpec(
         "bounds": {"trust_bounds": (4.0, 6.0), "weight_decay": 0.1},
         "classic": {"trust_coeff": 1e-2, "lr": 0.1},
         "classic, bounds": {"trust_coeff": 1e-2, "lr": 0.1, "trust_bounds": (4.0, 6.0), "weight_decay": 0.1},
-        "dampening": {"trust_coeff": 1e-2, "dampening": 0.5, "lr": 0.1},
+        "dampening": {"trust_coeff": 1e-2, "dampening": 0.5, "lr": 0.1, "trust_clip": True},
         "nesterov": {"trust_coeff": 1e-2, "nesterov": True, "weight_decay": 0.1, "lr": 0.1},
     },
     variants={
@@ -65,10 +65,7 @@ LARS = OptimizerSpec(
         },
         "classic, clipped": {"lr": 1e-2, "trust_coeff": 1e-3, "dampening": 0.3, "trust_clip": True, "maximize": True},
     },
-    published={
-        "": {"lr": 1e-2, "weight_decay": 1e-4},
-        "no decay": {"lr": 1e-2, "weight_decay": 0.0},
-        "clipped": {"lr": 1e-2, "weight_decay": 1e-2, "trust_clip": True},
+    of_timm={  # which has the classic form alone
         "classic": {"lr": 1.0, "weight_decay": 1e-4, "trust_coeff": 1e-2},
         "classic, nesterov": {
             "lr": 1.0,
@@ -86,7 +83,7 @@ LARS = OptimizerSpec(
         },
         "classic, no decay, adapted": {"lr": 1.0, "weight_decay": 0.0, "trust_coeff": 1e-2, "always_adapt": True},
     },
-    timm="Lars",  # the classic form alone
+    timm="Lars",
     timm_options={"momentum": 0.9},
     refused=[
         *BAD_BOUNDS,

@@ -51,8 +51,8 @@ class OptimizerSpec:
     variants: dict[str, Options] = field(default_factory=dict)  # with which every backend gives the reference's bits
     peer: type | None = None  # torch's optimizer; without one the formula in the parameters' dtype
     parity: dict[str, Options] = field(default_factory=dict)  # with which it is no further from fp64 than the peer
-    published: dict[str, Options] = field(default_factory=dict)  # with which a small GPT follows the formula in fp64
-    timm: str | None = None  # the class of timm.optim that moves parameters as the published cases do
+    timm: str | None = None  # the class of timm.optim
+    of_timm: dict[str, Options] = field(default_factory=dict)  # with which it moves parameters as timm's class does
     timm_options: Options = field(default_factory=dict)
     refused: list[tuple[Options, str]] = field(default_factory=list)  # options, and the error's message
 
