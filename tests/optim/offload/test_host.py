@@ -1,4 +1,4 @@
-"""HostOffload with steps on the CPU has the bits of steps without it, also clipped, scaled, and resumed."""
+"""HostOffload has the bits of steps without it, also clipped, scaled, and resumed."""
 
 from __future__ import annotations
 
@@ -12,30 +12,61 @@ from torch import Tensor, nn
 from memkern import optim
 from memkern.optim import HostOffload
 from tests.support.generic_optimizers import saved_and_loaded
-from tests.support.helpers import OPTIMIZERS, assert_same, name_of, snapshot
+from tests.support.helpers import EIGHT_BIT, assert_same, name_of, snapshot
 from tests.support.late_transfers import LateHostOffload
-from tests.support.offloaded import MODES, TORCH_CLASSES, losses, model_of, options_of, over_modes, over_transfers, run
+from tests.support.offloaded import (
+    MODES,
+    ON_DEVICE,
+    TORCH_CLASSES,
+    losses,
+    model_of,
+    options_of,
+    over_modes,
+    over_transfers,
+    run,
+)
 
 # ---- the same result
 
 
-@pytest.mark.parametrize("build", [*OPTIMIZERS, *TORCH_CLASSES], ids=name_of)
-def test_has_the_bits_of_the_step_in_memory(build: type) -> None:
-    options = options_of(build)
-    expected, _, _ = run(lambda params: build(params, **options))
-    result, _, _ = run(lambda params: LateHostOffload(build, params, **options))
-    assert_same(result, expected)
+BF16 = torch.bfloat16
+ROUNDED: dict[str, Any] = {"master_weights": "bf16+8", "min_8bit_size": 0}
+# name: class, its options, HostOffload's, those of the training loop
+CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    **{build.__name__: (build, options_of(build), {}, {}) for build in (*EIGHT_BIT, optim.AdamW)},
+    **{f"torch's {build.__name__}": (build, options_of(build), {}, {}) for build in TORCH_CLASSES},
+    "fp64": (optim.AdamW, {"lr": 1e-2}, {}, {"dtype": torch.float64}),
+    "bf16": (optim.AdamW8bit, {"lr": 1e-2}, {"host_dtype": None}, {"dtype": BF16}),
+    "rounding errors": (optim.AdamW8bit, ROUNDED, {"host_dtype": None}, {"dtype": BF16}),
+    # master_weights alone says that the host keeps bf16 weights
+    "rounding errors, as master_weights says": (optim.AdamW8bit, ROUNDED, {}, {"dtype": BF16}),
+    "stochastic rounding": (optim.AdamW8bit, {"stochastic_rounding": True, "min_8bit_size": 0}, {}, {"dtype": BF16}),
+    "micro-batches": (optim.AdamW, {}, {}, {"micro_batches": 3}),
+    # gradients are added in the parameter's dtype, on the host too
+    "micro-batches, bf16": (optim.AdamW, {}, {"host_dtype": None}, {"micro_batches": 3, "dtype": BF16}),
+    "clipped": (optim.AdamW8bit, {"max_grad_norm": 1e-3}, {}, {}),
+    "clipped LARS": (optim.LARS, {"max_grad_norm": 1e-3}, {}, {}),
+}
 
 
-@over_modes
+def fits(case: str, mode: str) -> bool:
+    """Whether a mode takes the case: steps on the device are of memkern's classes, in backward of one gradient each."""
+    build, options, host_options, loop = CASES[case]
+    on_device = build not in TORCH_CLASSES and not host_options
+    in_backward = "max_grad_norm" not in options and "micro_batches" not in loop
+    return mode in MODES or (on_device and (in_backward or "backward" not in mode))
+
+
+@pytest.mark.pairwise
 @over_transfers
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=name_of)
-def test_every_mode_has_the_bits_of_the_step(mode: str, wrapper: type[HostOffload], dtype: torch.dtype) -> None:
-    expected, _, _ = run(lambda params: optim.AdamW(params, lr=1e-2), dtype=dtype)
-    make = lambda params: wrapper(optim.AdamW, params, lr=1e-2, **MODES[mode])  # noqa: E731
-    result, optimizer, _ = run(make, dtype=dtype)
+@pytest.mark.parametrize(("case", "mode"), [(c, m) for c in CASES for m in (*MODES, *ON_DEVICE) if fits(c, m)])
+def test_has_the_bits_of_the_step_in_memory(case: str, mode: str, wrapper: type[HostOffload]) -> None:
+    build, options, host_options, loop = CASES[case]
+    expected, _, _ = run(lambda params: build(params, **options), **loop)
+    make = lambda params: wrapper(build, params, **(MODES | ON_DEVICE)[mode], **host_options, **options)  # noqa: E731
+    result, optimizer, _ = run(make, **loop)
     assert_same(result, expected)
-    assert len(optimizer._weights.buckets) > 2
+    assert mode in ON_DEVICE or "max_grad_norm" in options or len(optimizer._weights.buckets) > 2
 
 
 class MixedByHand:
@@ -55,6 +86,7 @@ class MixedByHand:
             p.grad = None
 
 
+@pytest.mark.pairwise
 @over_modes
 @over_transfers
 @pytest.mark.parametrize("build", [optim.AdamW, optim.AdamW8bit, optim.LAMB8bit, torch.optim.AdamW], ids=name_of)
@@ -80,50 +112,6 @@ def test_a_half_precision_model_has_the_bits_of_mixed_precision_by_hand(
         state.pop("weight_error", None)
     assert_same(weights, [w.detach() for w in by_hand.masters])
     assert_same(states, [by_hand.optimizer.state[p] for p in by_hand.masters])
-
-
-def test_host_dtype_none_keeps_the_parameters_own() -> None:
-    make = optim.AdamW8bit
-    expected, _, _ = run(lambda params: make(params, lr=1e-2), dtype=torch.bfloat16)
-    result, _, _ = run(lambda params: LateHostOffload(make, params, host_dtype=None, lr=1e-2), dtype=torch.bfloat16)
-    assert_same(result, expected)
-
-
-@over_modes
-@over_transfers
-def test_bf16_weights_that_keep_their_rounding(mode: str, wrapper: type[HostOffload]) -> None:
-    options = {"master_weights": "bf16+8", "min_8bit_size": 0}
-    expected, _, _ = run(lambda params: optim.AdamW8bit(params, **options), dtype=torch.bfloat16)
-    wrapped = {"host_dtype": None, **MODES[mode]}
-    result, _, _ = run(lambda params: wrapper(optim.AdamW8bit, params, **wrapped, **options), dtype=torch.bfloat16)
-    assert_same(result, expected)
-    del wrapped["host_dtype"]  # master_weights alone says that the host keeps bf16 weights
-    result, _, _ = run(lambda params: wrapper(optim.AdamW8bit, params, **wrapped, **options), dtype=torch.bfloat16)
-    assert_same(result, expected)
-
-
-@over_transfers
-@pytest.mark.parametrize("mode", ["default", "offload_gradients"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name_of)
-def test_micro_batches_add_up_as_in_memory(mode: str, wrapper: type[HostOffload], dtype: torch.dtype) -> None:
-    """Gradients are added in the parameter's dtype, on the host too."""
-    build = optim.AdamW
-    expected, _, _ = run(lambda params: build(params), micro_batches=3, dtype=dtype)
-    make = lambda params: wrapper(build, params, host_dtype=None, **MODES[mode])  # noqa: E731
-    result, _, _ = run(make, micro_batches=3, dtype=dtype)
-    assert_same(result, expected)
-
-
-@over_transfers
-@pytest.mark.parametrize("mode", ["default", "offload_gradients"])
-@pytest.mark.parametrize("build", [optim.AdamW8bit, optim.LARS], ids=name_of)
-def test_max_grad_norm_clips_as_in_memory(build: type, mode: str, wrapper: type[HostOffload]) -> None:
-    expected, _, _ = run(lambda params: build(params, max_grad_norm=1e-3))
-    make = lambda params: wrapper(build, params, max_grad_norm=1e-3, **MODES[mode])  # noqa: E731
-    result, _, _ = run(make)
-    assert_same(result, expected)
-    unclipped, _, _ = run(build)
-    assert not all(map(torch.equal, result["params"], unclipped["params"]))
 
 
 @over_transfers
