@@ -24,9 +24,6 @@ def adam_errors(stream: str, beta2: float, steps: int, seed: int) -> streams.Clo
 # stream, beta2, the prototype's error after 1,000 steps with both moments rounded to the nearest code
 SHORT = [
     ("base", 0.999, 0.055),
-    ("base", 0.95, 0.034),
-    ("heterogeneous", 0.999, 0.60),
-    ("drop", 0.999, 0.050),
     ("sparse", 0.999, 0.017),
     ("tiny", 0.999, 0.048),
 ]

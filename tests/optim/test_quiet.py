@@ -131,10 +131,8 @@ def distance(codec: str, neighbours: float, noisy: bool, every: int | None = Non
     return one_gradient(factory, neighbours, noisy=noisy, every=every)
 
 
-@pytest.mark.parametrize("noisy", [True, False], ids=["noisy", "constant"])
 @pytest.mark.parametrize(
-    "neighbours",
-    [pytest.param(x, marks=full if x != 100 else ()) for x in (1, 10, 100, 1000)],
+    ("neighbours", "noisy"), [(100, True), (100, False), *(pytest.param(x, True, marks=full) for x in (1, 1000))]
 )
 def test_one_gradient_and_then_zeros(neighbours: float, noisy: bool) -> None:
     fp32, power = distance("fp32", 1, True), distance("power", neighbours, noisy)
@@ -142,16 +140,17 @@ def test_one_gradient_and_then_zeros(neighbours: float, noisy: bool) -> None:
     assert 0.6 * fp32 <= power <= 1.1 * fp32  # a moment that stopped decaying would move them in all 1,700 steps
 
 
-@pytest.mark.parametrize("every", [pytest.param(50, marks=full), pytest.param(500, marks=full)])
-@pytest.mark.parametrize("neighbours", [1, 100, 1000])
+@full
+@pytest.mark.parametrize(("every", "neighbours"), [(50, 1), (50, 1000), (500, 1), (500, 1000)])
 def test_a_gradient_every_so_many_steps(neighbours: float, every: int) -> None:
     fp32, power = (distance(codec, neighbours, True, every) for codec in ("fp32", "power"))
     assert abs(power - fp32) <= 0.006  # 6 LR, as of one gradient
 
 
 @full
-@pytest.mark.parametrize("neighbours", [1, 10])
-@pytest.mark.parametrize("every", [50, 500])
+@pytest.mark.parametrize(
+    ("every", "neighbours"), [(50, 1), (500, 10), *(pytest.param(*x, marks=long) for x in ((50, 10), (500, 1)))]
+)
 def test_rare_features_walk_as_far(every: int, neighbours: float) -> None:
     fp32, power = (rare_features(factory, every, neighbours) for factory in (ADAMW, POWER))
     assert power == pytest.approx(fp32, rel=0.02)

@@ -109,12 +109,7 @@ def test_a_run_that_is_saved_goes_on(build: type, tensors: bool, name: str) -> N
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize(
     ("build", "name", "cycles"),  # cycles: whether the scheduler changes betas or momentum too
-    [
-        (optim.AdamW, "LinearLR", False),
-        (optim.AdamW, "OneCycleLR", True),
-        pytest.param(optim.Muon, "LinearLR", False, marks=pytest.mark.full),
-        pytest.param(optim.Muon, "OneCycleLR", True, marks=pytest.mark.full),
-    ],
+    [(optim.AdamW, "LinearLR", False), (optim.AdamW, "OneCycleLR", True)],
 )
 def test_a_compiled_step_follows_a_scheduler(build: type, name: str, cycles: bool) -> None:
     """A changing lr compiles once more, a changing beta or momentum at each of its changes, as in torch.optim."""

@@ -9,7 +9,7 @@ import torch
 
 import memkern
 from memkern import optim
-from tests.support.helpers import assert_same, first_full, name_of, snapshot
+from tests.support.helpers import assert_same, first_full, snapshot
 
 # Options of memkern.compress.
 COMPRESS: dict[str, dict[str, Any]] = {
@@ -43,8 +43,9 @@ def batch(seed: int, rows: int = 32) -> torch.Tensor:
 
 
 @pytest.mark.feature("torch", "`torch.compile`: forward, backward and step, 20 steps of a schedule without a recompile")
-@pytest.mark.parametrize("lr", ["tensor", pytest.param("float", marks=pytest.mark.full)])
-@pytest.mark.parametrize("build", [optim.AdamW8bit, pytest.param(optim.LAMB8bit, marks=pytest.mark.full)], ids=name_of)
+@pytest.mark.parametrize(
+    ("build", "lr"), [(optim.AdamW8bit, "tensor"), pytest.param(optim.LAMB8bit, "float", marks=pytest.mark.full)]
+)
 def test_20_steps_of_a_schedule_compile_once(build: type, lr: str) -> None:
     def train(compiles: bool) -> Any:
         net = model()

@@ -74,15 +74,17 @@ def bytes_and_devices_of_steps(name: str, options: dict[str, Any], in_backward: 
         }
 
 
+# name of the class, whether it has master_weights, whether it steps in backward
+RUNS = [
+    *(("AdamW8bit", False, False), ("AdamW8bit", True, True), ("LAMB8bit", False, True), ("LAMB8bit", True, False)),
+    *(("SGD8bit", True, False), ("AdamW", False, True)),
+]
+
+
 def all_steps() -> dict[tuple[str, bool, bool], dict[str, Any]]:
-    """Results of :func:`bytes_and_devices_of_steps`, by (optimizer's name, has master_weights, steps in backward)."""
+    """Results of :func:`bytes_and_devices_of_steps`, by entries of RUNS."""
     return {
-        (name, has_errors, in_backward): bytes_and_devices_of_steps(
-            name, {"master_weights": "bf16+16"} if has_errors else {}, in_backward
-        )
-        for name in ("AdamW8bit", "LAMB8bit", "SGD8bit", "AdamW")
-        for has_errors in (False, True)
-        for in_backward in (False, True)
+        run: bytes_and_devices_of_steps(run[0], {"master_weights": "bf16+16"} if run[1] else {}, run[2]) for run in RUNS
     }
 
 
