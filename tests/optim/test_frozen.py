@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -102,33 +103,26 @@ def test_an_unfrozen_parameter_that_no_step_can_take_is_named(build: type) -> No
     assert_same(snapshot(optimizer), before)
 
 
-@over_kinds
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_an_unfrozen_parameter_trains(build: type, dtype: torch.dtype) -> None:
-    """Also in fp64, whose step is another call of the op."""
+# name: what makes the optimizer, the dtype of the parameter that is unfrozen later; fp64 has an op call of its own
+UNFROZEN: dict[str, tuple[Any, torch.dtype]] = {
+    **{build.__name__: (build, torch.float32) for build in (optim.AdamW8bit, optim.LAMB8bit, optim.SGD)},
+    "fp64": (lambda params: optim.AdamW8bit(params, state_bits=32), torch.float64),
+    **{
+        f"{build.__module__}, {mode}, {dtype}": (functools.partial(HostOffload, build, lr=1e-2, **MODES[mode]), dtype)
+        for build in (optim.AdamW8bit, torch.optim.AdamW)
+        for mode in MODES
+        for dtype in (torch.float32, torch.bfloat16)
+    },
+}
+
+
+@pytest.mark.parametrize("name", UNFROZEN)
+def test_an_unfrozen_parameter_trains(name: str) -> None:
+    make, dtype = UNFROZEN[name]
 
     def run(requires_grad: bool) -> list[Tensor]:
         params = [adapter(), nn.Parameter(torch.ones(64, 128, dtype=dtype), requires_grad=requires_grad)]
-        optimizer = build(params, **({"state_bits": 32} if dtype == torch.float64 else {}))
-        generator = torch.Generator().manual_seed(1)
-        for step in range(4):
-            params[1].requires_grad_(requires_grad or step > 0)
-            for p in params if step else params[:1]:
-                p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
-            optimizer.step()
-            optimizer.zero_grad()
-        return params
-
-    assert_same(run(False), run(True))
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("build", [optim.AdamW8bit, torch.optim.AdamW])
-def test_an_unfrozen_parameter_trains_on_the_host(build: type, mode: str, dtype: torch.dtype) -> None:
-    def run(requires_grad: bool) -> list[Tensor]:
-        params = [nn.Parameter(torch.ones(64, 128, dtype=dtype), requires_grad=x) for x in (True, requires_grad)]
-        optimizer = HostOffload(build, params, lr=1e-2, **MODES[mode])
+        optimizer = make(params)
         generator = torch.Generator().manual_seed(1)
         for step in range(4):
             params[1].requires_grad_(requires_grad or step > 0)

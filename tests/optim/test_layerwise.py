@@ -204,16 +204,6 @@ def test_zero_weights_start_by_the_lower_bound(backend: str) -> None:
     assert p.detach().norm().item() == pytest.approx(2.0, rel=1e-6), "lr * low"
 
 
-@over_layerwise
-def test_bad_bounds_that_are_set_between_steps_change_nothing(build: type) -> None:
-    optimizer = build(make_params())
-    optimizer.param_groups[0]["trust_bounds"] = (2.0, 1.0)
-    before = snapshot(optimizer)["params"]
-    with pytest.raises(ValueError, match="trust_bounds must be None"):
-        train(optimizer, 1)
-    assert_same(snapshot(optimizer)["params"], before)
-
-
 # ---- options
 
 

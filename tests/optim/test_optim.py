@@ -149,11 +149,6 @@ def test_positional_arguments_are_those_of_torch() -> None:
     assert "codec: power" in repr(optimizer)
 
 
-def test_foreach_and_fused_are_accepted_and_ignored() -> None:
-    assert optim.AdamW8bit(make_params(), foreach=True).param_groups
-    assert optim.Lion8bit(make_params(), fused=True).param_groups
-
-
 def test_lr_may_be_a_tensor_which_the_group_keeps() -> None:
     lr = torch.tensor(1e-2)
     assert optim.AdamW(make_params(), lr=lr).param_groups[0]["lr"] is lr

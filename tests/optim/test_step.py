@@ -57,22 +57,6 @@ def test_gradients_may_have_other_strides_than_their_parameter(
     assert p.stride() == q.stride()
 
 
-@over_kinds
-@over_cpu
-def test_many_tensors_step_as_each_alone(backend: str, build: type) -> None:
-    shapes = [(1 + i % 7, 17 * (1 + i % 11)) for i in range(150)]
-    with on(backend):
-        together = build(make_params(shapes), min_8bit_size=200)
-        train(together, 2)
-        for i in (0, 77, 149):
-            separate = build(make_params([shapes[i]], i), min_8bit_size=200)
-            for step in range(2):
-                separate.param_groups[0]["params"][0].grad = hard(shapes[i], 1000 * step + i)
-                separate.step()
-            assert_same(snapshot(together)["params"][i], snapshot(separate)["params"][0])
-            assert_same(snapshot(together)["states"][i], snapshot(separate)["states"][0])
-
-
 # ---- autograd and memory
 
 

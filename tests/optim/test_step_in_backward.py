@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import gc
 import pickle
 import weakref
@@ -19,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from memkern import memory, optim
 from memkern.nn import LinearCrossEntropy
 from memkern.optim import StepInBackward
-from tests.support.helpers import OPTIMIZERS, assert_same, name_of, over_kinds, snapshot
+from tests.support.helpers import EIGHT_BIT, assert_same, name_of, over_kinds, snapshot
 
 VOCABULARY, WIDTH = 50, 32
 TORCH_CLASSES = [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop]
@@ -71,7 +70,7 @@ def train(
 
 # class, its options, the model's options
 CASES: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
-    *((build, {"min_8bit_size": 0}, {}) for build in OPTIMIZERS),
+    *((build, {"min_8bit_size": 0}, {}) for build in EIGHT_BIT),
     *((build, {}, {}) for build in TORCH_CLASSES),
     *((optim.AdamW, {}, {"dtype": dtype}) for dtype in (torch.bfloat16, torch.float16, torch.float64)),
     *(
@@ -88,24 +87,6 @@ def test_has_the_bits_of_the_ordinary_step(build: type, options: dict[str, Any],
     expected = train(lambda params: build(params, **options), schedule=True, **model_options)
     result = train(lambda params: StepInBackward(build, params, **options), schedule=True, **model_options)
     assert_same(result[:2], expected[:2])
-
-
-def test_groups_with_options_of_their_own_and_a_change_of_storage() -> None:
-    results = []
-    for make in (optim.AdamW8bit, functools.partial(StepInBackward, optim.AdamW8bit)):
-        torch.manual_seed(0)
-        model = Tied()
-        groups = optim.param_groups(model, weight_decay=0.1)
-        groups[0]["lr"] = 1e-2
-        optimizer: Any = make(groups, min_8bit_size=0)
-        for step in range(4):
-            if step == 2:  # the next step converts the states
-                optimizer.param_groups[0]["state_bits"] = 32
-            model(torch.randint(VOCABULARY, (4, 9))).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        results.append(snapshot(optimizer))
-    assert_same(*results)
 
 
 def test_a_gradient_set_by_hand_waits_for_step() -> None:

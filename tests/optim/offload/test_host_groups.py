@@ -192,6 +192,11 @@ def transpose(optimizer: Any) -> None:
     p.data = p.data.t().contiguous().t()
 
 
+def leave_gaps(optimizer: Any) -> None:
+    p = optimizer.param_groups[0]["params"][1]
+    p.data = torch.zeros(SHAPE[0], 2 * SHAPE[1])[:, ::2].copy_(p.data)
+
+
 def set_options(**options: Any) -> Callable[[Any], None]:
     """Sets options in all groups that have them."""
 
@@ -220,6 +225,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "keys of groups": new_key,
     "frozen": lambda o: o.param_groups[0]["params"][1].requires_grad_(False),
     "another memory format": transpose,
+    "gaps": leave_gaps,
     "codes": set_options(codec="dynamic", block_size=64),
     "bits": set_options(state_bits=32),
     "lr, a tensor": set_options(lr=torch.tensor(0.05)),
