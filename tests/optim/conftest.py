@@ -1,4 +1,4 @@
-"""Fixtures for tests of all optimizers: ``new`` builds each class with each case's options, ``plain`` each class."""
+"""Fixtures for tests of all optimizers: ``new`` builds classes with options of each case, ``plain`` each class."""
 
 import contextlib
 import copy
@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from memkern import optim
 from memkern.optim.base import BlockwiseOptimizer
-from tests.support.generic_optimizers import CASES
-from tests.support.helpers import OPTIMIZERS, name_of
+from tests.support.generic_optimizers import SOME_CASES
+from tests.support.helpers import EIGHT_BIT, name_of
 
 
-@pytest.fixture(params=CASES, ids=lambda case: f"{case[0].__name__}-{case[1]}")
+@pytest.fixture(params=SOME_CASES, ids=lambda case: f"{case[0].__name__}-{case[1]}")
 def new(request: pytest.FixtureRequest) -> Callable[..., torch.optim.Optimizer]:
     """Builds a case's optimizer from copies of its options; ``changes`` replace some of them."""
     build, _, options = request.param
@@ -27,9 +28,9 @@ def new(request: pytest.FixtureRequest) -> Callable[..., torch.optim.Optimizer]:
     return make
 
 
-@pytest.fixture(params=OPTIMIZERS, ids=name_of)
+@pytest.fixture(params=[*EIGHT_BIT, optim.AdamW], ids=name_of)
 def plain(request: pytest.FixtureRequest) -> Callable[..., torch.optim.Optimizer]:
-    """Builds an optimizer of each class; those with 8-bit states use them for every tensor."""
+    """Builds an optimizer of each class with 8-bit states, which it uses for every tensor, and AdamW."""
 
     def make(params: Any, **options: Any) -> torch.optim.Optimizer:
         return request.param(params, **{"min_8bit_size": 0, **options})

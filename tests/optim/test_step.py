@@ -31,7 +31,7 @@ GRADIENT_LAYOUTS = {
 
 
 @pytest.mark.pairwise
-@over_optimizers
+@over_kinds
 @over_cpu
 @pytest.mark.parametrize("norm", [None, 1.0], ids=["", "clipped"])
 @pytest.mark.parametrize("layout", GRADIENT_LAYOUTS)

@@ -28,6 +28,12 @@ CASES = [
     *((spec.cls, name, options) for spec in SPECS.values() for name, options in (COMMON | spec.generic).items()),
     *((spec.cls8bit, name, COMMON[name]) for spec in SPECS.values() for name in OF_8_BITS),
 ]  # class, the options' name, options
+# Those for tests of what the classes share: all of AdamW's, of each other class its own and one more.
+SOME_CASES = [
+    case
+    for case in CASES
+    if case[0].__name__.startswith("AdamW") or case[1] not in COMMON or case[1] in ("max_grad_norm", "8 bits")
+]
 
 
 def linear(dtype: torch.dtype = torch.float32, strided: bool = False) -> tuple[Parameter, Parameter, Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import nn
 
 from memkern import optim
 from memkern.optim import HostOffload
-from tests.support.helpers import assert_same, snapshot
+from tests.support.helpers import assert_same
 from tests.support.late_transfers import LateHostOffload
 from tests.support.offloaded import MODES, losses, model_of, over_modes, over_transfers
 
@@ -89,19 +88,3 @@ def test_a_model_that_changes_its_dtype(mode: str, dtype: torch.dtype) -> None:
             optimizer.zero_grad()
         results.append([p.detach() for p in model.parameters()])
     assert_same(*results)
-
-
-def test_a_model_that_changes_its_memory_format_steps_as_without_offload() -> None:
-    conv = nn.Conv2d(4, 8, 3)
-    optimizer = HostOffload(optim.AdamW8bit, conv.parameters(), min_8bit_size=0)
-    plain = copy.deepcopy(conv)
-    expected = optim.AdamW8bit(plain.parameters(), min_8bit_size=0)
-    for step in range(3):
-        x = torch.randn(2, 4, 5, 5)
-        for m, o in ((conv, optimizer), (plain, expected)):
-            if step == 1:
-                m.to(memory_format=torch.channels_last)
-            m(x).sum().backward()
-            o.step()
-            o.zero_grad()
-    assert_same(snapshot(optimizer), snapshot(expected))

@@ -15,7 +15,7 @@ import torch
 from memkern import optim
 from memkern.optim.state import load_moment
 from tests.support.generic_optimizers import saved_and_loaded
-from tests.support.helpers import OPTIMIZERS, assert_same, hard, name_of, snapshot, train
+from tests.support.helpers import assert_same, hard, over_kinds, snapshot, train
 
 
 def optimizer_saved_and_loaded(optimizer: Any) -> Any:
@@ -128,7 +128,7 @@ def test_removed_parameters_are_freed() -> None:
     assert [ref() for ref in refs] == [None, None]
 
 
-@pytest.mark.parametrize("build", OPTIMIZERS, ids=name_of)
+@over_kinds
 def test_an_entry_that_a_wrapper_adds_before_the_first_step_stays(build: type) -> None:
     """Wrappers for schedule-free training add such entries."""
     p = torch.nn.Parameter(hard((64, 128), 0))

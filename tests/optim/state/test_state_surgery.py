@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from memkern import optim
-from tests.support.helpers import OPTIMIZERS, assert_same, name_of, snapshot
+from tests.support.helpers import assert_same, name_of, over_kinds, snapshot
 
 ROWS, WIDTH = 300, 48  # rows are shorter than a block
 
@@ -58,7 +58,7 @@ def make_two_groups(build: Any, width: int = WIDTH, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("change", [pruned, cloned], ids=name_of)
-@pytest.mark.parametrize("build", OPTIMIZERS, ids=name_of)
+@over_kinds
 def test_codes_cannot_be_cut_or_joined(build: Any, change: Callable[[Tensor], Tensor]) -> None:
     optimizer = make_two_groups(build)
     step(optimizer, 0)
