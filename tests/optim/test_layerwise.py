@@ -1,4 +1,4 @@
-"""LAMB and LARS: their trust ratios and bounds, tensors that hold several layers, and options."""
+"""LAMB and LARS: their trust ratios and bounds, tensors that hold several layers, options, and steps as timm's."""
 
 import math
 from typing import Any
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from memkern import optim
+from tests.support import timm_optim
 from tests.support.helpers import (
     LAYOUTS,
     assert_same,
@@ -21,6 +22,7 @@ from tests.support.helpers import (
     tensor,
     train,
 )
+from tests.support.optimizers import cases
 
 # ---- tensors that hold several layers
 
@@ -234,3 +236,24 @@ def test_a_trust_ratio_of_a_wrong_kind_is_not_loaded(build: type, bad: Tensor) -
     with pytest.raises(ValueError, match=r"trust_ratio must be float32 of shape \(1,\)"):
         optimizer.load_state_dict(state_dict)
     assert_same(snapshot(optimizer), before)
+
+
+# ---- timm's
+
+OF_TIMM = cases("of_timm")
+
+
+@pytest.mark.parametrize("name", OF_TIMM)
+def test_timm_moves_parameters_alike(name: str) -> None:
+    spec, options = OF_TIMM[name]
+    try:
+        timm = timm_optim.load(spec.timm)
+    except ModuleNotFoundError:
+        pytest.skip("timm is not installed; its update is in tests/support/optimizers too")
+    runs = []
+    for make, class_options in ((spec.cls, {}), (timm, spec.timm_options)):
+        params = make_params(seed=3)
+        optimizer = make(params, **class_options | options)
+        runs.append(train(optimizer, 50)["params"])
+    for ours, theirs in zip(*runs, strict=True):
+        assert (ours - theirs).norm() <= 1e-5 * theirs.norm()

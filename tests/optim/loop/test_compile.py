@@ -15,6 +15,7 @@ from tests.support.helpers import (
     first_quick,
     give_gradients,
     hard,
+    like,
     make_params,
     name_of,
     needs_cpp,
@@ -162,6 +163,18 @@ def use_channels_last(optimizer: Any, seed: int) -> None:
     p.grad = hard((8, 16, 6, 6), seed)
 
 
+def edit_weights(optimizer: Any, seed: int) -> None:
+    """Makes parameters bf16 ones with kept rounding errors, and sets some to zero between two steps."""
+    for i, group in enumerate(optimizer.param_groups):
+        (p,) = group["params"]
+        p.grad = None
+        if seed == 0:
+            p.data, group["master_weights"] = p.data.bfloat16(), "bf16+8"
+        if seed == 2:
+            p.data.mul_(hard(p.shape, i) > 0)
+        p.grad = like(p, 1000 * seed + i)
+
+
 @pytest.mark.parametrize(
     ("build", "change", "max_graphs"),
     [
@@ -170,6 +183,7 @@ def use_channels_last(optimizer: Any, seed: int) -> None:
         (optim.AdamW8bit, drop_gradient, 2),
         (optim.AdamW8bit, load_state, 2),  # other state tensors
         (optim.AdamW8bit, use_channels_last, 1),
+        (optim.AdamW8bit, edit_weights, 1),
         *(pytest.param(build, scale_gradients, 1, marks=pytest.mark.full) for build in OTHER_CLASSES),
     ],
     ids=name_of,

@@ -157,14 +157,15 @@ def test_a_state_loads_under_fake_tensor_mode() -> None:
         assert next(iter(loaded.state.values()))["exp_avg"].dtype == torch.int8
 
 
-def test_steps_and_loads_where_meta_is_the_default_device() -> None:
-    straight, under_meta = optim.AdamW8bit(make_params(SHAPES)), optim.AdamW8bit(make_params(SHAPES))
+@over_kinds
+def test_steps_and_loads_where_meta_is_the_default_device(build: Any) -> None:
+    straight, under_meta = build(make_params(SHAPES)), build(make_params(SHAPES))
     train(straight, 2)
     for step in range(2):
         give_gradients(under_meta.param_groups[0]["params"], step)
         with torch.device("meta"):
             under_meta.step()
-            loaded = optim.AdamW8bit(copies_of(under_meta.param_groups[0]["params"]))
+            loaded = build(copies_of(under_meta.param_groups[0]["params"]))
             loaded.load_state_dict(under_meta.state_dict())
         assert_same(loaded.state_dict()["state"], under_meta.state_dict()["state"])
     assert_same(snapshot(under_meta), snapshot(straight))

@@ -19,8 +19,6 @@ from tests.support.bf16_weights import (
 )
 from tests.support.helpers import (
     assert_same,
-    hard,
-    like,
     name_of,
     on,
     over_fast,
@@ -115,26 +113,6 @@ def test_edits_that_keep_the_values_lose_nothing(option: str, edit: str) -> None
             elif edit == "strides" and step % 10 == 0:
                 p.data = p.data.contiguous() if step % 20 else p.data.t().contiguous().t()
     assert abs(1.5 - fp32_weights(optimizer)[0].double().mean().item() - 0.02) < 0.002
-
-
-@pytest.mark.parametrize("master_weights", ["bf16+8", pytest.param("bf16+16", marks=pytest.mark.full)])
-def test_a_compiled_step_goes_on_from_edited_weights(master_weights: str) -> None:
-    runs = []
-    for compiled in (False, True):
-        params = bf16_params()
-        optimizer = optim.AdamW8bit(params, lr=1e-2, master_weights=master_weights)
-        train(optimizer, 1)
-        step = torch.compile(optimizer.step, fullgraph=True, backend="aot_eager")
-        for seed in range(1, 4):
-            for i, p in enumerate(params):
-                p.grad = like(p, 1000 * seed + i)
-                if seed == 2:
-                    with torch.no_grad():
-                        p.mul_(hard(p.shape, i) > 0)
-            step() if compiled else optimizer.step()
-        runs.append(train(optimizer, 2, first=4))
-        assert all(p.isfinite().all() for p in params)
-    assert_same(*runs)
 
 
 # ---- state dicts

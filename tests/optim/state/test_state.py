@@ -16,7 +16,6 @@ from tests.support.helpers import (
     FLOATS,
     OPTIMIZERS,
     assert_same,
-    hard,
     like,
     make_params,
     name_of,
@@ -74,27 +73,6 @@ def test_parameters_without_state_load() -> None:
     loaded.load_state_dict(saved_and_loaded(optimizer.state_dict()))
     assert [len(loaded.state.get(p, {})) for p in loaded.param_groups[0]["params"]] == [5, 0, 0]
     train(loaded, 1)
-
-
-@pytest.mark.filterwarnings("ignore:the state_dict is of an optimizer with other options")
-@pytest.mark.parametrize(("source_bits", "target_bits"), [(8, 8), (8, 32), (32, 32)])
-def test_codes_of_another_memory_format_are_converted(source_bits: Any, target_bits: Any) -> None:
-    """Loading converts as the next step would if the parameter had changed its memory format after loading."""
-    x = hard((8, 16, 8, 8), 0)
-    p = torch.nn.Parameter(x.contiguous(memory_format=torch.channels_last))
-    source = optim.AdamW8bit([p], state_bits=source_bits)
-    train(source)
-    state = saved_and_loaded(source.state_dict())
-    changed, direct = (torch.nn.Parameter(p.detach().clone()) for _ in range(2))
-    converted_by_a_step = optim.AdamW8bit([changed], state_bits=target_bits)
-    converted_by_a_step.load_state_dict(state)
-    changed.data = changed.data.contiguous()
-    direct.data = direct.data.contiguous()
-    converted_by_loading = optim.AdamW8bit([direct], state_bits=target_bits)
-    converted_by_loading.load_state_dict(state)
-    assert converted_by_loading.state[direct]["exp_avg"].is_contiguous()
-    assert_same(train(converted_by_loading, 1), train(converted_by_a_step, 1))
-    assert_same(snapshot(converted_by_loading), snapshot(converted_by_a_step))
 
 
 # ---- what does not fit
