@@ -15,7 +15,6 @@ from tests.support.helpers import (
     over_8bit,
     over_cpu,
     over_kinds,
-    over_optimizers,
     snapshot,
     train,
 )
@@ -75,7 +74,7 @@ def test_autograd_sees_that_parameters_changed(backend: str, build: type) -> Non
 
 
 @needs_cpp
-@over_optimizers
+@over_kinds
 def test_a_step_is_one_op(build: type) -> None:
     params = make_params([(64, 128), (300, 7), (10,), (4, 5000)])
     optimizer = build(params, lr=1e-2)

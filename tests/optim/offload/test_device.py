@@ -51,6 +51,7 @@ def test_is_the_optimizer_in_memory_with_states_elsewhere(build: type, mode: str
     assert len({*regions_of(optimizer)}) > 1
 
 
+@pytest.mark.pairwise
 @over_modes
 @pytest.mark.parametrize("name", ["AdamW8bit", "Lion8bit", "SGD8bit", "Adam", "Muon8bit"])
 @pytest.mark.parametrize("shape", [(40, 300), (50, 24), (3, 17, 100), (4000,), (1, 700)], ids=str)
@@ -217,10 +218,9 @@ def test_planted_faults_are_found(fault: str, monkeypatch: pytest.MonkeyPatch) -
 # ---- between the steps (edits of groups and states: test_host_groups.py)
 
 
-@over_modes
-def test_a_compiled_step_has_the_bits_of_the_step_in_memory(mode: str) -> None:
+def test_a_compiled_step_has_the_bits_of_the_step_in_memory() -> None:
     results = []
-    for make in (optim.AdamW8bit, on_device(optim.AdamW8bit, mode)):
+    for make in (optim.AdamW8bit, on_device(optim.AdamW8bit)):
         model = model_of()
         optimizer: Any = make(model.parameters())
         optimizer.step = torch.compile(optimizer.step, backend="eager")
