@@ -1,4 +1,4 @@
-"""memkern.optim.Muon has torch.optim.Muon's bits; its AdamW groups, states, scaling, clipping, errors, muon_groups."""
+"""memkern.optim.Muon has torch.optim.Muon's bits; its AdamW groups, states, wrappers, errors, muon_groups."""
 
 from __future__ import annotations
 

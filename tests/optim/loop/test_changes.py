@@ -1,4 +1,4 @@
-"""Optimizers follow changes between two steps: of memory formats, dtypes, options, modes, and missing gradients."""
+"""Optimizers follow changes between two steps: of memory formats, dtypes, options and modes; bad gradients raise."""
 
 from typing import Any
 

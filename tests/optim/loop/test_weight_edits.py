@@ -1,4 +1,4 @@
-"""Steps with master_weights go on from bf16 weights that were edited, or saved and loaded, between two steps."""
+"""master_weights: bf16 weights that are edited between two steps, states of another option, fp32 state dicts."""
 
 import copy
 import re
