@@ -88,6 +88,22 @@ def test_groups_of_adamw_have_the_bits_of_adamw(state_bits: Any) -> None:
     assert_same([*map(dict, map(optimizer.state.get, others))], [*map(dict, map(separate.state.get, expected))])
 
 
+def test_a_scaled_step_is_the_plain_one() -> None:
+    optimizer, matrices, others = mixed(Muon8bit)
+    params = [*matrices, *others]
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    plain, *lists = mixed(Muon8bit)
+    expected = [p for part in lists for p in part]
+    for step in range(3):
+        train(plain, expected, 1, step)
+        scaler.scale(torch.ones(()))
+        for p, q in zip(params, expected, strict=True):
+            p.grad = q.grad * 8.0
+        scaler.step(optimizer)
+        scaler.update(8.0)
+    assert_same([*map(Tensor.detach, params)], [*map(Tensor.detach, expected)])
+
+
 @pytest.mark.parametrize("master_weights", ["bf16+16", "bf16+8"])
 def test_bf16_weights_keep_what_they_round(master_weights: str) -> None:
     params = [nn.Parameter(p.detach().bfloat16()) for p in parameters()]
