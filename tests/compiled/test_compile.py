@@ -16,12 +16,10 @@ import memkern
 from memkern import memory
 from memkern.compiled.operations import name_of
 from memkern.compiled.partitioner import Partitioner
-from tests.support.helpers import first_full
 from tests.support.partitioned import backend, gradients_of, relative_error
-from tests.support.programs import gradients
 
 from .blocks import Block
-from .compiled_programs import CompiledProgram, compiled_gradients, faults_of, traced_gradients
+from .programs import faults_of
 
 ROWS, WIDTH = 64, 128
 # A loss of x and b (ROWS, WIDTH), w (WIDTH, WIDTH) and t, a class for each row; x and w have gradients.
@@ -185,25 +183,14 @@ def test_bf16_saves_no_more_bytes_than_fp32(loss: Loss) -> None:
 # Seeds of random programs, and the mark of the test that runs them.
 PROGRAMS = {
     range(1): (),
-    range(100, 150): pytest.mark.full,
-    range(150, 300): pytest.mark.long,
+    range(1, 21): pytest.mark.full,
+    range(21, 200): pytest.mark.long,
 }
 
 
 @pytest.mark.parametrize("programs", [pytest.param(p, marks=marks) for p, marks in PROGRAMS.items()], ids=str)
 def test_random_programs_have_no_faults(programs: range) -> None:
-    """Programs of 6 steps, half as many as a program has by default."""
-    assert {seed: faults for seed in programs if (faults := faults_of(seed, steps=6))} == {}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("seed", first_full(range(100, 103)))
-def test_random_programs_have_the_same_gradients_through_dynamo(seed: int) -> None:
-    """As graphs that are traced without Dynamo."""
-    program = CompiledProgram(seed)
-    gradients(program, None)
-    for actual, traced in zip(compiled_gradients(program), traced_gradients(program), strict=True):
-        assert torch.equal(actual, traced)
+    assert {seed: faults for seed in programs if (faults := faults_of(seed))} == {}
 
 
 def test_transformers_fallback_for_experts_counts_as_torchs_grouped_mm() -> None:
