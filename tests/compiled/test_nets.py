@@ -84,7 +84,7 @@ def test_saved_bytes_and_gradient_errors_stay_below_bounds(make: Callable[[], nn
     assert error < 0.03
 
 
-ACTIVATIONS = (nn.SiLU, nn.Mish, nn.Hardswish, nn.LeakyReLU, nn.ELU, nn.ReLU, nn.Hardtanh)
+ACTIVATIONS = (nn.SiLU, nn.ReLU, nn.Hardtanh)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda cls: cls.__name__)

@@ -1,4 +1,4 @@
-"""memkern.compile with dropout, LoRA, checkpoints, autocast, retain_graph: torch's own bits, or 8 bits' errors."""
+"""memkern.compile with dropout, checkpoints, autocast, retain_graph: torch's own bits, or 8 bits' errors."""
 
 from __future__ import annotations
 
@@ -45,33 +45,6 @@ class Model(nn.Module):
         return x.square().mean()
 
 
-class Tied(nn.Module):
-    """A language model whose embedding is its last layer, too; returns a loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding, self.block, self.head = nn.Embedding(100, WIDTH), Block(), nn.Linear(WIDTH, 100, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        ids = (x[:, 0].abs() * 30).long() % 100
-        return F.cross_entropy(self.head(self.block(self.embedding(ids))), ids)
-
-
-class Adapted(nn.Module):
-    """LoRA: a frozen block, with a trained low-rank layer before it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.block = Block().requires_grad_(False)
-        self.down, self.up = nn.Linear(WIDTH, 4, bias=False), nn.Linear(4, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.block(x + self.up(self.down(x)))).square().mean()
-
-
 def _graph_break(block: Block, x: Tensor) -> Tensor:
     torch._dynamo.graph_break()
     return block(x)
@@ -89,8 +62,6 @@ def _selective(block: Block, x: Tensor) -> Tensor:
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "dropout": Model,
-    "tied": Tied,
-    "LoRA": Adapted,
     "a graph for each block": lambda: Model(_graph_break),
     "checkpoints": lambda: Model(lambda block, x: checkpoint(block, x, use_reentrant=False)),
     "selective checkpoints": lambda: Model(_selective),
