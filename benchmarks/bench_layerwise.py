@@ -6,14 +6,14 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from tests.support import timm_optim
+from tests.support import timm_factory
 
 from .bench_optim import GPT2, Make, Shapes, gpt2_shapes, optimizer_of, stepper
 from .harness import Case
 
 
 def timm_optimizer(cls: str, **options: Any) -> Make:
-    return lambda params: timm_optim.load(cls)(params, **options)
+    return lambda params: timm_factory.optimizer(cls)(params, **options)
 
 
 def reads_of(times_params: int, times_state: int) -> Callable[[int, int], int]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from memkern import optim
-from tests.support import timm_optim
+from tests.support import timm_factory
 from tests.support.helpers import (
     LAYOUTS,
     assert_same,
@@ -247,7 +247,7 @@ OF_TIMM = cases("of_timm")
 def test_timm_moves_parameters_alike(name: str) -> None:
     spec, options = OF_TIMM[name]
     try:
-        timm = timm_optim.load(spec.timm)
+        timm = timm_factory.optimizer(spec.timm)
     except ModuleNotFoundError:
         pytest.skip("timm is not installed; its update is in tests/support/optimizers too")
     runs = []

@@ -1,4 +1,4 @@
-"""timm's factory of optimizers where timm itself cannot be imported for lack of torchvision.
+"""timm's optimizers and their factory where timm itself cannot be imported for lack of torchvision.
 
 The factory is timm's code; the packages around it are made without running their __init__, and get the two names that
 the factory imports from them.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import sys
 from importlib.util import find_spec, module_from_spec
+from typing import Any
 
 # Packages, and for each the name that the factory imports from it and the module that defines that name.
 NAMES = {
@@ -35,3 +36,9 @@ def load() -> None:
             setattr(sys.modules[parent], child, package)
         if imported is not None:
             setattr(package, imported[0], getattr(importlib.import_module(imported[1]), imported[0]))
+
+
+def optimizer(cls: str) -> Any:
+    """An optimizer of timm: "Lamb" is the class timm.optim.Lamb. ModuleNotFoundError without timm."""
+    load()
+    return getattr(importlib.import_module("timm.optim"), cls)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from tests.support import timm_optim
+from tests.support import timm_factory
 
 from .tasks import Task
 
@@ -61,7 +61,8 @@ def maker(module: str, cls: str, decay: float | None = None, **options: Any) -> 
     def make(model: nn.Module, lr: float, task: Task) -> Any:
         from memkern.optim import param_groups
 
-        optimizer_class = timm_optim.load(cls) if module == "timm" else getattr(importlib.import_module(module), cls)
+        of_timm = module == "timm"
+        optimizer_class = timm_factory.optimizer(cls) if of_timm else getattr(importlib.import_module(module), cls)
         groups = param_groups(model, weight_decay=task.weight_decay if decay is None else decay)
         if not module.startswith("memkern"):  # some peers refuse or misread keys that they do not know
             groups = [{"params": g["params"], "weight_decay": g["weight_decay"]} for g in groups]
