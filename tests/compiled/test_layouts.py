@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import copy
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._inductor.async_compile import AsyncCompile
 
 import memkern
 from memkern import memory
-from memkern.compiled.torch_internals import functorch_config, inductor_config
 from tests.support.helpers import first_full
+from tests.support.partitioned import without_kernels
 
 
 class Net(nn.Module):
@@ -49,9 +47,7 @@ def test_weights_are_not_saved_again() -> None:
     eager = memory.saved_bytes(lambda: net(x), *held)
     weights = sum(4 * p.numel() for p in net.parameters())
     assert eager < weights
-    kernels = mock.patch.object(AsyncCompile, "cpp_pybinding", return_value=lambda *tensors: None)
-    caches = functorch_config.patch(enable_autograd_cache=False), inductor_config.patch(fx_graph_cache=False)
-    with kernels, caches[0], caches[1]:
+    with without_kernels():
         torch._dynamo.reset()
         call = memkern.compile(net)
         call(x)

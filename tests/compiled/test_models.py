@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.helpers import first_full
 from tests.support.partitioned import backend, relative_error, step
 
 SIZES: dict[str, Any] = {
@@ -17,11 +18,11 @@ SIZES: dict[str, Any] = {
     "intermediate_size": 256,
 }
 # The largest share of eager torch's saved bytes. In GPT-NeoX two norms have one input, and one product makes q, k, v.
-SHARES = {"Llama": 0.14, "GPTNeoX": 0.15, "Phi": 0.13, "Gemma2": 0.27, "Qwen3": 0.15}
+SHARES = {"GPTNeoX": 0.15, "Gemma2": 0.27, "Llama": 0.14, "Phi": 0.13, "Qwen3": 0.15}
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", SHARES)
+@pytest.mark.parametrize("name", first_full(SHARES, 2))
 def test_saved_bytes_and_gradient_errors_stay_below_bounds(name: str) -> None:
     transformers = pytest.importorskip("transformers")
     heads = {"head_dim": 32, "num_key_value_heads": 2} if name in ("Gemma2", "Qwen3") else {}

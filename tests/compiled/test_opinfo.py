@@ -15,7 +15,7 @@ QUICK = (
     "nn.functional.hardswish", "nn.functional.mish", "nn.functional.max_pool2d", "nn.functional.cross_entropy",
     "nn.functional.scaled_dot_product_attention",
 )  # fmt: skip
-PARTS = 12  # of all operations; a test takes every twelfth one
+PARTS = 24  # of all operations; a test takes every 24th one
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def test_the_first_sample_has_no_faults(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "part", [pytest.param(part, marks=pytest.mark.full if part < 2 else pytest.mark.long) for part in range(PARTS)]
+    "part", [pytest.param(part, marks=pytest.mark.long if part else pytest.mark.full) for part in range(PARTS)]
 )
 @pytest.mark.filterwarnings("ignore")
 def test_the_first_samples_of_all_operations_have_no_faults(part: int) -> None:

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters
 
-from tests.support.helpers import first_quick
 from tests.support.partitioned import backend, step
 
 from .blocks import Block, ByHand
@@ -59,7 +58,11 @@ def graphs(model: nn.Module, first: tuple[int, int], **options: Any) -> list[str
     return codes
 
 
-@pytest.mark.parametrize("name", first_quick(CASES))
+# make test runs the first, make test-all the block with few bits, too.
+TIERS = dict.fromkeys(CASES, pytest.mark.long) | {"8 bits": (), "few bits": pytest.mark.full}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks) for name, marks in TIERS.items()])
 @pytest.mark.filterwarnings("ignore:a compiled graph saves")
 def test_the_first_sizes_do_not_decide_what_is_saved(name: str) -> None:
     make, options, expected = CASES[name]

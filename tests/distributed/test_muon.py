@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from memkern.optim import muon_step
 from memkern.optim.dtensor import muon as dtensor_muon
-from tests.support.helpers import assert_same
+from tests.support.helpers import assert_same, first_full
 from tests.support.ranks import Ranks
 from tests.support.sharded import Odd, full_params_and_states, gpt, in_shards, mesh, new_muon, run_in_one_process, steps
 
@@ -34,14 +34,21 @@ def test_bits_of_one_process(ranks: Ranks, bucket_bytes: int) -> None:
         assert_same(rank, expected)
 
 
-# (ranks,), or HSDP's (replicas, shards); with three ranks the third has no elements of a matrix
-MESH_SIZES = [(2,), (3,), (2, 2), *(pytest.param(sizes, marks=pytest.mark.long) for sizes in [(1,), (4,)])]
-
-
-@pytest.mark.parametrize("state_bits", [8, pytest.param(32, marks=pytest.mark.long)])
-@pytest.mark.parametrize("sizes", MESH_SIZES)
-@pytest.mark.parametrize(("build", "count"), [(gpt, 10), (Odd, 100)])
 @pytest.mark.full
+@pytest.mark.parametrize(
+    ("build", "count", "sizes", "state_bits"),  # sizes: (ranks,), or HSDP's (replicas, shards)
+    first_full(
+        [
+            (Odd, 40, (3,), 8),  # the third rank has no elements of a matrix
+            (gpt, 4, (2, 2), 8),
+            (gpt, 10, (2,), 8),
+            (gpt, 10, (4,), 32),
+            (Odd, 100, (2,), 32),
+            (Odd, 100, (2, 2), 8),
+        ],
+        2,
+    ),
+)
 def test_many_steps_have_the_bits_of_one_process(
     ranks: Ranks, build: Any, count: int, sizes: Any, state_bits: int
 ) -> None:

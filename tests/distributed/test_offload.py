@@ -108,16 +108,15 @@ def test_two_steps_have_the_bits_of_one_process(ranks: Ranks) -> None:
 
 @pytest.mark.feature("torch", "`HostOffload` under `fully_shard` on 2 and 3 processes: bits of one process")
 @pytest.mark.full
-@pytest.mark.parametrize("sizes", [(3,), (2, 2), pytest.param((2,), marks=pytest.mark.long)], ids=str)
 @pytest.mark.parametrize(
-    ("build", "options"),
+    ("sizes", "build", "options"),
     [
-        (optim.AdamW8bit, {"max_grad_norm": 1e-2, "weight_decay": 0.1}),
-        (optim.Lion8bit, {"block_size": 64}),
-        (optim.LAMB8bit, {"max_grad_norm": 1e-2, "weight_decay": 0.1}),
-        (optim.LARS8bit, {"max_grad_norm": 1e-2, "trust_coeff": 1e-2}),
-        (optim.Muon8bit, {}),
-        (torch.optim.AdamW, None),
+        ((3,), optim.AdamW8bit, {"max_grad_norm": 1e-2, "weight_decay": 0.1}),
+        ((2, 2), optim.Lion8bit, {"block_size": 64}),
+        ((2, 2), optim.LAMB8bit, {"max_grad_norm": 1e-2, "weight_decay": 0.1}),
+        ((3,), optim.LARS8bit, {"max_grad_norm": 1e-2, "trust_coeff": 1e-2}),
+        ((3,), optim.Muon8bit, {}),
+        ((2, 2), torch.optim.AdamW, None),
     ],
 )
 def test_three_steps_have_the_bits_of_one_process(ranks: Ranks, build: Any, options: Any, sizes: Any) -> None:
@@ -134,8 +133,9 @@ def test_three_steps_have_the_bits_of_one_process(ranks: Ranks, build: Any, opti
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("build", [optim.AdamW8bit, torch.optim.AdamW])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("build", "dtype"), [(optim.AdamW8bit, torch.bfloat16), (torch.optim.AdamW, torch.float16)], ids=str
+)
 def test_half_precision_models_step_as_in_one_process(ranks: Ranks, build: Any, dtype: torch.dtype) -> None:
     """The fp32 weights on the host, and all else, are those of HostOffload in one process."""
     options = {"lr": 1e-2} if build is torch.optim.AdamW else EIGHT_BITS
@@ -218,8 +218,10 @@ def step_on_the_device(build: Any, options: dict[str, Any], in_backward: bool) -
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("build", [optim.AdamW8bit, optim.LAMB8bit, optim.LARS8bit, optim.Lion8bit])
-@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize(
+    ("build", "in_backward"),
+    [(optim.AdamW8bit, False), (optim.LAMB8bit, True), (optim.LARS8bit, False), (optim.Lion8bit, True)],
+)
 def test_steps_on_the_device_have_the_bits_of_one_process(ranks: Ranks, build: Any, in_backward: bool) -> None:
     options = {**EIGHT_BITS, **({} if in_backward else {"max_grad_norm": 1e-2})}
     model = Rows() if in_backward else Given()

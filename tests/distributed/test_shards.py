@@ -53,8 +53,7 @@ BIT_CASES: list[Any] = [
     pytest.param((2,), Odd, optim.AdamW8bit, DECAY, 3),
     *(
         pytest.param((world,), build, new, DECAY | options, count, marks=[pytest.mark.full, MANY_STEPS])
-        for world in (2, 3)
-        for new in (optim.AdamW8bit, optim.Lion8bit)
+        for world, new in ((2, optim.AdamW8bit), (3, optim.Lion8bit))
         for build, options, count in ((gpt, {"min_8bit_size": 4096}, 200), (Odd, {}, 30))
     ),
     *(
@@ -63,8 +62,7 @@ BIT_CASES: list[Any] = [
     ),
     *(
         pytest.param((2,), OddBF16, new, {"min_8bit_size": 0, "master_weights": bits}, 5, marks=pytest.mark.full)
-        for new in (optim.AdamW8bit, optim.Lion8bit)
-        for bits in (None, "bf16+16", "bf16+8")
+        for new, bits in ((optim.AdamW8bit, "bf16+16"), (optim.Lion8bit, "bf16+8"), (optim.Lion8bit, None))
     ),
 ]
 
@@ -91,7 +89,9 @@ def run_placed(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("new", "master_weights"), [(optim.AdamW8bit, None), (new_muon, None), (new_muon, "bf16+8")])
+@pytest.mark.pairwise
+@pytest.mark.parametrize("new", [optim.AdamW8bit, new_muon])
+@pytest.mark.parametrize("master_weights", [None, "bf16+8"])
 @pytest.mark.parametrize(
     ("sizes", "shape", "placements", "scales"),  # of the mesh, the tensors, their placements and those of their scales
     [

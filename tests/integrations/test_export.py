@@ -36,8 +36,9 @@ def texts(error: BaseException | None) -> str:
 
 
 @pytest.mark.feature("torch", "ONNX export of a compressed model names `restore`")
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("dynamo", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("case", "dynamo"), [*((case, False) for case in CASES), pytest.param("linear", True, marks=pytest.mark.full)]
+)
 def test_onnx_export_names_restore(case: str, dynamo: bool) -> None:
     if dynamo:
         pytest.importorskip("onnxscript")

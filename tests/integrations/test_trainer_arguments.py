@@ -32,8 +32,6 @@ def trainer(model: Any, techniques: Techniques, folder: Path, rows: Any = None, 
 
 PLANNED = [
     Techniques(state_bits=8, micro_batch=2, checkpointing="blocks", accumulation=2),
-    Techniques(state_bits=8, micro_batch=4),
-    Techniques(precision="bf16-mixed", optimizer="torch-adamw", micro_batch=4, checkpointing="blocks"),
     Techniques(
         precision="bf16", master_weights="bf16+8", state_bits=8, micro_batch=4, step_in_backward=True,
         checkpointing="blocks",

@@ -12,7 +12,7 @@ import torch
 import memkern
 from memkern import optim
 from tests.integrations.models import TRAINER, Texts, compiled_gpt2, gpt2, parameters_of
-from tests.support.helpers import assert_same, first_quick
+from tests.support.helpers import assert_same, first_full, first_quick
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -115,7 +115,7 @@ def test_bad_names_and_options_are_refused(tmp_path: Path) -> None:
 @pytest.mark.feature("transformers", "Trainer: resumes from a checkpoint bit for bit")
 @pytest.mark.full
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("model", [gpt2, compiled_gpt2])
+@pytest.mark.parametrize("model", first_full([gpt2, compiled_gpt2]))
 def test_a_checkpoint_resumes_bit_for_bit(
     tmp_path: Path, model: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:

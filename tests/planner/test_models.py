@@ -137,7 +137,7 @@ def test_a_technique_that_a_model_does_not_run_with_is_ruled_out() -> None:
         planned(Stubborn("fp32"), techniques={"precision": "bf16-mixed"})
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.full)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.long)])
 def test_a_step_that_depends_on_values_is_one_error(device: str) -> None:
     with pytest.raises(OptionError, match=r"model: a plain training step raises on fake tensors(?s:.)*; allowed: "):
         planned(Stubborn("values"), device)

@@ -190,7 +190,6 @@ def counted(model: str, tokens: int, depth: int | None, **techniques: Any) -> di
             ("llama-3.1-8b", 8192, None, {"checkpointing": "blocks", "loss_chunk": 4096, "step_in_backward": True}),
             ("llama-3.1-8b", 256, 8, {"activation_bits": 3}),
         ],
-        2,
     ),
     ids=["tied", "8B", "short"],
 )

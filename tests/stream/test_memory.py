@@ -106,7 +106,7 @@ def test_the_device_holds_the_weights_of_few_blocks(counted: Any, changes: dict[
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("saved_bits", ["exact", pytest.param(8, marks=pytest.mark.full)])
+@pytest.mark.parametrize("saved_bits", ["exact", pytest.param(8, marks=pytest.mark.long)])
 def test_compiled_blocks_have_the_losses_and_no_more_weights_on_the_device(counted: Any, saved_bits: Any) -> None:
     """The losses are those of compiled blocks on the device, and no more weights are there than without compile."""
     device = counted(10**9)

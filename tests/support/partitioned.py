@@ -4,10 +4,12 @@ what steps of compiled models save and compute.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from functorch.compile import aot_function, make_boxed_func
@@ -15,6 +17,7 @@ from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, tracing
+from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.fx_passes.post_grad import view_to_reshape
 from torch._inductor.lowering import lowerings
 from torch._subclasses import FakeTensorMode
@@ -22,7 +25,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from memkern import memory
 from memkern.compiled.partitioner import Partitioner
-from memkern.compiled.torch_internals import select_decomp_table
+from memkern.compiled.torch_internals import functorch_config, inductor_config, select_decomp_table
 
 Look = Callable[[fx.GraphModule, fx.GraphModule, int], None]
 
@@ -122,6 +125,17 @@ class Traced:
         with torch.no_grad():
             loss, *saved = fw(*self.inputs)
             return list(bw(*saved, torch.ones_like(loss)))
+
+
+@contextlib.contextmanager
+def without_kernels() -> Iterator[None]:
+    """Inductor makes its graphs and compiles none of their kernels, which do nothing."""
+    with (
+        mock.patch.object(AsyncCompile, "cpp_pybinding", return_value=lambda *tensors: None),
+        functorch_config.patch(enable_autograd_cache=False),
+        inductor_config.patch(fx_graph_cache=False),
+    ):
+        yield
 
 
 def gradients_of(model: nn.Module) -> Tensor:

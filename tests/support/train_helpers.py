@@ -1,9 +1,7 @@
 """For the tests of the training loop: a text, a small configuration, runs and their comparison."""
 
-import os
-import socket
-import subprocess
-import sys
+import contextlib
+import io
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from memkern.train import Corpus, TrainConfig, Trainer, checkpoint, run
 
 TEXT = "".join(f"line {i}: the square of {i} is {i * i}, its cube {i**3}.\n" for i in range(1500))
 SMALL = TrainConfig(layers=2, heads=2, width=64, seq_len=32, steps=6, warmup=1, eval_every=3, eval_tokens=512)
+BF16_WEIGHTS: dict[str, Any] = {"precision": "bf16", "master_weights": "bf16+8", "clip": 0.0}
 TORCH_ADAMW: dict[str, Any] = {"optimizer": "torch-adamw", "state_bits": 32}
 
 
@@ -95,20 +94,11 @@ def error_of_command(capsys: pytest.CaptureFixture[str], *arguments: str) -> str
     return line.removeprefix("python -m memkern train: error: argument ")
 
 
-def train_by_two(*arguments: str) -> list[str]:
-    """``python -m memkern train`` in two processes, as torchrun starts them; what each prints."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1])}
-    processes = []
-    for rank in "01":
-        variables = os.environ | address | {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "memkern", "train", *arguments]
-        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        processes.append(subprocess.Popen(command, env=variables, **pipes))
-    printed = [process.communicate(timeout=240)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(printed)
-    return printed
+def printed_by_command(*arguments: str) -> str:
+    """What ``python -m memkern train`` prints, in a process of the Ranks as in one that torchrun has started."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.redirect_stderr(printed):
+        main(["train", *arguments])
+    return printed.getvalue()
 
 
 def tiny_tokenizer() -> Any:

@@ -8,7 +8,15 @@ import torch
 
 from memkern import OptionError
 from memkern.train import Corpus, Trainer, checkpoint, load_corpus
-from tests.support.train_helpers import SMALL, TEXT, TORCH_ADAMW, assert_same_run, straight_and_resumed, weights
+from tests.support.train_helpers import (
+    BF16_WEIGHTS,
+    SMALL,
+    TEXT,
+    TORCH_ADAMW,
+    assert_same_run,
+    straight_and_resumed,
+    weights,
+)
 
 FEW_BITS = {"activation_bits": 3, "linear_share": 0.25}
 COMPILED = {"compile": True, "saved_bits": 8, "accumulation": 2, "eval_tokens": 544}  # whose last batch is smaller
@@ -33,6 +41,24 @@ def test_a_resumed_run_repeats_every_bit(corpus: Corpus, tmp_path: Path, changes
     assert straight.history.saved_bytes == resumed.history.saved_bytes > 0
     assert straight.scaler.state_dict() == resumed.scaler.state_dict()
     assert {*checkpoint.load(tmp_path / "run.pt")["model"]} == {*Trainer(SMALL, corpus).model.state_dict()}
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("no_process_group")
+@pytest.mark.parametrize(
+    ("changes", "before", "after"),
+    [
+        ({}, "layers", "layers"),
+        ({"optimizer": "muon"}, "layers", None),
+        ({"master_weights": None, **TORCH_ADAMW}, None, "layers"),
+    ],
+    ids=str,
+)
+def test_a_run_resumes_with_weights_on_either_side(
+    corpus: Corpus, tmp_path: Path, changes: dict[str, Any], before: str | None, after: str | None
+) -> None:
+    config = SMALL.replace(**BF16_WEIGHTS | changes, checkpointing="blocks", weights_on_host=before)
+    assert_same_run(*straight_and_resumed(config, corpus, tmp_path / "run.pt", weights_on_host=after))
 
 
 def test_checkpoints_that_do_not_fit_are_refused(corpus: Corpus, tmp_path: Path) -> None:

@@ -71,6 +71,22 @@ def test_resume_takes_the_options_it_is_not_given(
     assert f"--resume: '{path}' given, which cannot be continued: " in error_of_command(capsys, "--resume", path)
 
 
+@pytest.mark.full
+def test_weights_on_the_host_have_the_same_loss(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The process group that they need ends with the command; a complete run that is resumed prints its results."""
+
+    def printed(*arguments: str) -> str:
+        main(["train", *arguments])
+        return next(line for line in capsys.readouterr().out.splitlines() if line.startswith("Validation loss"))
+
+    of_bf16 = ["--precision", "bf16", "--master-weights", "bf16+8", "--clip", "0"]
+    command, path = ["--data", str(text), *small_run_flags(3, 4, 4), *of_bf16], str(tmp_path / "run.pt")
+    on_host = printed(*command, "--weights-on-host", "layers", "--save", path, "--out", str(tmp_path / "out"))
+    assert on_host == printed(*command)
+    assert not torch.distributed.is_initialized()
+    assert printed("--resume", path, "--weights-on-host", "none")
+
+
 def test_failures_end_with_a_line(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit, match=r"the loss is nan at step .* try a lower --lr"):
         main(["train", "--data", str(text), *OPTIONS, "--lr", "1e30", "--clip", "0"])

@@ -16,37 +16,41 @@ from tests.support.train_helpers import (
     SMALL,
     assert_runs_agree,
     assert_same_run,
+    printed_by_command,
     small_run_flags,
     straight_and_resumed,
-    train_by_two,
 )
 
 OPTIONS = [*small_run_flags(layers=2, batch_size=2, steps=5), "--save-every", "3"]
+ON_HOST = ["--weights-on-host", "layers", "--optimizer", "adamw", "--clip", "0", "--batch-factor", "2"]
+# flags of both runs, and those of two processes alone
+FLAGS: list[tuple[list[str], list[str]]] = [
+    (["--parallel", "fsdp"], []),
+    (ON_HOST, ["--step-in-backward"]),
+    (["--parallel", "ddp"], []),
+    (["--parallel", "ddp", "--compile"], []),
+    (["--parallel", "fsdp", "--compile"], []),
+]
 
 
 @pytest.mark.feature("torch", "`memkern train` on 1 and 2 processes at equal global batch, DDP and `fully_shard`")
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "flags",
-    first_full(
-        [["--parallel", "fsdp"], ["--parallel", "ddp"], *(["--parallel", p, "--compile"] for p in ("ddp", "fsdp"))]
-    ),
-    ids=str,
-)
+@pytest.mark.usefixtures("no_process_group")
+@pytest.mark.parametrize(("flags", "of_two"), first_full(FLAGS, 2), ids=str)
 def test_one_and_two_processes_agree_at_equal_global_batch(
-    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str]
+    ranks: Ranks, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], of_two: list[str]
 ) -> None:
-    arguments = ["--data", str(text), *OPTIONS, "--optimizer", "lamb", "--batch-factor", "4"]
-    main(["train", *arguments, *flags, "--save", str(tmp_path / "1.pt")])
-    options = ["--save", str(tmp_path / "2.pt"), "--out", str(tmp_path / "out")]
-    first, second = train_by_two(*arguments, *flags, *options)
+    arguments = ["--data", str(text), *OPTIONS, "--optimizer", "lamb", "--batch-factor", "4", *flags]
+    main(["train", *arguments, "--save", str(tmp_path / "1.pt")])
+    options = [*of_two, "--save", str(tmp_path / "2.pt"), "--out", str(tmp_path / "out")]
+    first, second = ranks(2, printed_by_command, *arguments, *options)
     assert_runs_agree(tmp_path / "1.pt", tmp_path / "2.pt")
     assert "validation loss" in first
     assert not second  # the second process prints nothing
     assert (tmp_path / "out" / "losses.png").is_file()
-    if "fsdp" in flags and "--compile" not in flags:  # whole tensors, which load into shards and into one process
+    if flags == ["--parallel", "fsdp"]:  # whole tensors, which load into shards and into one process
         state = checkpoint.load(tmp_path / "2.pt")
-        resumed, _ = train_by_two("--resume", str(tmp_path / "2.pt"))
+        resumed, _ = ranks(2, printed_by_command, "--resume", str(tmp_path / "2.pt"))
         main(["train", "--resume", str(tmp_path / "2.pt"), "--parallel", "ddp"])
         sentence = next(line for line in first.splitlines() if line.startswith("Validation loss")).split(";")[0]
         assert sentence in resumed

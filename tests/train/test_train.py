@@ -55,7 +55,8 @@ MEASURES = {
     "weights": lambda trainer: memory.tensor_bytes(weights(trainer)),
 }
 FULL = ("some tokens", *(name for name in ROWS if name.startswith("compiled")))
-TIERS = dict.fromkeys(FULL, pytest.mark.full) | {"compiled on the host": pytest.mark.long}  # also in test_memory.py
+LONG = ("compiled", "compiled, stepping", "compiled on the host")  # the last is in test_memory.py, too
+TIERS = dict.fromkeys(FULL, pytest.mark.full) | dict.fromkeys(LONG, pytest.mark.long)
 
 
 @pytest.mark.usefixtures("fresh_compiler", "no_process_group")
@@ -97,7 +98,7 @@ def test_techniques_become_optimizers_dtypes_and_saved_bytes(corpus: Corpus) -> 
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("optimizer", "bits"),
-    [(name, bits) for name in OPTIMIZERS for bits in ((32,) if name.startswith("torch-") else (32, 8))],
+    [(name, 32 if name.startswith("torch-") else 8) for name in OPTIMIZERS],
 )
 def test_every_optimizer_learns(corpus: Corpus, optimizer: str, bits: int) -> None:
     layerwise = optimizer in ("lamb", "lars")

@@ -9,7 +9,7 @@ import torch
 from memkern import OptionError, memory
 from memkern.__main__ import main
 from memkern.train import Corpus, TrainConfig, Trainer, huggingface, load
-from tests.support.train_helpers import assert_same_run, straight_and_resumed, tiny_tokenizer, trained
+from tests.support.train_helpers import BF16_WEIGHTS, assert_same_run, straight_and_resumed, tiny_tokenizer, trained
 
 transformers = pytest.importorskip("transformers")
 SIZES = {"n_layer": 5, "n_head": 2, "n_embd": 32, "n_positions": 64, "vocab_size": 300}
@@ -32,6 +32,15 @@ def test_the_loss_in_chunks_is_the_models(corpus: Corpus, small: TrainConfig) ->
     assert chunked.history.saved_bytes < 0.5 * plain.history.saved_bytes
     assert chunked.history.train_loss == pytest.approx(plain.history.train_loss, rel=1e-4)
     assert chunked.model.training
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("no_process_group")
+@pytest.mark.parametrize("loss_chunk", [None, 50])
+def test_weights_on_the_host_train_alike(corpus: Corpus, small: TrainConfig, loss_chunk: int | None) -> None:
+    """The model's embedding and output layer are one weight."""
+    config = small.replace(**BF16_WEIGHTS, loss_chunk=loss_chunk, checkpointing="blocks", step_in_backward=True)
+    assert_same_run(trained(corpus, config), trained(corpus, config, weights_on_host="layers"))
 
 
 def test_half_precision_is_built_without_an_fp32_copy(small: TrainConfig) -> None:
