@@ -165,55 +165,41 @@ def test_a_value_that_is_not_finite_on_one_rank_reaches_all(
     assert skips or any(math.isnan(x) for rank in results for x in rank[1][0])
 
 
-def run_with_other_gradient(name: str) -> Any:
-    """The sharded parameters after a step in which rank 1's gradient of the plain one is ten times as large."""
+def run_with_other_gradient(name: str, factor: float | None, bucket: int) -> Any:
+    """The sharded parameters after a step where rank 1's gradient of the plain one is ``factor`` as large, or none."""
     places, params, optimizer = make_optimizer("beside_plain", name)
-    give_gradients(places, params, 0)
-    if dist.get_rank() == 1:
-        params[1].grad *= 10
-    optimizer.step()
+    with patch.object(muon_step, "BUCKET_BYTES", bucket):
+        give_gradients(places, params, 0)
+        if dist.get_rank() == 1:
+            params[1].grad = None if factor is None else params[1].grad * factor
+        optimizer.step()
     return [p.detach().full_tensor() for p in (params[0], params[2])]
 
 
-@pytest.mark.parametrize("name", ["Muon, clipped", "AdamW8bit, clipped", "LAMB8bit, clipped"])
-def test_the_norm_is_one_for_all_ranks(ranks: Ranks, name: str) -> None:
+ONE_BUCKET, BUCKET_EACH = 2**26, 3 * 64 * 64  # bytes: of all matrices, or of one (bf16)
+
+
+@pytest.mark.parametrize(
+    ("name", "factor", "bucket"),
+    [
+        *((name, 10.0, ONE_BUCKET) for name in ("Muon, clipped", "AdamW8bit, clipped", "LAMB8bit, clipped")),
+        *(("Muon8bit", None, bucket) for bucket in (ONE_BUCKET, BUCKET_EACH)),
+    ],
+)
+def test_a_plain_gradient_of_one_rank_is_in_the_norm_of_all_and_in_no_exchange(
+    ranks: Ranks, name: str, factor: float | None, bucket: int
+) -> None:
     """All ranks clip by the largest norm of any rank, so that a tensor's shards are clipped alike."""
     build, options = OPTIMIZERS[name]
     generator = torch.Generator().manual_seed(0)
     params = [Parameter(torch.randn(64, 64, generator=generator)) for _ in range(3)]
     optimizer = build(params, lr=0.02, min_8bit_size=0, weight_decay=0.0, **options)
     give_gradients([lambda x: x.clone()] * 3, params, 0)
-    assert params[1].grad is not None
-    params[1].grad *= 10
+    params[1].grad *= factor or 1.0  # type: ignore[operator]
     optimizer.step()
-    for rank in ranks(2, run_with_other_gradient, name):
+    for rank in ranks(2, run_with_other_gradient, name, factor, bucket):
         for x, p in zip(rank, (params[0], params[2]), strict=True):
-            torch.testing.assert_close(x, p.detach(), rtol=0, atol=1e-6)
-
-
-def run_without_a_plain_gradient(bucket: int) -> Any:
-    """The sharded matrices after a step of them and of a plain one, whose gradient one rank lacks."""
-    places, params, optimizer = make_optimizer("beside_plain", "Muon8bit")
-    muon_step.BUCKET_BYTES, before = bucket, muon_step.BUCKET_BYTES
-    try:
-        give_gradients(places, params, 0)
-        if dist.get_rank() == 1:
-            params[1].grad = None
-        optimizer.step()
-    finally:
-        muon_step.BUCKET_BYTES = before
-    return [p.detach().full_tensor() for p in (params[0], params[2])]
-
-
-@pytest.mark.parametrize("bucket", [2**26, 3 * 64 * 64])  # bytes: all matrices in one bucket, or one (bf16) in each
-def test_a_plain_matrix_leaves_the_exchange_of_sharded_ones_alone(ranks: Ranks, bucket: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-    params = [Parameter(torch.randn(64, 64, generator=generator)) for _ in range(3)]
-    optimizer = optim.Muon8bit(params, lr=0.02, min_8bit_size=0, weight_decay=0.0)
-    give_gradients([lambda x: x.clone()] * 3, params, 0)
-    optimizer.step()
-    for rank in ranks(2, run_without_a_plain_gradient, bucket):
-        assert_same(rank, [params[0].detach(), params[2].detach()])
+            torch.testing.assert_close(x, p.detach(), rtol=0, atol=0 if factor is None else 1e-6)
 
 
 def steps_on_some_ranks(name: str, offloads: bool) -> list[Tensor]:

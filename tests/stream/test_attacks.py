@@ -35,37 +35,135 @@ class Interrupted(Exception):
     """Ends a pass or a step in its middle."""
 
 
-def on_device_and_streamed(
-    use: Callable[[Model, torch.optim.Optimizer, Techniques], None], techniques: Techniques = PLAIN
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The weights after ``use`` of a model with weights on the device, and of one with weights on the host."""
-    results = []
+Use = Callable[[Model, torch.optim.Optimizer, Techniques], Any]
+
+
+def on_device_and_streamed(use: Use, techniques: Techniques = PLAIN) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The weights after ``use`` of a model with weights on the device, and of one with weights on the host.
+
+    What ``use`` returns, losses, is equal.
+    """
+    results, losses = [], []
     for t in (techniques, techniques.replace(weights_on_host="layers")):
         model = model_for(t)
-        use(model, optimizer_for(model, t), t)
+        losses.append(use(model, optimizer_for(model, t), t))
         results.append(weights(model))
+    assert losses[0] == losses[1]
     return results[0], results[1]
 
 
-# ---- between the calls
+def interrupt(*_: Any) -> None:
+    """A hook that ends a pass."""
+    raise Interrupted
 
 
-def test_a_forward_pass_between_backward_and_step_reads_and_leaves_nothing_stale() -> None:
+# ---- uses that have the bits of the same use on the device
+
+
+def forward_between_backward_and_step(model: Model, optimizer: torch.optim.Optimizer, t: Techniques) -> list[float]:
+    losses = []
+    for step in range(3):
+        (tokens,) = batches(step, t)
+        model(tokens).backward()
+        with torch.no_grad():
+            losses.append(model.eval()(tokens).item())
+        model.train()(tokens)  # with a graph, which is dropped
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.inference_mode(False), torch.no_grad():
+            losses.append(model(tokens).item())
+    return losses
+
+
+def step_after_an_interrupted_forward_pass(
+    model: Model, optimizer: torch.optim.Optimizer, t: Techniques
+) -> list[float]:
+    """Weights that the interrupted pass has left on the device are not used after the step."""
+    losses = []
+    for step, layer in enumerate(("blocks.1.up", "head", "norm")):
+        (tokens,) = batches(step, t)
+        model(tokens).backward()
+        handle = model.get_submodule(layer).register_forward_hook(interrupt)
+        with pytest.raises(Interrupted):
+            model(tokens)
+        handle.remove()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(model(tokens).item())
+    model.state_dict()
+    return losses
+
+
+def edited_weights(model: Model, optimizer: torch.optim.Optimizer, t: Techniques) -> None:
+    train(model, optimizer, t, range(2))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(0.5)
+    train(model, optimizer, t, range(2, 4))
+    state = {name: x.clone() for name, x in model.state_dict().items()}
+    train(model, optimizer, t, range(4, 5))
+    model.load_state_dict(state)
+    train(model, optimizer, t, range(5, 6))
+
+
+def two_graphs_at_a_time(model: Model, optimizer: torch.optim.Optimizer, t: Techniques) -> None:
+    for step in range(3):
+        losses = [model(tokens) for tokens in batches(step, t.replace(accumulation=2))]
+        for loss in losses:
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def two_optimizers_and_one_that_was_dropped(model: Model, optimizer: torch.optim.Optimizer, t: Techniques) -> None:
+    train(model, optimizer, t, range(1))
+    del optimizer
+    inside = [*model.blocks.parameters()]
+    outside = [*model.embedding.parameters(), *model.norm.parameters(), *model.head.parameters()]
+    optimizers = [memkern.make_optimizer(params, t, lr=1e-2) for params in (inside, outside)]
+    for step in range(3):
+        model(batches(step, t)[0]).backward()
+        for part in optimizers:
+            part.step()
+            part.zero_grad()
+
+
+def frozen_weights_and_blocks(model: Model, optimizer: torch.optim.Optimizer, t: Techniques) -> None:
+    model.embedding.weight.requires_grad_(False)
+    for p in [*model.blocks[0].parameters(), model.blocks[2].up.weight]:
+        p.requires_grad_(False)
+    train(model, optimizer, t, range(3))
+
+
+def host_offload(options: dict[str, Any]) -> Use:
+    """HostOffload is not needed there, and changes no bit."""
+
     def use(model: Model, optimizer: torch.optim.Optimizer, t: Techniques) -> None:
-        for step in range(3):
-            (tokens,) = batches(step, t)
-            model(tokens).backward()
-            with torch.no_grad():
-                losses.append(model.eval()(tokens).item())
-            model.train()(tokens)  # with a graph, which is dropped
-            optimizer.step()
-            optimizer.zero_grad()
-            with torch.inference_mode(False), torch.no_grad():
-                losses.append(model(tokens).item())
+        inner = memkern.optim.AdamW8bit
+        offload = memkern.optim.HostOffload(inner, model.parameters(), lr=1e-2, host_dtype=None, **options)
+        train(model, offload, t, range(3))
 
-    losses: list[float] = []
-    assert_equal(*on_device_and_streamed(use))
-    assert losses[: len(losses) // 2] == losses[len(losses) // 2 :]
+    return use
+
+
+USES: dict[str, tuple[Use, Techniques]] = {
+    "forward between": (forward_between_backward_and_step, PLAIN),
+    "interrupted forward": (step_after_an_interrupted_forward_pass, PLAIN),
+    "edited weights": (edited_weights, PLAIN),
+    "two graphs": (two_graphs_at_a_time, PLAIN),
+    "two optimizers": (two_optimizers_and_one_that_was_dropped, PLAIN.replace(step_in_backward=True)),
+    "frozen": (frozen_weights_and_blocks, PLAIN),
+    "HostOffload": (host_offload({"offload_gradients": True}), Techniques(state_bits=8)),
+    "HostOffload on the device": (host_offload({"step_on": "device"}), Techniques(state_bits=8)),
+}
+
+
+@pytest.mark.parametrize("name", USES)
+def test_a_use_has_the_bits_of_the_device(name: str) -> None:
+    assert_equal(*on_device_and_streamed(*USES[name]))
+
+
+# ---- passes that are interrupted
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
@@ -78,10 +176,6 @@ def test_a_pass_that_was_interrupted_is_forgotten(phase: str, changes: dict[str,
         train(model, optimizer, t, range(2))
         layer = model.blocks[3].down if phase == "forward" else model.blocks[3].up
         if t.weights_on_host:
-
-            def interrupt(*_: Any) -> None:
-                raise Interrupted
-
             register = layer.register_forward_hook if phase == "forward" else layer.register_full_backward_hook
             handle = register(interrupt)
             for tokens in batches(9, t)[-1:]:
@@ -121,9 +215,6 @@ def test_gradients_of_a_pass_before_one_that_was_interrupted(zeroed_by: str | No
         gradients.append({name: full_copy(p.grad) for name, p in plain.named_parameters()})
         plain.zero_grad()
 
-    def interrupt(*_: Any) -> None:
-        raise Interrupted
-
     model = model_for(techniques.replace(weights_on_host="layers"))
     if not hasattr(model, "reset_iter_state"):
         pytest.skip("this torch's fully_shard cannot forget a backward pass")
@@ -142,31 +233,6 @@ def test_gradients_of_a_pass_before_one_that_was_interrupted(zeroed_by: str | No
         assert any(torch.allclose(full_copy(p.grad), x, rtol=1e-4, atol=1e-6) for x in allowed), name
 
 
-@pytest.mark.parametrize("layer", ["blocks.1.up", "head", "norm"])
-def test_a_step_after_a_forward_pass_that_was_interrupted(layer: str) -> None:
-    """Weights that the interrupted pass has left on the device are not used after the step."""
-
-    def use(model: Model, optimizer: torch.optim.Optimizer, t: Techniques) -> None:
-        def interrupt(*_: Any) -> None:
-            raise Interrupted
-
-        for step in range(3):
-            (tokens,) = batches(step, t)
-            model(tokens).backward()
-            handle = model.get_submodule(layer).register_forward_hook(interrupt)
-            with pytest.raises(Interrupted):
-                model(tokens)
-            handle.remove()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(model(tokens).item())
-        model.state_dict()
-
-    losses: list[float] = []
-    assert_equal(*on_device_and_streamed(use))
-    assert losses[:3] == losses[3:]
-
-
 @pytest.mark.parametrize("step_in_backward", [False, True])
 def test_a_model_that_is_dropped_is_freed(step_in_backward: bool) -> None:
     def weak_references() -> list[Any]:
@@ -179,33 +245,6 @@ def test_a_model_that_is_dropped_is_freed(step_in_backward: bool) -> None:
     gc.collect()
     assert references
     assert all(p() is None for p in references)
-
-
-def test_steps_go_on_from_edited_weights() -> None:
-    def use(model: Model, optimizer: torch.optim.Optimizer, t: Techniques) -> None:
-        train(model, optimizer, t, range(2))
-        with torch.no_grad():
-            for p in model.parameters():
-                p.mul_(0.5)
-        train(model, optimizer, t, range(2, 4))
-        state = {name: x.clone() for name, x in model.state_dict().items()}
-        train(model, optimizer, t, range(4, 5))
-        model.load_state_dict(state)
-        train(model, optimizer, t, range(5, 6))
-
-    assert_equal(*on_device_and_streamed(use))
-
-
-def test_two_graphs_at_a_time_have_the_bits_of_the_device() -> None:
-    def use(model: Model, optimizer: torch.optim.Optimizer, t: Techniques) -> None:
-        for step in range(3):
-            losses = [model(tokens) for tokens in batches(step, t.replace(accumulation=2))]
-            for loss in losses:
-                loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    assert_equal(*on_device_and_streamed(use))
 
 
 class Twice(Model):
@@ -236,22 +275,6 @@ def test_a_block_that_runs_twice_sums_two_gradients(monkeypatch: pytest.MonkeyPa
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
-def test_two_optimizers_that_step_in_backward_and_one_that_was_dropped() -> None:
-    def use(model: Model, optimizer: torch.optim.Optimizer, t: Techniques) -> None:
-        train(model, optimizer, t, range(1))
-        del optimizer
-        inside = [*model.blocks.parameters()]
-        outside = [*model.embedding.parameters(), *model.norm.parameters(), *model.head.parameters()]
-        optimizers = [memkern.make_optimizer(params, t, lr=1e-2) for params in (inside, outside)]
-        for step in range(3):
-            model(batches(step, t)[0]).backward()
-            for part in optimizers:
-                part.step()
-                part.zero_grad()
-
-    assert_equal(*on_device_and_streamed(use, PLAIN.replace(step_in_backward=True)))
-
-
 class Checkpointed(Model):
     """Calls its blocks in checkpoints, as transformers' gradient_checkpointing_enable() does."""
 
@@ -272,13 +295,11 @@ def test_checkpoints_around_calls_of_blocks_change_no_bit(
 ) -> None:
     monkeypatch.setattr(runs, "Model", Checkpointed)
     monkeypatch.setattr(Checkpointed, "reentrant", reentrant)
-    losses: list[list[float]] = []
 
-    def use(model: Model, optimizer: torch.optim.Optimizer, t: Techniques) -> None:
-        losses.append(train(model, optimizer, t, range(3)))
+    def use(model: Model, optimizer: torch.optim.Optimizer, t: Techniques) -> list[float]:
+        return train(model, optimizer, t, range(3))
 
     assert_equal(*on_device_and_streamed(use, PLAIN.replace(**changes)))
-    assert losses[0] == losses[1]
 
 
 def test_a_layer_called_outside_of_the_forward_pass_raises() -> None:
@@ -288,28 +309,6 @@ def test_a_layer_called_outside_of_the_forward_pass_raises() -> None:
         with pytest.raises(RuntimeError, match="a FSDPEmbedding was called outside of the forward pass of the Model"):
             model.embedding(tokens)
         model(tokens).backward()
-
-
-@pytest.mark.parametrize("options", [{"offload_gradients": True}, {"step_on": "device"}], ids=str)
-def test_host_offload_over_streamed_weights_changes_no_bit(options: dict[str, Any]) -> None:
-    """HostOffload is not needed there, and changes no bit."""
-
-    def use(model: Model, optimizer: torch.optim.Optimizer, t: Techniques) -> None:
-        inner = memkern.optim.AdamW8bit
-        offload = memkern.optim.HostOffload(inner, model.parameters(), lr=1e-2, host_dtype=None, **options)
-        train(model, offload, t, range(3))
-
-    assert_equal(*on_device_and_streamed(use, Techniques(state_bits=8)))
-
-
-def test_frozen_weights_and_blocks_have_the_bits_of_the_device() -> None:
-    def use(model: Model, optimizer: torch.optim.Optimizer, t: Techniques) -> None:
-        model.embedding.weight.requires_grad_(False)
-        for p in [*model.blocks[0].parameters(), model.blocks[2].up.weight]:
-            p.requires_grad_(False)
-        train(model, optimizer, t, range(3))
-
-    assert_equal(*on_device_and_streamed(use))
 
 
 def test_a_second_backward_before_the_step_raises() -> None:
