@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.utils import counters
 
 import memkern
@@ -17,17 +17,9 @@ from memkern.planner.models import resolve
 from memkern.planner.planning import plan
 from memkern.techniques.options import WAYS_OF_SAVING
 from tests.support.helpers import first_full
+from tests.support.planned_models import Block
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 256), nn.Linear(256, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
 def model() -> nn.Sequential:
