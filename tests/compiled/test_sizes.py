@@ -6,10 +6,7 @@ graph is made.
 
 from __future__ import annotations
 
-import os
 import secrets
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -17,6 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters
 
+import memkern
 from tests.support.partitioned import backend, step
 
 from .blocks import Block, ByHand
@@ -42,6 +40,7 @@ CASES: dict[str, tuple[type[Block], dict[str, Any], tuple[str, ...]]] = {
     "few bits": (Frozen, {"bits": 8, "activations": 3}, ("quantize_blockwise", "few_bit_encode")),
 }
 SECOND_CALL = (8, 300)  # batch, tokens
+CACHE = ("autograd_cache_hit", "autograd_cache_miss")  # counters of torch
 
 
 def graphs(model: nn.Module, first: tuple[int, int], **options: Any) -> list[str]:
@@ -99,39 +98,22 @@ def test_a_budget_in_bytes_is_kept_as_sizes_change() -> None:
         assert counters["stats"]["unique_graphs"] == graph_count
 
 
-STEP = """
-import hashlib, sys, torch, memkern
-from torch._dynamo.utils import counters
-torch.set_num_threads(1)
-torch.manual_seed(0)
-class Softplus(torch.nn.Module):
-    def forward(self, x):
-        return torch.nn.functional.softplus(x, BETA)
-model = torch.nn.Sequential(torch.nn.Linear(64, 64), Softplus(), torch.nn.Linear(64, 64))
-call = memkern.compile(model, saved_bits=8, dynamic=True)
-x = torch.randn(2048, 64)
-for rows in map(int, sys.argv[1:]):
-    model.zero_grad()
-    saved = memkern.memory.saved_bytes(lambda: call(x[:rows]).sum(), x)
-    call(x[:rows]).square().mean().backward()
-    digest = hashlib.sha256(model[0].weight.grad.numpy().tobytes()).hexdigest()
-    print(digest, saved, *(counters["aot_autograd"][f"autograd_cache_{what}"] for what in ("hit", "miss")))
-"""
-
-
 @pytest.mark.full
-def test_another_process_takes_the_graph_of_its_sizes() -> None:
-    """torch's cache on disk: the graph of a small first call is taken for small sizes, and not for a large one."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    program = STEP.replace("BETA", f"{1 + secrets.SystemRandom().random()}")  # no graph in the cache has it
+@pytest.mark.usefixtures("fresh_compiler")
+def test_the_cache_on_disk_gives_the_graph_of_the_sizes() -> None:
+    """The graph of a small first call is taken for small sizes, and not for a large one."""
+    beta = 1 + secrets.SystemRandom().random()  # no graph in the cache has it
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.Softplus(beta), nn.Linear(64, 64)), torch.randn(2048, 64)
 
-    def printed(*rows: str) -> list[list[str]]:
-        command = [sys.executable, "-c", program, *rows]
-        run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-        return [line.split() for line in run.stdout.splitlines()]
+    def steps(*rows: int) -> list[tuple[int, Tensor, list[int]]]:
+        """Of each number of rows: saved bytes, gradients, hits and misses so far; as in another process."""
+        torch._dynamo.reset()
+        counters.clear()
+        call = memkern.compile(model, saved_bits=8, dynamic=True)
+        return [(*step(model, x[:n], call), [counters["aot_autograd"][name] for name in CACHE]) for n in rows]
 
-    [[small, _, *first_counts]] = printed("3")
-    [[_, saved, *large_counts], [small_again, _, *small_counts]] = printed("2048", "3")
-    assert (first_counts, large_counts, small_counts) == (["0", "1"], ["0", "1"], ["1", "1"])  # hits and misses
-    assert small_again == small
-    assert int(saved) < 1.2 * 2048 * 64 * 2  # two activations in one byte an element, and scales
+    [(_, small, first_counts)] = steps(3)
+    [(saved, _, large_counts), (_, small_again, small_counts)] = steps(2048, 3)
+    assert (first_counts, large_counts, small_counts) == ([0, 1], [0, 1], [1, 1])
+    assert torch.equal(small_again, small)
+    assert saved < 1.2 * 2048 * 64 * 2  # two activations in one byte an element, and scales

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from typing import Any
 
 import pytest
@@ -12,7 +10,6 @@ import torch
 import memkern
 from memkern import memory, optim
 from tests.integrations.models import gpt2, tokens
-from tests.support.helpers import assert_same
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.full
@@ -51,27 +48,6 @@ def test_compressed_linear_layers_take_adapters() -> None:
     rows = tokens(2)
     torch.testing.assert_close(merged(rows).logits, plain(rows).logits)
     assert memkern.restore(merged) > 0
-
-
-@pytest.mark.parametrize(
-    "duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"]
-)
-def test_a_compressed_gpt2_is_transformers_conv1d_still(duplicate: Any) -> None:
-    from transformers.pytorch_utils import Conv1D
-
-    model = gpt2()
-    memkern.compress(model, activations=None, linear={"share": 0.5, "min_tokens": 0})
-    model = duplicate(model)
-    layer = model.transformer.h[0].mlp.c_fc
-    assert isinstance(layer, Conv1D)
-    assert "share=0.5" in repr(layer)
-    x = torch.randn(2, 16, 64, requires_grad=True)
-    saved = memory.saved_bytes(lambda: layer(x), x)
-    assert saved < x.nbytes  # a projection, not x
-    y = layer(x)
-    memkern.restore(model)
-    assert type(layer) is Conv1D
-    assert_same(y.detach(), layer(x).detach())
 
 
 @pytest.mark.feature("peft", "LoRA adapters with 8-bit states (group option `min_8bit_size`)")

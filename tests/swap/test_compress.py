@@ -244,7 +244,7 @@ def test_a_shared_module_is_swapped_once() -> None:
 
 @pytest.mark.parametrize("method", ["deepcopy", "pickle"])
 def test_copies_are_swapped_and_can_be_restored(method: str) -> None:
-    model = nn.Sequential(MLP(NewGELUActivation()), MLP(nn.SiLU()))
+    model = nn.Sequential(MLP(NewGELUActivation()), MLP(nn.SiLU()), Conv1D(16, 16))
     memkern.compress(model, linear=0.5)
     if method == "deepcopy":
         loaded = copy.deepcopy(model)
@@ -254,8 +254,10 @@ def test_copies_are_swapped_and_can_be_restored(method: str) -> None:
         file.seek(0)
         loaded = torch.load(file, weights_only=False)
     assert type(loaded[0].act) is mnn.GELU
-    assert memkern.restore(loaded) == 6
-    assert type(loaded[0].act) is NewGELUActivation
+    assert isinstance(loaded[2], Conv1D)
+    assert "share=0.5" in repr(loaded[2])
+    assert memkern.restore(loaded) == 7
+    assert (type(loaded[0].act), type(loaded[2])) == (NewGELUActivation, Conv1D)
     assert type(model[0].act) is mnn.GELU
     x = torch.randn(5, 16)
     torch.testing.assert_close(loaded(x), model(x))
