@@ -82,14 +82,6 @@ class CallsInAHelper(nn.Module):
         return F.mish(x) + self.first(x)
 
 
-class NamesAMethod(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.gelu(x)
-
-    def gelu(self, x: Tensor) -> Tensor:
-        return x
-
-
 class HasAChild(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +99,6 @@ CALLS: dict[str, tuple[nn.Module, str | None]] = {
     "holds a partial": (Holds(functools.partial(F.gelu, approximate="tanh")), "gelu"),
     "torch's layer": (nn.TransformerEncoderLayer(8, 1, activation="gelu"), "gelu"),
     "calls in a helper": (CallsInAHelper(), "mish"),
-    "names a method": (NamesAMethod(), None),
     "relu": (Holds(F.relu), None),
     "torch's with relu": (nn.TransformerEncoderLayer(8, 1), None),
     "child": (HasAChild(), None),
