@@ -45,11 +45,6 @@ class Model(nn.Module):
         return x.square().mean()
 
 
-def _graph_break(block: Block, x: Tensor) -> Tensor:
-    torch._dynamo.graph_break()
-    return block(x)
-
-
 def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     saved = (aten.addmm.default, aten.mm.default)
     return CheckpointPolicy.MUST_SAVE if op in saved else CheckpointPolicy.PREFER_RECOMPUTE
@@ -62,7 +57,6 @@ def _selective(block: Block, x: Tensor) -> Tensor:
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "dropout": Model,
-    "a graph for each block": lambda: Model(_graph_break),
     "checkpoints": lambda: Model(lambda block, x: checkpoint(block, x, use_reentrant=False)),
     "selective checkpoints": lambda: Model(_selective),
 }
@@ -118,7 +112,7 @@ def gradients(make: Callable[[], nn.Module], step: Backward, bits: Any) -> Tenso
 
 
 CASES = [("dropout", steps) for steps in STEPS] + [(name, "once") for name in MODELS if name != "dropout"]
-QUICK = {("dropout", "once"), ("a graph for each block", "once"), ("selective checkpoints", "once")}
+QUICK = {("dropout", "once"), ("selective checkpoints", "once")}
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from memkern import optim
 from memkern.optim.offload import host_weights
 from tests.support.helpers import assert_same
 from tests.support.schedulers import SCHEDULERS
-from tests.support.sharded import full_tensor
+from tests.support.sharded import full_tensor, muon_groups
 
 # What a program draws from: optimizers, shapes of parameters, values of options.
 BUILDS: list[Any] = [
@@ -83,11 +83,7 @@ class Program:
         params = [self._parameter(number) for number in range(self.rng.randint(2, 6))]
         groups: list[dict[str, Any]] = [{"params": params}]
         if self.is_muon:
-            groups = [
-                {"params": [p for p in params if p.dim() >= 2]},
-                {"params": [p for p in params if p.dim() < 2], "algorithm": "adamw", "lr": 1e-3},
-            ]
-            groups = [group for group in groups if group["params"]]
+            groups = muon_groups(params)
         self.is_named = self.rng.random() < 0.5
         for group in groups if self.is_named else ():  # the last rank has another order
             named = [(f"p{self.number_of[p]}", p) for p in group["params"]]

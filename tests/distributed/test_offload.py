@@ -67,10 +67,12 @@ def make(
     return build(params, **options) if wrapper is None else wrapper(build, params, **wrapper_options, **options)
 
 
-def run_in_one_process(build: Any, options: dict[str, Any], count: int) -> dict[str, Any]:
-    """Parameters and states after ``count`` steps without HostOffload."""
-    model = Given()
-    optimizer = make(build, model, options)
+def run_in_one_process(
+    build: Any, options: dict[str, Any], count: int, dtype: torch.dtype = torch.float32, wrapper: Any = None
+) -> dict[str, Any]:
+    """Parameters and states after ``count`` steps, without HostOffload unless it is the ``wrapper``."""
+    model = Given(dtype)
+    optimizer = make(build, model, options, wrapper)
     steps(model, optimizer, 0, count)
     return full_params_and_states(model, optimizer)
 
@@ -139,10 +141,7 @@ def test_three_steps_have_the_bits_of_one_process(ranks: Ranks, build: Any, opti
 def test_half_precision_models_step_as_in_one_process(ranks: Ranks, build: Any, dtype: torch.dtype) -> None:
     """The fp32 weights on the host, and all else, are those of HostOffload in one process."""
     options = {"lr": 1e-2} if build is torch.optim.AdamW else EIGHT_BITS
-    model = Given(dtype)
-    optimizer = HostOffload(build, model.parameters(), **options)
-    steps(model, optimizer, 0, 3)
-    expected = full_params_and_states(model, optimizer)
+    expected = run_in_one_process(build, options, 3, dtype, HostOffload)
     for rank in ranks(2, train_offloaded, build, options, 3, (), dtype, WRAPPERS):
         for result in rank:
             assert_same(result, expected)
@@ -178,14 +177,11 @@ def resume(build: Any, options: Any, dtype: torch.dtype, path: str, first: int, 
 def test_other_ranks_resume_bit_for_bit(
     ranks: Ranks, tmp_path: Path, build: Any, options: Any, dtype: torch.dtype
 ) -> None:
-    model = Given(dtype)
-    optimizer = HostOffload(build, model.parameters(), **options)
-    steps(model, optimizer, 0, 6)
     a, b = (str(tmp_path / name) for name in "ab")
     ranks(2, resume, build, options, dtype, "", 0, 2, a)
     ranks(3, resume, build, options, dtype, a, 2, 4, b)
     (result,) = ranks(1, resume, build, options, dtype, b, 4, 6, "")
-    assert_same(result, full_params_and_states(model, optimizer))
+    assert_same(result, run_in_one_process(build, options, 6, dtype, HostOffload))
     if dtype == torch.float32:
         options = {key: x for key, x in options.items() if key != "step_on"}
         assert_same(result, run_in_one_process(build, options, 6))

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from memkern import memory
 from memkern.__main__ import main
 from memkern.techniques.flags import flag
 from memkern.techniques.options import spelled
@@ -30,11 +29,6 @@ def small_run_flags(layers: int, batch_size: int, steps: int) -> list[str]:
 def weights(trainer: Trainer) -> list[torch.Tensor]:
     """The parameters of a trainer's model, detached: a change in place changes the model."""
     return [parameter.detach() for parameter in trainer.model.parameters()]
-
-
-def step_peak(trainer: Trainer) -> int:
-    """The largest number of tensor bytes during one more step."""
-    return memory.peak_bytes(trainer.step, trainer.model, trainer.optimizer)
 
 
 def trained(corpus: Corpus, config: TrainConfig = SMALL, /, **changes: Any) -> Trainer:

@@ -340,9 +340,9 @@ def test_transformers_conv1d_saves_a_share_of_tokens() -> None:
 # ---- blocks
 
 
-@pytest.mark.parametrize("width", [768, 1600])
-def test_a_gpt2_block_saves_12_of_28_tensors(width: int) -> None:
+def test_a_gpt2_block_saves_12_of_28_tensors() -> None:
     """28 tensors of the width become 12, and 3 bits for each of 4 widths."""
+    width = 768
     options = {"attn_pdrop": 0, "resid_pdrop": 0, "embd_pdrop": 0, "attn_implementation": "sdpa"}
     config = modeling_gpt2.GPT2Config(n_embd=width, n_head=width // 64, **options)
     block = modeling_gpt2.GPT2Block(config, layer_idx=0)
@@ -353,10 +353,8 @@ def test_a_gpt2_block_saves_12_of_28_tensors(width: int) -> None:
     report = memkern.compress(block)
     assert per_token() == 12 * 4 * width + 4 * width * 3 / 8 + statistics
     assert report.bytes_per_token == (16 - 3 / 8) * 4 * width
-    if width == 768:
-        assert per_token() <= 38_500
+    assert per_token() <= 38_500
     memkern.compress(block, linear=0.2)
-    if width == 768:
-        assert per_token() <= 24_200
+    assert per_token() <= 24_200
     assert memkern.restore(block) == 5
     assert per_token() == 28 * 4 * width + statistics
