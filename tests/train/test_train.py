@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from memkern import memory, optim
+from memkern import memory
 from memkern.techniques.options import OPTIMIZERS
 from memkern.train import Corpus, Trainer, run
 from tests.support.train_helpers import SMALL, TORCH_ADAMW, assert_same_run, trained, weights
@@ -81,18 +81,12 @@ def test_a_batch_factor_is_a_larger_batch_at_a_scaled_rate(corpus: Corpus, rule:
     assert_same_run(scaled, trained(corpus, micro_batch=2, accumulation=4, lr=1e-3 * factor, steps=5))
 
 
-def test_techniques_become_optimizers_dtypes_and_saved_bytes(corpus: Corpus) -> None:
-    assert isinstance(trained(corpus, step_in_backward=True, clip=0.0).optimizer, optim.StepInBackward)
-    assert isinstance(trained(corpus, offload="cpu").optimizer, optim.HostOffload)
+def test_techniques_become_norms_and_a_scaler(corpus: Corpus) -> None:
     assert trained(corpus, offload="cpu", clip=0.05).optimizer.defaults["max_grad_norm"] == 0.05
     assert SMALL.replace(step_in_backward=True).max_norm == 0
-    assert SMALL.max_norm == 1
     mixed = trained(corpus, precision="fp16-mixed")
     assert mixed.scaler.is_enabled()
     assert {weight.dtype for weight in weights(mixed)} == {torch.float32}
-    few, plain = (trained(corpus, activation_bits=bits).history.saved_bytes for bits in (3, None))
-    elements = 2 * 4 * 32 * 4 * 64  # of two layers
-    assert plain - few == elements * 4 - elements * 3 // 8
 
 
 @pytest.mark.full
