@@ -1,24 +1,19 @@
 """Random projections of tokens: S (k x N) with E[S^T S] = (k / N) I, made from a seed whenever it is applied.
 
-==============  =========================================================================================
-``rows``        k of the N rows of I, without replacement
-``dct``         k of the N rows of the orthonormal DCT-II, without replacement, times a random sign per column
-``gaussian``    independent normals of variance 1 / N
-``rademacher``  independent signs, over sqrt(N)
-==============  =========================================================================================
+========  =========================================================================================
+``rows``  k of the N rows of I, without replacement
+``dct``   k of the N rows of the orthonormal DCT-II, without replacement, times a random sign per column
+========  =========================================================================================
 
 So ``N / k (S Y)^T (S X)`` is an unbiased estimate of ``Y^T X``. With ``D = sum_i |x_i|^2 |y_i|^2``, its total
 variance is::
 
-    rows          (N D - |Y^T X|^2) / k * (N - k) / (N - 1)          with replacement the last factor would be 1
-    dct           that of rows with D = sum_f |x'_f|^2 |y'_f|^2 of the transformed rows, which is about
-                  (|X|^2 |Y|^2 + 2 |Y^T X|^2) / N whatever the rows' norms
-    gaussian      (|X|^2 |Y|^2 + |Y^T X|^2) / k
-    rademacher    that of gaussian minus 2 D / k
+    rows  (N D - |Y^T X|^2) / k * (N - k) / (N - 1)          with replacement the last factor would be 1
+    dct   that of rows with D = sum_f |x'_f|^2 |y'_f|^2 of the transformed rows, which is about
+          (|X|^2 |Y|^2 + 2 |Y^T X|^2) / N whatever the rows' norms
 
 ``rows`` has the least variance where the products |x_i| |y_i| are alike, and costs no arithmetic; ``dct`` is the safe
-choice where a few tokens carry most of the gradient. The two dense ones take N k multiplications per column and are
-there for comparison.
+choice where a few tokens carry most of the gradient.
 
 The seed is two 32-bit words in an int64 tensor on the tokens' device. Random numbers are a hash of seed and position,
 so that the backward pass repeats them without a generator, a host synchronization or a tensor as large as S.
@@ -36,7 +31,7 @@ from ..quant.layout import arithmetic
 from .autograd import constant
 
 WORD = 0xFFFFFFFF  # the mask of a 32-bit word
-CHUNK = 1 << 22  # elements of S, or of a transformed slice, that are in memory at a time
+CHUNK = 1 << 22  # elements that are transformed at a time
 
 
 def draw_seed(device: torch.device, generator: torch.Generator | None = None) -> Tensor:
@@ -53,7 +48,7 @@ def _mix(x: Tensor) -> Tensor:
     return x >> 16 ^ x
 
 
-def words(seed: Tensor, stream: Tensor | int, position: Tensor) -> Tensor:
+def words(seed: Tensor, stream: int, position: Tensor) -> Tensor:
     """Random 32-bit words as int64, one for each pair of a stream's number and a position, which are broadcast."""
     return _mix(_mix(position ^ _mix(seed[0] ^ stream)) ^ seed[1])
 
@@ -96,45 +91,7 @@ def _dct(x: Tensor, k: int, seed: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.cat(out, dim=1)
 
 
-def _normals(seed: Tensor, rows: Tensor, first: int, count: int) -> Tensor:
-    """Normals in columns ``first`` and following of rows of S, by Box and Muller: a pair of words gives a pair."""
-    pair = torch.arange(first // 2, (first + count + 1) // 2, device=seed.device)
-    radius = ((words(seed, rows, 2 * pair) + 1).float() * 2.0**-32).log().mul(-2).sqrt()
-    angle = words(seed, rows, 2 * pair + 1).float() * (2 * constant(math.pi) * 2.0**-32)
-    return torch.stack([radius * angle.cos(), radius * angle.sin()], dim=-1).flatten(1)[:, :count]
-
-
-def _bits(seed: Tensor, rows: Tensor, first: int, count: int) -> Tensor:
-    """Signs in columns ``first`` and following of rows of S: a word gives 32."""
-    word = words(seed, rows, torch.arange(first // 32, (first + count + 31) // 32, device=seed.device))
-    bits = word.unsqueeze(-1) >> torch.arange(32, device=seed.device) & 1
-    return bits.flatten(1)[:, :count] * 2 - 1
-
-
-def _dense(entries: Callable[[Tensor, Tensor, int, int], Tensor]) -> Callable[..., Tensor]:
-    """A projection whose entries are made and applied in chunks of tokens."""
-
-    def apply(x: Tensor, k: int, seed: Tensor, dtype: torch.dtype) -> Tensor:
-        n = len(x)
-        rows = torch.arange(k, device=x.device).unsqueeze(1)
-        out = x.new_zeros(k, x.shape[1], dtype=torch.promote_types(dtype, torch.float32))
-        first = 0
-        # Chunks of a multiple of 32 tokens: _bits makes 32 entries from a word, _normals two from a pair.
-        for tokens in x.split(max(32, CHUNK // k // 32 * 32)):
-            s = entries(seed, rows, first, len(tokens)).to(dtype)
-            out += s @ tokens.to(dtype)
-            first += len(tokens)
-        return out.mul_(n**-0.5).to(dtype)
-
-    return apply
-
-
-PROJECTIONS: dict[str, Callable[..., Tensor]] = {
-    "rows": _rows,
-    "dct": _dct,
-    "gaussian": _dense(_normals),
-    "rademacher": _dense(_bits),
-}
+PROJECTIONS: dict[str, Callable[..., Tensor]] = {"rows": _rows, "dct": _dct}
 
 
 def project(x: Tensor, k: int, projection: str, seed: Tensor, dtype: torch.dtype | None = None) -> Tensor:

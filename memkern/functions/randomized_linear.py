@@ -106,7 +106,7 @@ def randomized_linear(
         x: (..., in), floating point.
         weight: (out, in). bias: (out), or None.
         share: k / N, above 0 and at most 1; 1 is torch's own layer. Default 0.2.
-        projection: ``"rows"``, ``"dct"``, ``"gaussian"`` or ``"rademacher"``. Default ``"rows"``.
+        projection: ``"rows"`` or ``"dct"``. Default ``"rows"``.
         generator: draws the seed of a call; default torch's global one of x's device. Under torch.compile a generator
             breaks the graph.
         min_tokens: with fewer tokens it is torch's own layer. Default 128.

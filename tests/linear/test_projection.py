@@ -38,21 +38,6 @@ def test_dct_is_the_transform_with_signs(n: int) -> None:
     torch.testing.assert_close(s, cosines[order] * signs, atol=1e-12, rtol=0)
 
 
-def test_dense_entries_are_signs_and_normals() -> None:
-    signs = matrix("rademacher", 300, 200, next(seeds())) * math.sqrt(300)
-    torch.testing.assert_close(signs.abs(), torch.ones_like(signs))
-    normals = matrix("gaussian", 300, 200, next(seeds())) * math.sqrt(300)
-    for entries in (signs, normals):
-        deviation = 1 / math.sqrt(entries.numel())  # of the mean; that of the squares' is sqrt(2) times as large
-        assert abs(entries.mean()) < 5 * deviation
-        assert abs(entries.square().mean() - 1) < 5 * math.sqrt(2) * deviation
-        for a, b in ((entries[1:], entries[:-1]), (entries[:, 1:], entries[:, :-1])):  # neighbours are uncorrelated
-            assert abs((a * b).mean()) < 5 * deviation
-    levels = torch.tensor([-2.0, -1, -0.5, 0, 0.5, 1, 2], dtype=torch.float64)
-    below = (normals.unsqueeze(-1) < levels).double().mean((0, 1))
-    assert (below - torch.special.ndtr(levels)).abs().max() < 2.5 / math.sqrt(normals.numel())
-
-
 @over_projections
 def test_torchs_default_dtype_does_not_change_the_projection(name: str) -> None:
     x, seed = torch.randn(100, 20), next(seeds())

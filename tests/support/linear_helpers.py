@@ -42,7 +42,6 @@ def variance(name: str, x: Tensor, y: Tensor, k: int) -> float:
     n = len(x)
     product = (y.T @ x).square().sum()  # |Y^T X|^2
     norms = x.square().sum(1), y.square().sum(1)  # |x_i|^2 and |y_i|^2 of each token
-    total = norms[0].sum() * norms[1].sum()  # |X|^2 |Y|^2
     d = norms[0] @ norms[1]  # the sum of |x_i|^2 |y_i|^2 over tokens; for dct with the transform's entries
     if name == "dct":
         f, i = torch.meshgrid(*2 * [torch.arange(n, dtype=torch.float64)], indexing="ij")
@@ -51,9 +50,7 @@ def variance(name: str, x: Tensor, y: Tensor, k: int) -> float:
         pairs = squared.T @ squared  # sum over frequencies of c_fi^2 c_fj^2
         d = (pairs * torch.outer(*norms)).sum() + 2 * (pairs * (x @ x.T) * (y @ y.T)).sum()
         d = d - 2 * (squared.square().sum(0) * norms[0] * norms[1]).sum()
-    if name in ("rows", "dct"):
-        return float((n * d - product) / k * (n - k) / (n - 1))
-    return float((total + product) / k - (2 * d / k if name == "rademacher" else 0))
+    return float((n * d - product) / k * (n - k) / (n - 1))
 
 
 def gram(layer: nn.Module, run: Any = lambda layer, x: layer(x)) -> Tensor:
