@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .. import optim
 from ..blocks.checkpointing import check_blocks, checkpoint_blocks
@@ -163,6 +163,21 @@ def _on_host(
     devices = {p.device_mesh.device_type for p in all_params if is_dtensor(p)} - {"cpu"}
     if isinstance(opt, optim.Muon) and devices:
         kind = devices.pop()
-        device = torch.device(kind, torch.get_device_module(kind).current_device())
-        opt.product_devices = dict.fromkeys(all_params, device)
+        opt.product_devices = OneDevice(torch.device(kind, torch.get_device_module(kind).current_device()))
     return opt
+
+
+class OneDevice(Mapping[Tensor, torch.device]):
+    """A mapping with one device for every tensor: where Muon computes products of weights that are on the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def __getitem__(self, p: Tensor) -> torch.device:
+        return self.device
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
