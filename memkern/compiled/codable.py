@@ -31,6 +31,8 @@ from .rules import (
 from .torch_internals import guard_or_false, must_recompute, statically_known_true
 
 _NORMS = {"native_layer_norm", "native_group_norm", "native_batch_norm"}
+_WITH_STATISTICS = {*_NORMS, "fused_rms_norm", "cudnn_batch_norm"}
+"""Operations that compute means and deviations, each for many elements."""
 _RESULT_CODECS = {**dict.fromkeys(("softmax", "safe_softmax", "sigmoid", "log_softmax"), PROBABILITY), "tanh": TANH}
 """The codec that an operation's own result must have for its backward pass; relu's may have any."""
 _COMPARED = {"relu", "leaky_relu", "elu", "celu"}
@@ -90,7 +92,7 @@ def codec_of(operations: Operations, node: fx.Node) -> str | None:
         return None
     if packet(base) is aten.exp and is_backward(base) and operation.name == "log_softmax":
         return None if _comes_in_16_bits(base) else PROBABILITY
-    if is_backward(base) or base.op != "call_function":
+    if is_backward(base) or base.op != "call_function" or _is_statistic(base, operation):
         return None
     required = CODEC_BY_OPERATION.get(operation.name)
     if required in (PROBABILITY, TANH):
@@ -98,6 +100,15 @@ def codec_of(operations: Operations, node: fx.Node) -> str | None:
     if required not in (POWER, UNSIGNED) or not (operation.name in _NORMS or _is_result(operations, base, operation)):
         return None
     return required
+
+
+def _is_statistic(node: fx.Node, operation: Operation) -> bool:
+    """Whether a node is a norm's mean or deviation: a value with fewer elements than what is normalized.
+
+    Its error would be one of all elements that share it. A mean may be many deviations large, and deviations that share
+    a block of codes may be far from each other. Exact ones take a hundredth of the codes' bytes, or less.
+    """
+    return operation.name in _WITH_STATISTICS and numel(node) < max(map(numel, operation.nodes))
 
 
 def _is_softmax(node: fx.Node) -> bool:

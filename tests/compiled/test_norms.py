@@ -87,6 +87,54 @@ def test_inputs_of_norms_are_saved_in_codes(name: str) -> None:
     assert 1e-4 < relative_error(actual, expected) < (0.02 if case.mean else 0.03)
 
 
+class OutlierTokens(nn.Module):
+    """A layer norm of tokens of which every twentieth is 1,000 times as large as the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.norm, self.after = nn.Linear(16, 128), nn.LayerNorm(128), nn.Linear(128, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        sizes = torch.ones(1280, 1).index_fill(0, torch.arange(0, 1280, 20), 1000.0)
+        return self.after(self.norm(self.before(x) * sizes))
+
+
+def groups_far_from_zero() -> nn.Module:
+    """A group norm of values whose mean is some 80 of their standard deviations."""
+    conv = nn.Conv2d(8, CHANNELS, 1)
+    nn.init.constant_(conv.bias, 50.0)  # type: ignore[arg-type]
+    return nn.Sequential(conv, nn.GroupNorm(16, CHANNELS), nn.SiLU(), nn.Conv2d(CHANNELS, 8, 1))
+
+
+def dead_channels() -> nn.Module:
+    """A batch norm of channels of which every tenth is constant, with a deviation of 0.003 by the norm's eps."""
+    linear = nn.Linear(16, 1100)
+    with torch.no_grad():
+        linear.weight[::10] = 0.0
+    return nn.Sequential(linear, nn.BatchNorm1d(1100), nn.SiLU(), nn.Linear(1100, 16))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [(OutlierTokens, (1280, 16)), (groups_far_from_zero, (64, 8, 9, 9)), (dead_channels, (32, 16))],
+)
+def test_means_and_deviations_are_exact(make: Callable[[], nn.Module], shape: tuple[int, ...], dynamic: bool) -> None:
+    """Each of the three norms has more than the 1,024 means and deviations from which on values would be coded."""
+    torch.manual_seed(0)
+    model, values = make(), torch.randn(shape)
+    weight = next(model.parameters())
+    runs = []
+    for bits in ("exact", 8):
+        torch._dynamo.reset()
+        x = values.clone().requires_grad_()
+        loss = torch.compile(model, backend=backend(bits), dynamic=dynamic)(x).square().mean()
+        runs.append(torch.autograd.grad(loss, (x, weight)))
+    for exact, coded in zip(*runs, strict=True):  # by example, and by channel
+        error = (coded - exact).flatten(1).norm(dim=1) / exact.flatten(1).norm(dim=1)
+        assert error.max() < 0.025
+
+
 @pytest.mark.full
 def test_a_norm_in_evaluation_saves_codes_and_updates_statistics_as_torchs() -> None:
     """A frozen norm (eval) takes the running statistics; in training it updates them to torch's."""
