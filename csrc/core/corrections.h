@@ -1,4 +1,5 @@
-// beta^step, for bias corrections, and the factor of gradients: in fp64, with the same bits on every backend.
+// beta^step, for bias corrections, and the factor that gradients are multiplied by. Both are computed in
+// fp64, with the same bits on every backend.
 #pragma once
 #include "core/scalar.h"
 
@@ -14,8 +15,9 @@ MEMKERN_FN double power_of(double beta, uint64_t step) {
   return result;
 }
 
-// What gradients are multiplied by: 1 / grad_scale (a GradScaler's, else 1) and, where `clips`, the factor
-// that clips them to a global norm, by torch.nn.utils.clip_grad_norm_'s formula; a NaN as norm gives NaN.
+// What gradients are multiplied by: 1 / grad_scale and, if `clips`, the factor that clips their global norm
+// grad_norm to max_grad_norm, by torch.nn.utils.clip_grad_norm_'s formula. grad_scale: the GradScaler's, or
+// 1 without one. If grad_norm is NaN, the result is NaN.
 MEMKERN_FN double gradient_factor(double grad_scale, bool clips, double grad_norm, double max_grad_norm) {
   const double factor = 1.0 / grad_scale;
   if (!clips) return factor;

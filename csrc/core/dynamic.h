@@ -29,7 +29,8 @@ template <bool Signed>
 MEMKERN_FN uint8_t dynamic_encode(float x, float factor, const DynamicTables<Signed>& tables) {
   if (!is_finite(x)) return Signed ? 0 : 255;
   const float scaled = (Signed || x > 0 ? x : 0.0f) * factor;
-  // A decade, from 10^-7 up, has `entries` of each sign, evenly spaced; nearer to zero are entries_before.
+  // `decade`: the upper end of x's decade, which has `entries` of each sign, evenly spaced from a tenth of it
+  // on. entries_before: those nearer to zero.
   const float magnitude = fabsf(scaled);
   int entries = 0;
   float decade = 1e-6f;

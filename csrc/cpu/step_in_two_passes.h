@@ -17,18 +17,18 @@ template <class Scalars> struct Layer : Job<Scalars> {
   Norms<Job<Scalars>> norms;  // the first pass's kernel
 };
 
-// The elements of one partial sum of squares. It does not depend on the number of threads, so the result does
-// not either.
+// The elements of one partial sum of squares. Their number does not depend on the number of threads, so that
+// the result does not either.
 constexpr int64_t kPieceElements = 1 << 15;
-// Layers are batched until they have this many elements per thread: few enough for the second pass to find
-// them in the caches.
+// Layers are added to a batch until it has this many elements per thread: few enough for the second pass to
+// find them in the caches.
 constexpr int64_t kBatchElements = 1 << 16;
 
 // Some blocks of a layer: what a thread takes at a time, with one partial sum.
 template <class L> struct Piece {
   L* layer;
   int64_t begin, end;  // blocks
-  int64_t before;      // how many elements of its batch come before it, approximately
+  int64_t before;      // about how many elements of the batch are in the pieces before this one
   Squares sum;
 };
 
@@ -55,13 +55,15 @@ template <class L> struct Batch {
   }
 };
 
-// Runs the second pass over one batch and the first over the next together. Threads take ranges of both
-// batches; half of the ranges begin with the second pass and half with the first. So threads wait for each
-// other once per batch, and while some compute and write, others read. Where cores share a last-level cache,
-// one pass after the other takes 1.02 to 1.07 times as long for GPT-2's shapes and 1.16 times for layers of
-// 768 x 768 (elsewhere as long); on two cores that many other processes want, where each wait is long, 1.4
-// times for GPT-2's. Ranges have equally many elements, not pieces: where cores have a last-level cache each,
-// that takes 0.85 of the time. Four ranges a thread: with 32, layers of 256 x 256 take 1.08 of the time.
+// Runs the second pass over one batch and the first pass over the next batch together. Threads take ranges
+// of both batches; half of the ranges begin with the second pass and half with the first. So threads wait
+// for each other once per batch, and while some compute and write, others read. One pass after the other
+// would take, as multiples of the time:
+//   cores that share a last-level cache       1.02 to 1.07 (GPT-2's shapes), 1.16 (768 x 768)
+//   cores with a last-level cache each        1
+//   two cores that many other processes use   1.4 (GPT-2's shapes): each wait is long
+// Ranges have equally many elements: with equally many pieces, cores with a cache each would take 1 / 0.85
+// of the time. A thread has four ranges: with 32, layers of 256 x 256 take 1.08 of the time.
 template <class L> void run_passes(Batch<L>& second, Batch<L>& first) {
   const int64_t pieces = (second.elements + first.elements) / kPieceElements;
   const int64_t threads = std::clamp<int64_t>(pieces, 1, torch::stable::get_num_threads());
@@ -101,8 +103,8 @@ template <class L> void adapt(L& layer, const Squares& squares) {
   set_trust_ratio(layer.own, layer.trust.lr, *layer.trust_ratio);
 }
 
-// One of the two passes alone, for shards, whose sums are reduced between them: the first (squares_only),
-// which writes `squares`, or the second, which reads them.
+// One of the two passes alone, for shards, whose sums are reduced between the passes: with squares_only the
+// first, which writes `squares`, else the second, which reads them.
 template <class L> void run_either_pass(std::vector<L>& layers, Squares* squares, bool squares_only) {
   Batch<L> all, none;
   for (L& layer : layers) {
@@ -115,7 +117,7 @@ template <class L> void run_either_pass(std::vector<L>& layers, Squares* squares
     sum_pieces(all, [&](L& layer, const Squares& sum) { squares[&layer - layers.data()] = sum; });
 }
 
-// Both passes, by batches of layers; where there is `squares`, one of the two.
+// Both passes, by batches of layers; if `squares` is not null, one pass alone (run_either_pass).
 template <class L> void run_layers(std::vector<L>& layers, Squares* squares, bool squares_only) {
   if (squares) return run_either_pass(layers, squares, squares_only);
   const int64_t batch_elements = kBatchElements * torch::stable::get_num_threads();

@@ -30,20 +30,21 @@ template <int Fn> __global__ void __launch_bounds__(kThreads)
 
 // ---- fp32 and fp16 forward by comparisons in a fixed order
 
-// How often a plane of a Gray code of `bits` bits flips while |x| grows from 0; the highest bit is the
-// sign's. Once more than for a monotone derivative, because GELU's rises above 1 and comes back.
+// How often a plane of a Gray code of `bits` bits flips while |x| grows from 0. The highest plane is the
+// sign's and does not flip. All but the two highest flip once more than for a monotone derivative, because
+// GELU's rises above 1 and comes back.
 MEMKERN_FN constexpr int flips_of_plane(int bits, int plane) {
   return plane < bits - 1 ? (1 << (bits - 2 - plane)) + (plane < bits - 2) : 0;
 }
 
-// The thresholds that flip a plane; infinity, which nothing is above, for those that a table does not have.
+// The thresholds that flip each plane; for those that a table does not have infinity, which no |x| is above.
 struct PlaneThresholds {
   float of_plane[kMaxBits - 1][flips_of_plane(kMaxBits, 0)];
 };
 
-// The same codes as encode(). A bit is the XOR of its plane's comparisons, which takes no instructions beside
-// theirs; then only the bits have to be combined. 38 instructions per element, of which GELU takes 25,
-// instead of 53 (sm_90, fp32).
+// The same codes as encode(). A bit is the XOR of its plane's comparisons, which takes no instructions
+// beside the comparisons; then only the bits have to be combined. With the activation this takes 38
+// instructions per element, of which GELU takes 25, instead of 53 (sm_90, fp32).
 template <int Bits>
 MEMKERN_DEVICE Planes encode_by_planes(const float (&x)[kVector], const PlaneThresholds& thresholds) {
   Planes planes = 0;
@@ -84,10 +85,10 @@ struct LevelTable {
 template <FloatType Type, int Bits> __global__ void __launch_bounds__(kThreads)
     multiply_by_levels(Elementwise t, const __grid_constant__ LevelTable table) {
   constexpr ConstantType<Type> type;
-  // Bits 2 p and 2 p + 1 of an index are from plane p.
+  // Bits 2 p and 2 p + 1 of an index are the first and the second element's bit of plane p.
   __shared__ float2 levels[1 << 2 * Bits];
   for (int i = threadIdx.x; i < 1 << 2 * Bits; i += kThreads) {
-    const auto code = [](int bits) {  // from bits 0, 2, 4 and 6
+    const auto code = [](int bits) {  // the first element's, from bits 0, 2, 4 and 6
       return (bits & 1) | (bits >> 1 & 2) | (bits >> 2 & 4) | (bits >> 3 & 8);
     };
     levels[i] = {table.level[code(i)], table.level[code(i >> 1)]};
@@ -101,8 +102,9 @@ template <FloatType Type, int Bits> __global__ void __launch_bounds__(kThreads)
     to_floats(raw, type, grad);
 #pragma unroll
     for (int i = 0; i < kVector; i += 2) {
-      // The product has bits 0, 8, 16 and 24 and their upper neighbours side by side from bit 24 on. No other
-      // bits of it overlap.
+      // The factor is 2^24 + 2^18 + 2^12 + 2^6. Its term 2^(24 - 6 p) moves plane p's two bits from bit 8 p
+      // to bit 24 + 2 p. The other products are below bit 24, without overlaps and so without a carry, or
+      // above bit 31.
       const float2 level = levels[(planes >> i & 3 * kElementBits) * 0x01041040u >> 24];
       grad[i] = grad[i] * level.x;
       grad[i + 1] = grad[i + 1] * level.y;

@@ -14,8 +14,14 @@ namespace memkern {
 
 MEMKERN_DEVICE float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
-// a, b: softplus' beta and threshold, leaky ReLU's slope, hardtanh's bounds, ELU's and CELU's alpha,
-// threshold's threshold and value, the shrinking functions' lambd and lambd rounded to the dtype of x.
+// The parameters:
+//                  a            b
+//   softplus       beta         threshold
+//   leaky ReLU     slope
+//   hardtanh       min_val      max_val
+//   ELU, CELU      alpha
+//   threshold      threshold    value
+//   shrinking      lambd        lambd rounded to the dtype of x, with which torch's hardshrink compares x
 template <int Fn> MEMKERN_DEVICE float activate(float x, float a, float b) {
   if constexpr (Fn == kGelu) return x * 0.5f * (1.0f + erff(x * 0x1.6a09e6p-1f));  // sqrt(1/2)
   if constexpr (Fn == kGeluTanh) {
@@ -46,11 +52,12 @@ template <int Fn> MEMKERN_DEVICE float activate(float x, float a, float b) {
   if constexpr (Fn == kThreshold) return x <= a ? b : x;
 }
 
-// The codes of a vector: byte p holds the 8 elements' bits of plane p.
+// The codes of a vector: bit 8 p + i is bit p of element i's code. So byte p is the vector's byte of plane p.
 using Planes = uint32_t;
-constexpr Planes kElementBits = 0x01010101u;  // of element 0; << i: of element i
+constexpr Planes kElementBits = 0x01010101u;  // the bits of element 0; shifted left by i, those of element i
 
-// Thresholds as kernels take them: `flip` is a code whose bits are spread over the planes' bytes.
+// Thresholds as kernels take them. An element above threshold[k] has the bits of a code flipped that flip[k]
+// names: bit 8 p for bit p of the code, as element 0 has in Planes.
 struct EncodeTable {
   int count, bits, symmetry;
   float threshold[kMaxThresholds];
@@ -77,9 +84,10 @@ MEMKERN_DEVICE Span span_of_vector(const Elementwise& t, int64_t vector) {
   return span_of(vector * kVector, t.numel - vector * kVector, t.aligned);
 }
 
-// A warp's 32 full vectors of fp32 in parts: a lane has elements 4 * lane to 4 * lane + 3 of them and those
-// 128 further, which are halves of vectors lane / 2 and 16 + lane / 2.
 MEMKERN_DEVICE int warp_lane() { return static_cast<int>(threadIdx.x) % kWarp; }
+// A warp's 32 full vectors of fp32, 256 elements, in Parts. Lane l holds two halves of different vectors:
+//   elements 4 l to 4 l + 3                of vector l / 2: its first half if l is even, else its second
+//   elements 128 + 4 l to 128 + 4 l + 3    of vector 16 + l / 2: the same half
 MEMKERN_DEVICE Parts warp_parts(int64_t vector) {
   return {(vector - warp_lane()) * kVector + warp_lane() * (kVector / 2), kWarp * kVector / 2};
 }
@@ -106,6 +114,8 @@ template <int N> MEMKERN_DEVICE Planes encode(const float (&x)[N], const EncodeT
 #pragma unroll
     for (int i = 0; i < N; ++i)
       above |= (table.symmetry == kPlain ? x[i] : abs(x[i])) > threshold ? 1u << i : 0u;
+    // Bit i of `above` is element i's comparison. The product is a copy of `above`, which has 8 bits, in
+    // each byte whose lowest bit `flip` has.
     planes ^= above * table.flip[k];
   }
   if (table.symmetry == kOdd) {
@@ -135,7 +145,7 @@ MEMKERN_DEVICE Planes load_planes(const Elementwise& t, int bits, int64_t vector
   return planes;
 }
 
-// The planes of a vector in one span: this thread has all of its elements.
+// The planes of a vector of which this thread has all elements, in a Span.
 MEMKERN_DEVICE void store_planes(const Elementwise& t, int bits, const Span& at, int64_t vector,
                                  Planes planes) {
   store_planes(t, bits, vector, planes & first_elements(at.n));
@@ -144,8 +154,9 @@ MEMKERN_DEVICE Planes load_planes(const Elementwise& t, int bits, const Span&, i
   return load_planes(t, bits, vector);
 }
 
-// The planes of a vector in parts: an even lane stores those of vector lane / 2 of the warp, an odd one those
-// of vector lane / 2 + 16, with the half that its neighbour has.
+// The planes of a warp's vectors in Parts. Lanes 2 k and 2 k + 1 have the halves of vectors k and 16 + k.
+// Lane 2 k stores vector k, with the second half from its neighbour, and lane 2 k + 1 stores vector 16 + k,
+// with the first half from its neighbour. Each sends the half that it does not store.
 constexpr Planes kFirstHalf = 0x0F0F0F0Fu;
 MEMKERN_DEVICE void store_planes(const Elementwise& t, int bits, const Parts&, int64_t vector,
                                  Planes planes) {
@@ -156,6 +167,7 @@ MEMKERN_DEVICE void store_planes(const Elementwise& t, int bits, const Parts&, i
   store_planes(t, bits, vector - lane + lane / 2 + (odd ? kWarp / 2 : 0),
                odd ? received | second << 4 : first | received << 4);
 }
+// Lane l loads the planes of vector l, and takes its halves of vectors l / 2 and 16 + l / 2 from their lanes.
 MEMKERN_DEVICE Planes load_planes(const Elementwise& t, int bits, const Parts&, int64_t vector) {
   const Planes own = load_planes(t, bits, vector);
   const int lane = warp_lane(), shift = lane % 2 * 4;

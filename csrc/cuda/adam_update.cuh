@@ -1,6 +1,6 @@
 // The update of a tile with Adam's two moments, for Adam and LAMB. A Rule has the update of the parameter.
-// The first half of the file is for all tensors; the second is the main path, with the same results in three
-// quarters of the instructions.
+// The first half of the file takes every tensor. The second half, adam_update_main_path, takes the tensors
+// whose `main_path` is set (main_path.cuh), with the same results in three quarters of the instructions.
 #pragma once
 #include "block_state.cuh"
 #include "core/adam.h"
@@ -90,7 +90,9 @@ MEMKERN_DEVICE void adam_update_params(AdamVector& x, float (&w)[kVector], const
   }
 }
 
-// Whether roots and divisions of all 8 elements are within the range of Fast (fast_path.cuh).
+// Whether roots and divisions of all 8 elements are within the range of Fast (fast_path.cuh). m_absmax and
+// v_absmax are the vector's, and NaN if an element is; then the comparison is false. With v from 2^-101 to
+// 2^40 and eps from 0 to 2^20 the denominator sqrt(v) + eps is from 2^-50.5 to 2^21: within the range, too.
 MEMKERN_DEVICE bool in_fast_range(const AdamVector& x, float m_absmax, float v_absmax, const AdamScalars& s) {
   bool fast = m_absmax <= kMaxNumerator && v_absmax <= kMaxRadicand && s.eps <= kMaxDenominator / 2;
 #pragma unroll
@@ -98,8 +100,9 @@ MEMKERN_DEVICE bool in_fast_range(const AdamVector& x, float m_absmax, float v_a
   return fast;
 }
 
-// Whether roots and divisions are within the range of FastOrZero: elements with m and v zero are common in
-// rows of an embedding whose tokens have not occurred yet, and fill up the last vector of a tensor.
+// Whether roots and divisions are within the range of FastOrZero, which has zeros of m and v as well: they
+// are common in rows of an embedding whose tokens have not occurred yet, and fill up the last vector of a
+// tensor. The denominator of v = 0 is eps alone, so that eps has a lower bound here.
 MEMKERN_DEVICE bool in_fast_range_or_zero(const AdamVector& x, float m_absmax, float v_absmax,
                                           const AdamScalars& s) {
   bool fast = m_absmax <= kMaxNumerator && v_absmax <= kMaxRadicand && s.eps <= kMaxDenominator / 2 &&
@@ -112,8 +115,9 @@ MEMKERN_DEVICE bool in_fast_range_or_zero(const AdamVector& x, float m_absmax, f
   return fast;
 }
 
-// Calls work(number), where the type of `number` (its value has no meaning) is the fastest one whose division
-// and root are correctly rounded for this vector: Fast, FastOrZero or float.
+// Calls work(number), where the type of `number` (its value has no meaning) is the fastest one whose
+// division and root are correctly rounded for this vector: Fast, FastOrZero or float. With n = 0 elements
+// nothing is stored, so that any type will do.
 template <class Work> MEMKERN_DEVICE void with_float_type(const AdamVector& x, int n, float m_absmax,
                                                           float v_absmax, const AdamScalars& s, Work work) {
   if (n == 0 || in_fast_range(x, m_absmax, v_absmax, s))
@@ -140,8 +144,10 @@ MEMKERN_DEVICE void adam_update_8bit(const TileWork<typename Rule::Stepped>& wor
     half.exchange(decode_unit<Kind>(__ldcs(scale), decay, levels), m_unit, v_unit);
     float m_absmax = 0.0f, v_absmax = 0.0f, m_factor = 0.0f, v_factor = 0.0f;
     bool finite = true;
-    // A block of one vector per lane is updated once. A larger one does not fit into registers: it is updated
-    // once for its maxima and, with the new scales known, again to be stored.
+    // A block of one vector per lane takes one iteration, which finds the maxima and stores the vector. A
+    // larger block does not fit into registers. Its first `vectors` iterations (max_pass) update the vectors
+    // for their maxima, and the last of these makes the new scales. As many more (store_pass) load and
+    // update the same vectors again, and store them.
     const int iterations = group.vectors == 1 ? 1 : 2 * group.vectors;
     for (int iteration = 0; iteration < iterations; ++iteration) {
       const bool max_pass = iteration < group.vectors, store_pass = iteration >= iterations - group.vectors;
@@ -164,10 +170,11 @@ MEMKERN_DEVICE void adam_update_8bit(const TileWork<typename Rule::Stepped>& wor
         m_absmax = fmaxf(m_absmax, m_vector_max);
         v_absmax = fmaxf(v_absmax, v_vector_max);
       }
-      if (iteration == group.vectors - 1) {
+      if (iteration == group.vectors - 1) {  // the last max_pass
         float absmax = half.maximum(m_absmax, v_absmax);
         if (kPower && half.upper) absmax = sqrt(absmax);  // of w
         half.exchange(encode_factor<Kind>(absmax, levels), m_factor, v_factor);
+        // The first lane of each half of the group stores the scale of its half's moment.
         if ((group.lane() & (half.distance - 1)) == 0 && block.n > 0) __stcs(scale, absmax);
       }
       if (store_pass) {
@@ -201,8 +208,10 @@ MEMKERN_DEVICE void adam_update_fp32(const TileWork<typename Rule::Stepped>& wor
 
 // ---- the main path (main_path.cuh)
 
-// The constants of a tensor in registers. Where these do not suffice, in shared memory: before sm_90, and for
-// bf16 that is not copied, whose gradients start anywhere.
+// How a thread holds a tensor's constants: as a copy in registers, or as a reference to shared memory
+// (TileWork) where the registers do not suffice:
+//   before sm_90      for all types
+//   from sm_90 on     for kScarce: bf16 whose gradient is not aligned to 16 bytes, so that it is not copied
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 template <class Scalars, class P, class G, Loads How> using HeldScalars = const Scalars&;
 #else
@@ -222,7 +231,7 @@ template <class Scalars, class P, class G, Loads How, StateKind Kind = StateKind
         s(work.stepped.scalars),
         plain(!any_lane(!plain_gradients(s))) {}
 
-  // Calls work(vector) for each vector, with its moments updated; it returns the scale to be stored, or
+  // Calls work(vector) for each vector, with its moments updated. `work` returns the scale to be stored, or
   // nothing.
   template <class Work> MEMKERN_DEVICE void for_each(Work&& work) {
     this->for_each_loaded([&](const Loaded<P>& loaded) { return work(update(loaded)); });
@@ -244,31 +253,35 @@ template <class Scalars, class P, class G, Loads How, StateKind Kind = StateKind
   }
 };
 
-// The magnitudes of a vector's moments.
+// The magnitudes of a vector's moments. m_max is NaN if any m is; v_max or v_min is NaN if any v is.
 struct AdamRange {
-  float m_min, m_max, v_min, v_max;  // m_max is NaN if any m is
+  float m_min, m_max, v_min, v_max;
 
   MEMKERN_DEVICE explicit AdamRange(const AdamVector& x)
       : m_min(absmin(x.m)), m_max(absmax_or_nan<true>(x.m)) {
     min_and_max(x.v, v_min, v_max);
   }
-  // Whether roots and divisions of all 8 elements are within the range of Fast (fast_path.cuh).
+  // Whether roots and divisions of all 8 elements are within the range of Fast (fast_path.cuh). max_radicand
+  // is kMaxRadicand, or -1 for a tensor whose scalars are out of the range: then no vector is fast.
   MEMKERN_DEVICE bool is_fast(float max_radicand) const {
     return m_min >= kMinNumerator && m_max <= kMaxNumerator && v_min >= kMinRadicand && v_max <= max_radicand;
   }
 };
 
-// Whether divisions by w + eps and the changes of a parameter are within Fast's range too. `changes`: whether
-// the changes are rounded from approximations, for which they have to be normal numbers or zero.
+// Whether a tensor's scalars are within Fast's range: eps, a part of the denominator w + eps, and, if
+// `changes`, the step size. `changes`: whether parameters are rounded from approximations
+// (adam_round_params), for which a parameter's change, step_size * m / (w + eps), has to be a normal number
+// or zero.
 template <class Scalars> MEMKERN_DEVICE bool fast_scalars(const Scalars& s, bool changes) {
   return s.eps >= kMinDenominator && s.eps <= kMaxDenominator / 2 &&
          (!changes || s.step_size == 0.0f || fabsf(s.step_size) >= kMinStepSize);
 }
 
 // Rounds parameters to bf16 without an exact root and an exact division, which would take seven instructions
-// more. The approximate change is off by at most 10 * 2^-24 of itself, so that the exact one is between 1 -
-// 2^-20 and 1 + 2^-20 times the approximate one. Where both ends of this range round to the same
-// parameter, it is the formula's; returns whether this is so for all elements.
+// more. The approximate change is off by at most 10 * 2^-24 of itself, less than 2^-20 = 16 * 2^-24, so that
+// the exact one is between 1 - 2^-20 and 1 + 2^-20 times the approximate one. Rounding is monotone: where
+// both ends of this range give the same parameter, the exact change gives it too. Returns whether the ends
+// agree for all elements. w: the approximate roots.
 template <class Rule> MEMKERN_DEVICE bool adam_round_params(const AdamVector& x,
                                                             const typename Rule::Scalars& s,
                                                             float (&w)[kVector], Raw& rounded) {
@@ -292,9 +305,11 @@ template <class Rule> MEMKERN_DEVICE bool adam_round_params(const AdamVector& x,
   return differ == 0;
 }
 
-// For vectors outside of the fast range: their maxima over finite values, and which codes need a check.
+// The cases that are checked once a vector of the warp is not fast. zeros: v may have zeros, which
+// encode_positive gives a code above 0. nonfinite: m or v has NaN or infinity; the maxima are then over
+// finite values.
 struct AdamRareCases {
-  bool zeros = false, nonfinite = false;  // whether there may be any
+  bool zeros = false, nonfinite = false;
 
   MEMKERN_DEVICE void check(const AdamVector& x, float& m_absmax, float& v_absmax) {
     zeros = true;
@@ -306,9 +321,16 @@ struct AdamRareCases {
   }
 };
 
+// Gives the bits of adam_update_8bit. Usually all vectors of a warp are fast and, with kRounded, their
+// parameters certain. Otherwise the warp takes a branch, in which each lane chooses for its own vector:
+//   kRounded    the parameters that adam_round_params has made, or else the formula in float
+//   others      Fast, FastOrZero or float (with_float_type)
+// The codes are made by sums with a table. Another branch makes those anew that the sums may get wrong.
 template <StateKind Kind, class Rule, Loads How, class P, class G>
 MEMKERN_DEVICE void adam_update_main_path(const TileWork<typename Rule::Stepped>& work, P param_type,
                                           G grad_type) {
+  // Whether parameters are rounded from approximations. Then w has approximate roots, except where a lane
+  // has applied the formula; without kRounded w has the exact roots.
   constexpr bool kRounded = Rule::kOneProduct && std::is_same_v<P, ConstantType<FloatType::kBf16>>;
   constexpr int kRootLevels = levels_of(false);
   constexpr uint32_t kRootBias = kBias<kRootLevels, kRounded>;
@@ -329,6 +351,7 @@ MEMKERN_DEVICE void adam_update_main_path(const TileWork<typename Rule::Stepped>
       const bool certain = adam_round_params<Rule>(x, s, w, rounded);
       if (any_lane(!(fast && certain))) {
         rare.check(x, m_absmax, v_absmax);
+        // `rounded` is right if it is certain and the elements are zero or fast. Else it is overwritten.
         if (!(certain && max_radicand > 0.0f && in_fast_range_or_zero(x, m_absmax, v_absmax, s))) {
           adam_update_params<Rule, float>(x, w, s);
           rounded = to_raw(x.p, param_type);
@@ -354,9 +377,10 @@ MEMKERN_DEVICE void adam_update_main_path(const TileWork<typename Rule::Stepped>
     SignedSums m_sums;
     Codes v_codes = encode_positive(w, v_factor, dithers, at.lane, v_sums),
           m_codes = encode_signed(x.m, m_factor, dithers, at.lane, m_sums);
+    // A code may be wrong if its sum is in doubt (vector_codes.cuh), v is 0 or a value is not finite.
     if (any_lane(v_sums.min_fraction < 2 * kRootBias || m_sums.min_fraction < 2 * kSignedBias ||
                  rare.zeros)) {
-      const auto root = [&](int i) { return kRounded ? sqrt(x.v[i]) : w[i]; };
+      const auto root = [&](int i) { return kRounded ? sqrt(x.v[i]) : w[i]; };  // the exact one
       recompute_doubtful(v_sums, kRootBias, v_codes, [&](int i) {
         return static_cast<uint32_t>(power_encode_unsigned<kRootLevels>(root(i), v_factor, dither.u(i)));
       });
@@ -364,6 +388,7 @@ MEMKERN_DEVICE void adam_update_main_path(const TileWork<typename Rule::Stepped>
         const float code = power_encode_signed(x.m[i], m_factor, dither.one_minus_u(i));
         return static_cast<uint32_t>(static_cast<int>(code));
       });
+      // Approximate roots are 0 for v = 0 alone: a v from 2^-149 to 2^-101 has had the exact root.
       v_codes = clear_zeros(w, v_factor, v_codes);
       if (rare.nonfinite) {
 #pragma unroll

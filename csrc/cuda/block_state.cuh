@@ -1,5 +1,5 @@
-// Codes of a block's state, a vector of 8 per lane: dequantized with the block's scale, and quantized with
-// the block's new scale, its absmax.
+// Codes of a state's block, a vector of 8 per lane: dequantized with the block's scale, and quantized with
+// the block's new scale, which is the absmax of the new values.
 #pragma once
 #include "core/dynamic.h"
 #include "core/power.h"
@@ -8,7 +8,7 @@
 namespace memkern {
 
 // The maximum over aligned groups of 2 * distance lanes, in every lane. All five shuffles of a warp are
-// executed and those across groups ignored, which makes the loop's length a constant.
+// executed, so that the loop's length is a constant; what comes from another group is ignored.
 MEMKERN_DEVICE float max_over_lanes(float x, int distance) {
 #pragma unroll
   for (int d = kWarp / 2; d > 0; d /= 2) {
@@ -34,16 +34,17 @@ struct MomentHalves {
     of_m = pick(mine, other);
     of_v = pick(other, mine);
   }
-  // The maximum over the group, of m in the lower half and of v in the upper one.
+  // The maximum over the group: of m in the lower half's lanes, of v in the upper half's.
   MEMKERN_DEVICE float maximum(float of_m, float of_v) const {
     const float other = __shfl_xor_sync(kAllLanes, pick(of_v, of_m), distance);
     return max_over_lanes(fmaxf(pick(of_m, of_v), other), distance / 2);
   }
 };
 
-// Byte i of a word as a float, without a conversion instruction: the byte becomes the low byte of the
-// mantissa of 2^23, which is subtracted. Conversions would compete with the square roots for the special
-// function units.
+// Byte i of a word as a float, without a conversion instruction, as conversions would compete with square
+// roots for the special function units. With the byte b in the low bits of 0x4B000000 = 2^23 the float is
+// 2^23 + b, from which 2^23 is subtracted. A signed byte b is made b + 128 (its top bit is flipped), and
+// 2^23 + 128 is subtracted.
 template <bool Signed> MEMKERN_DEVICE float code_value(uint32_t word, int i) {
   const uint32_t bytes = Signed ? word ^ 0x80808080u : word;
   return float_of(__byte_perm(bytes, 0x4B000000u, 0x7550u + i)) - (Signed ? 8388736.0f : 8388608.0f);
@@ -80,7 +81,8 @@ template <StateKind Kind> MEMKERN_DEVICE void fill_dynamic_shared() {
   }
 }
 
-// Dequantizes a vector of codes. unit (decode_unit): scale * decay, for power codes divided by N^2.
+// Dequantizes a vector of codes. unit (decode_unit): scale * decay, and for power codes scale * decay / N^2,
+// where N is the largest code (core/power.h).
 template <StateKind Kind, bool Signed>
 MEMKERN_DEVICE void decode(const Codes& codes, float unit, float (&x)[kVector]) {
 #pragma unroll
@@ -134,7 +136,7 @@ struct Rounding {
   MEMKERN_DEVICE float one_minus_u(int j) const {
     return fminf(fmaxf(__fmaf_rn(bits(j), -0x1p-24f, 1.0f), kDitherClamp), 1.0f - kDitherClamp);
   }
-  // c + u: the product is exact, so that one rounding is left.
+  // c + u. The product bits * 2^-24 is exact, so that the fma's sum is rounded once, like c + u.
   MEMKERN_DEVICE float add(float c, int j) const {
     return nearest ? c + 0.5f : __fmaf_rn(bits(j), 0x1p-24f, c);
   }
@@ -155,28 +157,30 @@ struct Encoded {
   bool certain;
 };
 
-constexpr float kDown = 8388608.0f;    // 2^23. Added with rounding down it leaves the floor in the low bits.
-constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: to nearest even, of either sign
+// Added to a number, these leave an integer in the float's low bits, as from 2^23 on the last bit stands for
+// 1.
+constexpr float kDown = 8388608.0f;    // 2^23: added with rounding down, it gives the floor of a number >= 0
+constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: gives the nearest integer (ties: even) of either sign
 
-// power_encode_signed(x, factor, one_minus_u) of a finite x, in the low byte, from an approximate square
-// root, whose error the comparison corrects.
+// power_encode_signed(x, factor, one_minus_u) of a finite x, in the low byte. The square root is
+// approximate; the comparison `up` corrects its error (core/power.h).
 MEMKERN_DEVICE uint32_t signed_code(float x, float factor, float one_minus_u, float twice_one_minus_u) {
   const float a = fabsf(x) * factor;
   const float q = __fadd_rd(approximate_sqrt(a), kDown) - kDown;
-  // one_minus_u * (2 q + 1) is rounded once, as in the formula; the difference is exact.
+  // a - q^2 >= one_minus_u * (2 q + 1). The left side is exact; the right side, as an fma of 2 *
+  // one_minus_u, is rounded once, as in the formula.
   const bool up = __fmaf_rn(-q, q, a) >= __fmaf_rn(twice_one_minus_u, q, one_minus_u);
   return bits_of(copysignf(up ? q + 1.0f : q, x) + kRound);
 }
 
-// Power codes of finite values, from approximate square roots. Adding 2^23 leaves the integer part in the low
-// bits, so no conversion instruction is needed.
+// Power codes of finite values, from approximate square roots.
 template <bool Signed, int Levels = levels_of(Signed)>
 MEMKERN_DEVICE Encoded estimate(const float (&x)[kVector], float factor, int j, const Rounding& rounding) {
-  // The largest distance between the formula's sum and this one. Relative errors: 2^-24 of the formula's root
-  // and 2^-23 of the approximate one; for unsigned codes both sums with u are rounded too, by up to 2^-17
-  // each.
+  // The largest distance between the number that the formula rounds and the one that is rounded here.
+  // Relative errors: 2^-24 of the formula's root, 2^-23 of the approximate one. For unsigned codes both sums
+  // with u are rounded too, by up to 2^-17 each.
   constexpr float kMaxError = Signed ? 127 * 0x1.8p-23f : 255 * 0x1.8p-23f + 0x1p-16f;
-  // The largest distance from the middle of a code's interval, whose ends are 0.5 away.
+  // The largest distance of a number from the middle of its code's interval, whose ends are 0.5 away.
   float farthest = 0.0f;
   uint32_t code[kVector];
 #pragma unroll
@@ -192,8 +196,8 @@ MEMKERN_DEVICE Encoded estimate(const float (&x)[kVector], float factor, int j, 
       farthest = fmaxf(farthest, fabsf(c - (rounded - kRound)));
       code[i] = bits_of(rounded);
     } else {
-      // Clamped to the middle of the first and of the last code's interval: the same codes, and always
-      // certain.
+      // Codes 1 and Levels are clamped to the middle of their intervals, 1.5 and Levels + 0.5: numbers below
+      // and above have the same codes, and are always certain.
       constexpr float kLast = Levels + 0.5f;
       const float c = fminf(fmaxf(rounding.add(root, j + i), x[i] > 0.0f ? 1.5f : 0.0f), kLast);
       const float down = __fadd_rd(c, kDown);
@@ -228,8 +232,8 @@ MEMKERN_DEVICE Codes encode_exactly(const float (&x)[kVector], float factor, int
   return pack(code);
 }
 
-// Quantizes a vector of one moment. finite: whether all of this lane's values of the block are. All lanes of
-// a warp call it: if one of them is not certain of its codes, all of them use the formula.
+// Quantizes a vector of one moment. finite: whether all of this lane's values of the block are finite. All
+// lanes of a warp call it: if one lane is not certain of its codes, all lanes use the formula.
 template <StateKind Kind, bool Signed> MEMKERN_DEVICE Codes encode(const float (&x)[kVector], float factor,
                                                                    bool finite, int j,
                                                                    const Rounding& rounding) {

@@ -134,7 +134,8 @@ template <FloatType Type, bool Signed> __global__ void __launch_bounds__(kThread
   }
 }
 
-// Vectors of codes that are loaded together: one alone would leave most of the memory's latency in the open.
+// Vectors of codes that a thread loads together: with one at a time it would wait for most of the memory's
+// latency.
 constexpr int kDecodedTogether = 4;
 static_assert(kVectorsPerThread % kDecodedTogether == 0);
 

@@ -115,7 +115,8 @@ template <int Groups> MEMKERN_DEVICE void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(Groups) : "memory");
 }
 
-// The sign bits of two floats, each repeated in a byte, in the lower half. (__byte_perm has no such mode.)
+// Bytes 0 and 1: 0xFF where a and where b has its sign bit set, else 0. A digit 8 + k of prmt's selector
+// repeats the sign of byte k (3: a's highest, 7: b's highest); __byte_perm has no such mode.
 MEMKERN_DEVICE uint32_t sign_bytes(float a, float b) {
   uint32_t bytes;
   asm("prmt.b32 %0, %1, %2, 0x00FB;" : "=r"(bytes) : "r"(__float_as_uint(a)), "r"(__float_as_uint(b)));

@@ -23,13 +23,13 @@ template <bool AllowZero> struct FastFloat {
     const float guess = approximate_reciprocal(b.x);
     const float reciprocal = __fmaf_rn(guess, __fmaf_rn(-b.x, guess, 1.0f), guess);
     const float quotient = a.x * reciprocal;
-    // Minus (b * quotient - a) * reciprocal, not plus (a - b * quotient) * reciprocal: a quotient of -0 stays
-    // -0.
+    // quotient - reciprocal * (b * quotient - a), and not quotient + reciprocal * (a - b * quotient), which
+    // would make a quotient of -0 (a = -0) +0.
     return FastFloat(__fmaf_rn(-reciprocal, __fmaf_rn(b.x, quotient, -a.x), quotient));
   }
 
   friend MEMKERN_DEVICE FastFloat sqrt(FastFloat a) {
-    // In AllowZero's range the sum is a, except for a = 0, whose reciprocal root would be infinite.
+    // AllowZero's sum is a for all a of the range but 0, whose reciprocal root would be infinite.
     const float guess = approximate_reciprocal_sqrt(AllowZero ? a.x + 0x1p-126f : a.x);
     const float root = a.x * guess, half = guess * 0.5f;
     return FastFloat(__fmaf_rn(__fmaf_rn(-root, root, a.x), half, root));
@@ -61,8 +61,9 @@ struct Approximate {
   friend MEMKERN_DEVICE Approximate sqrt(Approximate a) { return Approximate(approximate_sqrt(a.x)); }
 };
 
-// x / divisor, correctly rounded, from the divisor's rounded reciprocal. Right for divisors that are squares
-// of power_levels and x from kMinDividend on (tests/gpu/test_division.py tries every mantissa).
+// x / divisor, correctly rounded, from the divisor's rounded reciprocal: for the divisors 127^2 and 255^2,
+// which are those of power codes, and x from kMinDividend on (tests/gpu/test_division.py tries every
+// mantissa).
 constexpr float kMinDividend = 0x1p-100f;
 MEMKERN_DEVICE float divide(float x, float divisor, float reciprocal) {
   const float quotient = x * reciprocal;

@@ -1,5 +1,8 @@
-// memkern::lars_step_ on CUDA devices. Lower bound of a step's time: its bytes (23.09 per parameter in fp32,
-// classic 22.06) over the copy bandwidth.
+// memkern::lars_step_ on CUDA devices. LARS has one moment, like Lion, so the update of a tile is in
+// lion_update.cuh. Lower bound of a step's time: its bytes over the copy bandwidth. Per parameter in fp32, a
+// moment with its share of the scale being 1.03:
+//   first pass     9.03 (classic: 8)    reads p, g and, unless classic, m
+//   second pass    14.06                reads p, g and m, writes p and m
 #include "common/ops.h"
 #include "core/lars.h"
 #include "launch_trust_ratios.h"
@@ -20,8 +23,8 @@ struct LarsRule {
 
 using LarsTable = StepTable<LarsGroup, LarsStepped>;
 
-// One thread per layer: computes its scalars. layer_ratios increments the step, which all layers of a tensor
-// share.
+// One thread per layer: computes the layer's scalars. layer_ratios increments the step, which a tensor's
+// layers share.
 static __global__ void lars_prologue(LarsTable table) {
   const int i = blockIdx.x * kThreads + threadIdx.x;
   if (i >= table.count || skipped(*table.header)) return;
@@ -33,7 +36,7 @@ static __global__ void lars_prologue(LarsTable table) {
 }
 
 // Adds the squares of a vector's parameters, and of its gradients (classic) or else of its updated moments.
-// Elements past the end of a block are 0 in all of these.
+// Parameter, gradient and moment of elements past the end of a block are 0.
 MEMKERN_DEVICE void lars_squares(Squares& sum, const LionVector& x, const LarsScalars& s) {
   float update[kVector];
 #pragma unroll
@@ -45,7 +48,8 @@ MEMKERN_DEVICE void lars_squares(Squares& sum, const LionVector& x, const LarsSc
   add_squares(sum.update, update);
 }
 
-// The same as lars_norms_8bit on the main path (main_path.cuh), where the norm is of moments.
+// The same sums as lars_norms_8bit, on the main path (main_path.cuh), which always loads m. So classic, whose
+// norms are of p and g alone, is not here.
 template <Loads How, class P, class G>
 MEMKERN_DEVICE Squares lars_norms_main_path(const TileWork<LarsStepped>& work, P param_type, G grad_type) {
   LaneVectors<StateKind::kPower, P, G, How, 1> at(work, param_type, grad_type);
@@ -56,6 +60,8 @@ MEMKERN_DEVICE Squares lars_norms_main_path(const TileWork<LarsStepped>& work, P
     join_weights(at.tensor, param_type, loaded.p, x.p);
     gradient_to_floats(loaded.g, grad_type, at.grad_alignment(), x.g);
     decode<StateKind::kPower, true>(loaded.m, at.unit(0), x.m);
+    // A lane has 8, 4 (Parts) or no elements of its own. Those past the first 4 are cleared if a lane of the
+    // warp has 4. A lane without elements holds another lane's, and adds nothing.
     const int n = at.count();
     if (at.any_half())
 #pragma unroll
@@ -83,6 +89,7 @@ MEMKERN_DEVICE Squares lars_norms_8bit(const TileWork<LarsStepped>& work, P para
   return sum;
 }
 
+// The sums of a tile of 8-bit states, by the kernel for its tensor.
 template <StateKind Kind, class P, class G, class Group>
 MEMKERN_DEVICE Squares lars_norms(const TileWork<LarsStepped>& work, P param_type, G grad_type, Group group) {
   if constexpr (Kind == StateKind::kPower && std::is_same_v<Group, SixteenLanes>)

@@ -12,7 +12,7 @@
 namespace memkern {
 
 // Whether kernels take their fast paths. With MEMKERN_CUDA_FAST=0 in the environment, read once, the general
-// kernels run. They give the same bits: to find a fault, or to measure what a fast path gains.
+// kernels run, which give the same bits: to find a fault, or to measure what a fast path gains.
 inline bool fast_paths() {
   static const bool fast = [] {
     const char* const setting = std::getenv("MEMKERN_CUDA_FAST");
@@ -26,16 +26,16 @@ inline void check_cuda(cudaError_t status, const char* what) {
 }
 
 inline bool is_capturing(cudaStream_t stream) {
-  // The default stream cannot be captured, and asking about it is an error while another stream that waits
-  // for it is captured.
+  // The default stream cannot be captured. To ask CUDA about the default stream is an error while a stream
+  // that waits for the default stream is captured.
   if (stream == nullptr) return false;
   cudaStreamCaptureStatus status;
   check_cuda(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
   return status != cudaStreamCaptureStatusNone;
 }
 
-// A stream's number among all that the process ever has: another stream may get the handle of one that was
-// destroyed, whose kernels may still run. The default stream, which stays, has none.
+// A number that no other stream of the process ever has. A handle is not enough: CUDA reuses the handle of a
+// destroyed stream, whose kernels may still run. The default stream is never destroyed and has no number.
 using StreamId = std::optional<unsigned long long>;
 inline StreamId id_of(cudaStream_t stream) {
   if (stream == nullptr) return std::nullopt;
@@ -63,7 +63,7 @@ inline void synchronize(cudaStream_t stream) {
   check_cuda(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
 }
 
-// The kernels count the blocks of a segment in 32 bits.
+// The kernels count a state's blocks in a segment (a row, or all rows where these are short) in 32 bits.
 inline void check_blocks(const BlockLayout& layout) {
   MEMKERN_CHECK(layout.blocks_per_segment < int64_t{1} << 31, "a row of ", layout.blocks_per_segment,
                 " blocks is too long; a larger block_size makes fewer");
@@ -84,7 +84,8 @@ inline int64_t resident_blocks(int threads) {
   return std::min<int64_t>(max_threads, kResidentThreads) / threads * multiprocessors();
 }
 
-// The blocks of a tensor for a codec, on the current device.
+// How a codec's kernel divides a tensor, alone on the current device, whose multiprocessors run kCodecBlocks
+// thread blocks each at once.
 inline Blocks codec_blocks(const BlockLayout& layout) {
   return blocks_of(layout, tile_elements(layout.numel, kCodecBlocks * multiprocessors()));
 }

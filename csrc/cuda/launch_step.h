@@ -9,8 +9,8 @@
 
 namespace memkern {
 
-// A tensor of one element as an argument of the kernels. They read it if it is on the device; a value on the
-// CPU is read now.
+// A tensor of one element as an argument of the kernels. The kernels read a tensor on the device; the value
+// of a tensor on the CPU is read here.
 inline ScalarArg scalar_arg(const Tensor& t, const Tensor& like, const char* name) {
   MEMKERN_CHECK(t.numel() == 1, name, " must be a tensor of one element, got ", t.numel());
   const ScalarType type = t.scalar_type();

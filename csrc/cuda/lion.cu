@@ -1,5 +1,6 @@
-// memkern::lion_step_ on CUDA devices. Lower bound of a step's time: its bytes (14.06 per parameter in
-// fp32, 8.06 in bf16) over the copy bandwidth.
+// memkern::lion_step_ on CUDA devices. Lower bound of a step's time: its bytes over the copy bandwidth. It
+// reads p, g and m, and writes p and m: 14.06 bytes per parameter in fp32, 8.06 in bf16 (m: 1.03 with its
+// scale).
 #include "common/ops.h"
 #include "core/lion.h"
 #include "launch_step.h"
@@ -11,7 +12,7 @@ using LionGroup = StepGroup<LionHyperparameters>;
 using LionStepped = Stepped<LionScalars>;
 using LionTable = StepTable<LionGroup, LionStepped>;
 
-// One thread per tensor: increments its step and computes its scalars.
+// One thread per tensor: computes the tensor's scalars and, as their last field, increments its step.
 static __global__ void lion_prologue(LionTable table) {
   const int i = blockIdx.x * kThreads + threadIdx.x;
   if (i >= table.count || skipped(*table.header)) return;

@@ -1,6 +1,6 @@
 // The update of a tile with one moment, for Lion, SGD and LARS. A Rule has the update of the parameter and
-// the moment. The first half of the file is for all tensors; the second is the main path, which loads the
-// next vector early and has the dithers in a table.
+// the moment. The first half of the file takes every tensor. The second half, lion_update_main_path, takes
+// the tensors whose `main_path` is set; it loads the next vector early and has the dithers in a table.
 #pragma once
 #include "block_state.cuh"
 #include "main_path.cuh"
@@ -59,8 +59,8 @@ MEMKERN_DEVICE void lion_update_8bit(const TileWork<typename Rule::Stepped>& wor
     const float unit = decode_unit<Kind>(__ldcs(t.m_scale + block.index), 1.0f, kPowerLevelsSigned);
     float absmax = 0.0f, factor = 0.0f;
     bool finite = true;
-    // A block of one vector per lane is updated once. A larger one does not fit into registers: it is updated
-    // once for its maximum and, with the new scale known, again to be stored.
+    // A block of one vector per lane is updated once. A larger block does not fit into registers: it is
+    // updated once for its maximum (max_pass) and, with the new scale known, again to be stored (store_pass).
     const int iterations = group.vectors == 1 ? 1 : 2 * group.vectors;
     for (int iteration = 0; iteration < iterations; ++iteration) {
       const bool max_pass = iteration < group.vectors, store_pass = iteration >= iterations - group.vectors;

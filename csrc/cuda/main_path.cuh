@@ -1,7 +1,8 @@
-// The main path of a step. It takes power codes in blocks of 65 to 128 elements, rows whose length is a
-// multiple of 8, and arrays that are aligned to 16 bytes (gradients: to their elements). It computes once per
-// tile what the general kernels compute for each element or block. Rare cases are behind warp-uniform
-// branches.
+// The main path of a step: faster kernels for the usual tensors, with the bits of the general kernels. A
+// tensor is on the main path if it has power codes in blocks of 65 to 128 elements, rows whose length is a
+// multiple of 8, and arrays that are aligned to 16 bytes (its gradient: to its elements). The main path
+// computes once per tile what the general kernels compute for each element or block. Rare cases are behind
+// warp-uniform branches.
 #pragma once
 #include <cstddef>
 
@@ -11,11 +12,14 @@
 
 namespace memkern {
 
-// The position of a lane's vector, as its distance from the tile's first element, and how many of its
-// elements are within the block: all, none or, of a vector in parts, the first 4. Lanes past the end of a
-// block load the block's first elements, which does not change the maximum, and store nothing.
+// The position of a lane's vector, and how many of the vector's elements are within the block. In one word,
+// as registers are scarce:
+//   bits 2 to 31    the distance from the tile's first element, in elements (a multiple of 4)
+//   bits 0 and 1    n / 4, where n is 8, 0 or, of a vector in parts, 4. Not with kCopiedFull, where n is 8.
+// A lane past the end of its block (n = 0) loads the block's first elements, which does not change the
+// maximum, and stores nothing.
 struct LaneVector {
-  uint32_t word;  // the distance, a multiple of 4, plus n / 4 unless kCopiedFull: registers are scarce
+  uint32_t word;
 
   MEMKERN_DEVICE uint32_t offset() const { return word & ~3u; }
   MEMKERN_DEVICE int n() const { return static_cast<int>(word & 3u) * 4; }
@@ -31,8 +35,8 @@ template <class P> struct Loaded {
   Codes m, v;
 };
 
-// A thread block's vectors of an iteration, where they are copied to shared memory. Each array has 16 bytes
-// of each thread, so that a thread's places are constants apart.
+// A thread block's vectors of one iteration, where vectors are copied to shared memory. p, g and codes have
+// 16 bytes of each thread, so that the distances between a thread's places in these are constants.
 struct CopiedVectors {
   uint4 p[kThreads], g[kThreads], codes[kThreads];  // of m in the first half, of v in the second
   uint32_t word[kThreads];                          // LaneVector, where not all blocks are full
@@ -55,16 +59,17 @@ struct CopiedVector {
   }
 };
 
-// Whether vectors are copied to shared memory, some iterations ahead, so that the bytes on their way take no
-// registers: of bf16 (Muon's update, in the parameter's place, is not read), where the gradient is aligned.
-// Vectors of fp32 are 32 bytes: one ahead in registers is enough, and copies were slower
-// (lab/results/gpu-tune.csv).
+// Whether vectors of these types may be copied to shared memory some iterations ahead, so that bytes on
+// their way from memory take no registers. They are copied if the gradient is aligned to 16 bytes as well
+// (with_loads). Types: bf16 gradients, with bf16 parameters or Muon's update, which is written in a
+// parameter's place and not read. A vector of fp32 has 32 bytes: one ahead in registers is enough, and
+// copies were slower (lab/results/gpu-tune.csv).
 template <class P, class G> constexpr bool kCanCopy =
     (kIsBf16<P> || std::is_same_v<P, Written>) && kIsBf16<G>;
 
-// How vectors are loaded: one ahead in registers, or by copies to shared memory. kCopiedFull: all blocks have
-// 128 elements, and lanes need not keep how many elements their vectors have, so that AdamW's iteration in
-// bf16 takes 457 instructions and not 480 (sm_90).
+// How vectors are loaded: kAhead, one ahead in registers; kCopied, by copies to shared memory; kCopiedFull,
+// by copies where all blocks have 128 elements. In the last case lanes need not keep how many elements their
+// vectors have, so that AdamW's iteration in bf16 takes 457 instructions and not 480 (sm_90).
 enum class Loads { kAhead, kCopied, kCopiedFull };
 // Whether registers are too few for the next batch's scales and the stride: before sm_90 where blocks are not
 // full or vectors not copied, and for gradients of 16 bits that start anywhere.
@@ -74,8 +79,9 @@ template <class P, class G, Loads How> constexpr bool kScarce = How != Loads::kC
 template <class P, class G, Loads How> constexpr bool kScarce = kCanCopy<P, G> && How == Loads::kAhead;
 #endif
 
-// Iterates over a lane's vectors in the blocks of a tile. 16 lanes share a block. Those of fp32 are in parts,
-// half a block from each other.
+// Iterates over a lane's vectors in the blocks of a tile. 16 lanes share a block. Lane l holds of it
+//   elements 8 l to 8 l + 7                                in general
+//   elements 4 l to 4 l + 3 and 64 + 4 l to 64 + 4 l + 3   with kParts: parameter and gradient are fp32
 template <StateKind Kind, class P, class G, Loads How, int Moments = 2> struct LaneVectors {
   static constexpr bool kCopied = How != Loads::kAhead, kFull = How == Loads::kCopiedFull;
   static constexpr bool kParts = kIsFp32<P> && kIsFp32<G>;
@@ -88,7 +94,7 @@ template <StateKind Kind, class P, class G, Loads How, int Moments = 2> struct L
   G grad_type;
   MomentHalves half;
   ScaleFormula formula;
-  int lane, left;  // left: blocks of the run (Tile) from the group's on, with those of other groups
+  int lane, left;  // left: blocks of the run (Tile) from this group's block on, other groups' blocks included
   LaneVector here, ahead;
 
   template <class Work>
@@ -120,16 +126,16 @@ template <StateKind Kind, class P, class G, Loads How, int Moments = 2> struct L
     here = ahead;
   }
 
-  // Iterations over the tile's blocks. A group without a block takes part in all, as lanes shuffle.
+  // The number of iterations. All groups take part in all of them, even without a block, as lanes shuffle.
   MEMKERN_DEVICE int iterations() const { return same_in_all_lanes((tile.blocks + stride() - 1) / stride()); }
   // The position of the lane's element i in its block.
   MEMKERN_DEVICE int position(int i) const { return lane * kPart + (i < kPart ? i : kDistance + i - kPart); }
-  // Elements to be stored. None in a group of lanes that has no block left: it loads its last block again, or
-  // the tile's first.
+  // How many elements of the lane's vector are to be stored: none in a group that has no block left, which
+  // loads its last block again, or the tile's first.
   MEMKERN_DEVICE int count() const { return left <= 0 ? 0 : kFull ? kVector : here.n(); }
   MEMKERN_DEVICE bool exists() const { return count() > 0; }
-  // Whether any lane's vector has elements past the end of its block. Where a lane has no vector at all, its
-  // elements are another's.
+  // Whether in any lane only the first part of the vector is within the block. (A lane of which neither part
+  // is holds another lane's elements.)
   MEMKERN_DEVICE bool any_half() const { return kParts && any_lane(here.n() == kPart); }
   // What codes of moment 0 or 1 are multiplied by, in this iteration's block (decode_unit).
   MEMKERN_DEVICE float unit(int moment) const {
@@ -149,9 +155,10 @@ template <StateKind Kind, class P, class G, Loads How, int Moments = 2> struct L
     return kCopied ? Alignment::kVector : alignment_of(grad);
   }
 
-  // Calls work(loaded) for each vector; it returns the lane's scale, to be stored, or nothing. Later vectors
-  // are loaded before: into registers only the next one, as there are no more registers. Four thread blocks
-  // of a multiprocessor that load ahead hide more of the memory's latency than five that do not.
+  // Calls work(loaded) for each vector. `work` returns the lane's scale, to be stored, or nothing. Later
+  // vectors are loaded before the call: into registers only the next one, as there are no more registers.
+  // Four thread blocks of a multiprocessor that load ahead hide more of the memory's latency than five that
+  // do not.
   template <class Work> MEMKERN_DEVICE void for_each_loaded(Work&& work) {
     if constexpr (kCopied)
       for_each_copied(work);
@@ -191,9 +198,12 @@ template <StateKind Kind, class P, class G, Loads How, int Moments = 2> struct L
     return scale ? __ldcs(scale) : 0.0f;
   }
 
-  // Calls work() for each iteration. Each lane has the scale of one iteration of a batch and one moment: it
-  // is loaded a batch before, divided once, handed to the other lanes in its iteration, and its new value is
-  // stored at the end.
+  // Calls work() for each iteration. The 16 lanes of a group share the scales of a batch of iterations:
+  //   two moments    lane l has the scale of iteration l % 8: of m if l < 8, else of v
+  //   one moment     lane l has the scale of m in iteration l
+  // A lane loads its scale a batch ahead (kScarce: as the batch begins) and divides it once. In the scale's
+  // iteration unit() hands it to the other lanes, and the new scale takes its place. The new scales are
+  // stored after the batch.
   template <class Work> MEMKERN_DEVICE void for_each_iteration(Work&& work) {
     constexpr bool kStores = !std::is_void_v<decltype(work())>;
     const int own_iteration = lane % kBatch;
@@ -206,12 +216,12 @@ template <StateKind Kind, class P, class G, Loads How, int Moments = 2> struct L
       for (iteration = 0; iteration < count; ++iteration, left -= stride()) {
         if constexpr (kStores) {
           const float scale = work();
-          if ((iteration ^ lane) % kBatch == 0) units = scale;
+          if ((iteration ^ lane) % kBatch == 0) units = scale;  // iteration is own_iteration
         } else {
           work();
         }
       }
-      if constexpr (kStores)
+      if constexpr (kStores)  // `left` has moved on by `count` iterations
         if (float* const address = scale_of(own_iteration - count)) __stcs(address, units);
     }
   }
@@ -263,7 +273,7 @@ template <StateKind Kind, class P, class G, Loads How, int Moments = 2> struct L
 
   static MEMKERN_DEVICE Raw words(const uint4& x) { return {{x.x, x.y, x.z, x.w}}; }
 
-  // A thread reads what it has copied itself: no barrier is needed.
+  // Each thread reads only what it has copied itself, so that no barrier is needed.
   template <class Work> MEMKERN_DEVICE void for_each_copied(Work&& work) {
     const CopiedVector first(0), last(kCopiesAhead);
     CopiedVector slot = first, before = last;  // before: the slot of the iteration before, which is free
@@ -318,7 +328,7 @@ template <StateKind Kind, class P, class G, Loads How, int Moments = 2> struct L
   }
 };
 
-// Calls use(how): the Loads of a tile, as a constant.
+// Calls use(how), where `how` is the Loads of a tile as a compile-time constant.
 template <class Work, class P, class G, class Use>
 MEMKERN_DEVICE void with_loads(const Work& work, P, G, Use&& use) {
   if constexpr (kCanCopy<P, G>)
@@ -330,8 +340,8 @@ MEMKERN_DEVICE void with_loads(const Work& work, P, G, Use&& use) {
   use(std::integral_constant<Loads, Loads::kAhead>{});
 }
 
-// The dithers of a lane's elements, by their formula: Rounding with places in the vector for those in the
-// block.
+// The dithers of a lane's elements by their formula. It is a Rounding whose i is an element's index in the
+// vector, not in the block.
 template <class Vectors> struct LaneDithers {
   const Vectors& at;
   Rounding rounding;
@@ -348,8 +358,8 @@ MEMKERN_DEVICE float absmin(const float (&x)[kVector]) {
   return least;
 }
 
-// The smallest and the largest of non-negative numbers. Their bits are compared as integers, three in one
-// instruction on sm_90. A NaN then compares above infinity, or below 0.
+// The smallest and the largest of non-negative numbers. Their bits are compared as signed integers, three in
+// one instruction on sm_90. A NaN is then above infinity or, if its sign bit is set, below 0.
 MEMKERN_DEVICE void min_and_max(const float (&x)[kVector], float& min_value, float& max_value) {
   int min_bits = static_cast<int>(bits_of(x[0])), max_bits = min_bits;
 #pragma unroll

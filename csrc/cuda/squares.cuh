@@ -14,11 +14,12 @@ MEMKERN_DEVICE void add_square(double& sum, float x) {
 
 // Adds the squares of a vector's elements; elements past its end are 0.
 //
-// Where fp64 is slow, four squares are added in fp32 first: each is rounded once, and so are two additions on
-// its way, so that the sum's relative error is at most 3 * 2^-24 and that of its root, a norm, 9e-8. 4
-// fp64 instructions a vector are left of 16. On an RTX 5090, for bf16 gradients, 16 take twice the time of
-// the memory traffic and 4 half of it, by the rate of its fp64 units. Where an element is outside [2^-50,
-// 2^60], squares may be too small or too large for fp32, and all are added in fp64.
+// Where fp64 is slow, four squares are added in fp32 first. Each square is rounded once, and so are the two
+// additions that it passes: the sum's relative error is at most 3 * 2^-24, its root's (a norm) half of that,
+// 9e-8. So a vector takes 4 fp64 instructions instead of 16. On an RTX 5090, by the rate of its fp64 units,
+// 16 take twice the time of the memory traffic of bf16 gradients, and 4 take half of it. Where the vector's
+// largest element is outside [2^-50,~2^60], squares may be too small or too large for fp32, and all are added
+// in fp64.
 MEMKERN_DEVICE void add_squares(double& sum, const float (&x)[kVector]) {
   if (slow_fp64()) {
     const float largest = absmax_or_nan<true>(x);

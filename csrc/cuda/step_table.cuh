@@ -96,9 +96,9 @@ template <class Stepped> struct TileWork {
   int64_t tile_index;  // in the tensor
   bool skip;           // the whole step
 
-  // Finds the tile of blockIdx.x; all threads call it. Returns whether this launch processes it: not if the
-  // step is skipped, else if its states are codes of `kind`, or fp32 ones and `fp32` is true; and if it has
-  // master weights or not, as `master` says.
+  // Finds the tile of blockIdx.x; all threads call it. Returns whether this launch processes the tile: the
+  // step is not skipped, the tensor has master weights if and only if `master` is true, and its states are
+  // codes of `kind` or, if `fp32` is true, fp32.
   template <class Group>
   MEMKERN_DEVICE bool find(const StepTable<Group, Stepped>& table, StateKind kind, bool fp32, bool master) {
     // The second warp checks whether the step is skipped while the first finds the tile: both are chains of
@@ -122,8 +122,8 @@ template <class Stepped> struct TileWork {
 };
 
 // Calls fp32(param_type) if the states are fp32, else coded(param_type, grad_type, group). For blocks of 65
-// to 128 elements with both types fp32 or both bf16 these are compile-time constants, which saves a tenth of
-// the instructions. Master: for tensors whose param_type is MasterWeights.
+// to 128 elements with both types fp32 or both bf16, the three arguments of `coded` are compile-time
+// constants, which saves a tenth of the instructions. Master: for tensors whose param_type is MasterWeights.
 template <bool Master, class Coded, class Fp32>
 MEMKERN_DEVICE void with_state_types(const TensorRecord& t, Coded&& coded, Fp32&& fp32) {
   const LaneGroup group(t.blocks.block);

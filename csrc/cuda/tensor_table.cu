@@ -39,10 +39,10 @@ void write(char* to, const char* from, size_t bytes, cudaStream_t stream) {
   }
 }
 
-// Device memory that stays from step to step. From CUDA itself: while torch.compile warms up for a CUDA
-// graph, torch's allocator takes this thread's memory from the graph's pool, in which nothing may be left
-// afterwards but the graph's outputs. From torch where CUDA has none left, as what torch has cached is
-// torch's.
+// Device memory that stays from step to step, from cudaMalloc. While torch.compile warms up for a CUDA graph,
+// torch's allocator would take this thread's memory from the graph's pool, in which nothing may be left
+// afterwards but the graph's outputs. Only if cudaMalloc finds none, it is from torch's allocator, which may
+// have free memory cached.
 class TableMemory {
  public:
   TableMemory() = default;
@@ -69,7 +69,7 @@ class TableMemory {
   }
 
  private:
-  // cudaFree waits for the kernels that may still read it.
+  // cudaFree waits for the kernels that may still read the memory.
   void release() {
     if (data_ && !torch_memory_) {
       const RelaxedCapture relaxed;
@@ -85,8 +85,8 @@ class TableMemory {
   std::optional<Tensor> torch_memory_;
 };
 
-// The key of a cached table: op, device, stream, a tensor of the step, and the number of tensors. It finds
-// the table of the last step in most cases; the whole image is compared.
+// The key of a cached table: op, device, stream, a tensor of the step, and the number of tensors. In most
+// cases it finds the table of the last step; as it may find another one, the whole image is compared.
 using TableKey = std::tuple<std::string, int, StreamId, const void*, size_t>;
 
 // A table on a device.
@@ -96,8 +96,9 @@ struct CachedTable {
   TableMemory memory;
 };
 
-// Tables that have not been used for the longest time are dropped where all take more than kCachedBytes and
-// there are more than kCachedTables. StepInBackward has one for each parameter, of about 500 bytes.
+// While there are more than kCachedTables tables and all take more than kCachedBytes, the one that has not
+// been used for the longest time is dropped. StepInBackward has a table for each parameter, of about 500
+// bytes.
 constexpr size_t kCachedTables = 64, kCachedBytes = 32 << 20;
 
 struct TableCache {

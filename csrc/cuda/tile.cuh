@@ -13,21 +13,22 @@ namespace memkern {
 // The threads of a thread block. With 64 in place of 128, at as many resident threads, steps take 0.93 to
 // 0.97 of the time on an H200, and GELU and codecs 1.00 to 1.03.
 constexpr int kThreads = 64;
-// Thread blocks that a multiprocessor has room for. kResidentBlocks: with few registers a thread, where it
-// runs 2,048 threads at once (resident_blocks() in launch.h). kStepBlocks: of a step, with up to 96
-// registers. kAheadBlocks: of a step that loads two moments ahead (main_path.cuh), with up to 128.
-// kCodecBlocks: of codecs.
+// Thread blocks that a multiprocessor runs at once. kResidentBlocks: of kernels whose threads have few
+// registers, on devices with 2,048 threads per multiprocessor (resident_blocks() in launch.h). kStepBlocks:
+// of a step, with up to 96 registers a thread. kAheadBlocks: of a step that loads two moments ahead
+// (main_path.cuh), with up to 128. kCodecBlocks: of codecs.
 constexpr int kResidentThreads = 2048, kResidentBlocks = kResidentThreads / kThreads;
 constexpr int kStepBlocks = 640 / kThreads, kAheadBlocks = 512 / kThreads;
 constexpr int kCodecBlocks = 1024 / kThreads;
-// As kAheadBlocks, with master weights: with room for as many, ptxas spills registers of the loop for sm_80
-// to sm_89.
+// kWideBlocks: as kAheadBlocks, of a step with master weights. For sm_80 to sm_89 ptxas would spill
+// registers of the loop with room for kAheadBlocks.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 constexpr int kWideBlocks = kAheadBlocks * 3 / 4;
 #else
 constexpr int kWideBlocks = kAheadBlocks;
 #endif
-// For the kernels of LAMB's norms, which make no codes. For sm_100 ptxas spills registers with room for more.
+// kNormBlocks: of the kernels of LAMB's norms, which make no codes. For sm_100 ptxas would spill registers
+// with room for kStepBlocks.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000 && __CUDA_ARCH__ < 1200
 constexpr int kNormBlocks = kAheadBlocks;
 #else
@@ -44,8 +45,8 @@ MEMKERN_DEVICE bool any_lane(bool yes) { return __any_sync(kAllLanes, yes); }
 MEMKERN_DEVICE int same_in_all_lanes(int x) { return __reduce_max_sync(kAllLanes, x); }
 
 constexpr int kTileElements = 16384;  // at most
-// How many iterations ahead a step's loop copies vectors to shared memory (CopiedVectors): where that has 100
-// KB, eight thread blocks have room for one.
+// How many iterations ahead a step's loop copies vectors to shared memory (CopiedVectors). On the devices
+// named here a multiprocessor has 100 KB of it, in which eight thread blocks have room for one.
 #if __CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ == 1200
 constexpr int kCopiesAhead = 1;
 #else
@@ -61,18 +62,18 @@ struct Blocks {
   int32_t tile_blocks, tile_elements;  // of a tile; tile_elements where states have no blocks
 };
 
-// Blocks of 128 elements that all are full: consecutive then, whatever the rows are. Kernels with a path of
-// their own for these have 16 lanes for each.
+// Whether all blocks have 128 elements: then they are consecutive in memory, whatever the rows are. Kernels
+// with a path for such tensors have 16 lanes for each block.
 constexpr int kFullBlock = 128, kBlockLanes = kFullBlock / kVector;
 MEMKERN_FN bool are_full(const Blocks& b) { return b.block == kFullBlock && b.segment % kFullBlock == 0; }
-// Blocks of 65 to 128 elements, for as many lanes, cut into full vectors, as in rows of a multiple of 8.
+// Whether blocks have 65 to 128 elements, which takes 16 lanes too, and consist of full vectors of 8.
 MEMKERN_FN bool have_full_vectors(const Blocks& b) {
   return b.block % kVector == 0 && b.segment % kVector == 0 && b.block <= kFullBlock &&
          b.block > kFullBlock / 2;
 }
 
-// Waits for what was loaded before a loop that loads a vector ahead, and returns it. To that end it is
-// combined with a zero that the compiler does not know to be 0.
+// Waits until `loaded`, the first vector of a loop that loads a vector ahead, has arrived, and returns it:
+// an XOR with a zero that the compiler does not know to be 0 uses each of its registers.
 //
 // ptxas waits for a loaded register at its first use, on one of six barriers that loads count on. For the
 // first vector that use would be inside of the loop: every iteration would wait there, on a barrier that the
@@ -88,10 +89,10 @@ template <class Loaded> MEMKERN_DEVICE Loaded arrived(Loaded loaded, const Block
   return loaded;
 }
 
-// Elements of a tile, for `numel` of all tensors on a device that runs `slots` thread blocks at once: equally
-// many tiles for each slot, so that all are busy to the end. In tiles of kTileElements 2^22 elements would
-// keep 256 of an H200's 1,320 slots busy, and 2^24 would keep 1,024. kTileElements makes the start of a
-// thread block small beside its work.
+// Elements of a tile, where all tensors together have `numel` elements and the device runs `slots` thread
+// blocks at once: each slot gets equally many tiles, so that all are busy to the end. In tiles of
+// kTileElements, 2^22 elements would keep 256 of an H200's 1,320 slots busy, and 2^24 would keep 1,024.
+// kTileElements is large enough to make the start of a thread block small beside its work.
 inline int tile_elements(int64_t numel, int64_t slots) {
   constexpr int64_t kRound = kThreads * kVector;
   static_assert(kTileElements % kRound == 0);
@@ -112,8 +113,8 @@ inline Blocks blocks_of(const BlockLayout& l, int tile_elements) {
 
 inline int64_t tiles_of(const Blocks& b) { return ceil_div(b.blocks, b.tile_blocks); }
 
-// The tensor that a tile belongs to: the last whose first tile is not after it. All lanes of a warp call it;
-// each round of the search compares 32 candidates.
+// The tensor that `tile` belongs to: the last one whose first tile is not after `tile`. All lanes of a warp
+// call it; each round of the search compares 32 candidates.
 MEMKERN_DEVICE int find_tensor(const uint32_t* first_tiles, int count, uint32_t tile) {
   const int lane = threadIdx.x % kWarp;
   int tensor = 0;
@@ -131,7 +132,7 @@ MEMKERN_DEVICE int find_tensor(const uint32_t* first_tiles, int count, uint32_t 
 // The lanes of a warp that process a block together: 2^shift of them, at least two.
 struct LaneGroup {
   int shift;
-  int vectors;  // of a block, per lane
+  int vectors;  // how many of a block's vectors each lane holds, one after the other
 
   MEMKERN_DEVICE explicit LaneGroup(int block) {
     const int in_block = (block + kVector - 1) / kVector;
@@ -155,20 +156,20 @@ struct SixteenLanes {
 
 // A tile's position in its tensor. In shared memory, as it is the same for all threads.
 //
-// The blocks of kRunTiles tiles are a run. A thread block has as many groups of lanes as it updates blocks at
-// once, and the tiles of a run take turns with these: thread blocks that start together, as those of
-// consecutive tiles do, read and write consecutive memory at the same time, which DRAM serves faster than as
-// many places far apart.
+// The blocks of kRunTiles tiles are a run. A thread block updates as many blocks at once as it has groups of
+// lanes, G, and the T tiles of a run take turns: tile t has the run's blocks t G to t G + (G - 1), then those
+// T G further, and so on. Thread blocks of consecutive tiles start together. So they read and write
+// consecutive memory at the same time, which DRAM serves faster than as many places far apart.
 struct Tile {
   int64_t first_block;    // index in the tensor
-  int64_t segment_start;  // offset of the segment that this block is in
-  // A group's next block is block_stride ahead: segment_step is added to the offset of its segment and
-  // block_step to its index there, or step elements to its own offset. Where that passes the end of a
-  // segment, the offset changes by gap, which is 0 or less: by so many elements a segment is shorter than its
-  // blocks would be.
+  int64_t segment_start;  // offset of the segment that first_block is in
+  // A group's next block is block_stride blocks ahead. For that, segment_step is added to the segment's
+  // offset and block_step to the block's index in the segment; or, to the block's own offset, `step`. If the
+  // index is then past the end of the segment, the block is in the next segment, and `gap` is added to its
+  // own offset. gap, 0 or less, is the length of a segment less that of its blocks if all were full.
   int64_t segment_step;
   int32_t block_in_segment, block_step;
-  int32_t blocks;  // from the first to the end of the run, with those of the other tiles
+  int32_t blocks;  // from first_block to the end of the run, the other tiles' blocks included
   int32_t block_stride;
   int32_t step, gap;
 
@@ -203,9 +204,9 @@ struct BlockSpan {
   int n;
 };
 
-// Calls visit(block) for each block of a tile that this lane's group processes. All lanes of a warp call it
-// equally often, so that they can shuffle: a group without a block left gets the tile's first, with n = 0
-// elements.
+// Calls visit(block) for each block of a tile that this lane's group processes. All lanes of a warp call
+// `visit` equally often, so that they can shuffle: a group without a block left gets the tile's first block,
+// with n = 0 elements.
 template <class Visit>
 MEMKERN_DEVICE void for_each_block(const Blocks& b, const Tile& tile, const LaneGroup& group, Visit&& visit) {
   const unsigned ahead = static_cast<unsigned>(tile.block_in_segment) + group.index();

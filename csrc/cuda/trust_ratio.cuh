@@ -1,6 +1,6 @@
 // Trust ratios (LAMB, LARS) on the device: the first pass stores sums of squares per tile, layer_ratios makes
-// a ratio per layer of them, for the second pass, the update. In the step's table each layer of a tensor is a
-// tensor of its own.
+// of them a ratio per layer, and the second pass, the update, reads the ratios. In the step's table each
+// layer of a tensor is a tensor of its own.
 #pragma once
 #include "core/trust_ratio.h"
 #include "squares.cuh"
@@ -16,10 +16,11 @@ MEMKERN_DEVICE void store_squares(Squares* partial, const Squares& mine) {
 
 constexpr int kRatioThreads = 1024;  // a layer of 10^9 elements has 61,000 tiles
 
-// One thread block per layer: adds its tiles' sums in a fixed order, and stores the ratio in `trust_ratio`
-// and in the layer's scalars. The first layer of a tensor increments the step here, as the prologue reads it
-// for every layer. With `squares`, a row per layer, the sums are read there; with squares_only they are
-// stored there, and nothing else.
+// One thread block per layer: adds the sums of the layer's tiles in a fixed order, and stores the ratio in
+// `trust_ratio` and in the layer's scalars. The first layer of a tensor increments the tensor's step here, as
+// the prologue reads the step for every layer. `squares`, if not null, has a row per layer:
+//   squares_only    the sums are stored there, and nothing else is done
+//   else            the sums are read there, and not made of the tiles'
 template <class Group, class Scalars> __global__ void __launch_bounds__(kRatioThreads)
     layer_ratios(StepTable<Group, Scalars> table, const Squares* partial, int tiles, Squares* squares,
                  bool squares_only) {

@@ -8,8 +8,8 @@ namespace memkern {
 
 constexpr int kVector = 8;  // elements
 
-// The elements of a vector. full: there are 8 of them and their offset is a multiple of 8, in arrays that
-// are aligned to 16 bytes; then memory accesses are of 16 bytes (of codes, 8).
+// The elements of a vector. full: the vector has 8 elements, at an offset that is a multiple of 8, in arrays
+// that are aligned to 16 bytes; then memory accesses are of 16 bytes (of codes, 8).
 struct Span {
   int64_t offset;
   int n;  // 0 to 8; fewer at the end of a block or tensor
@@ -43,10 +43,10 @@ struct Raw {
   uint32_t word[kVector];
 };
 
-// A vector of fp32 in two parts of 4 elements, `distance` elements from each other: then neighbouring lanes
-// access neighbouring 16 bytes. In one part each access would be to 16 of every 32 bytes, half a sector,
-// whose writes take a copy kernel on an H200 1.23 times as long. distance = 0: the second part does not
-// exist, and the first is loaded in its place.
+// A vector of fp32 in two parts of 4 elements, at `offset` and offset + distance, so that neighbouring lanes
+// access neighbouring 16 bytes. With all 8 elements together each access would be to 16 of every 32 bytes,
+// half a sector; with writes of half sectors a copy kernel on an H200 takes 1.23 times as long. distance =
+// 0: the second part does not exist, and the first is loaded in its place.
 struct Parts {
   int64_t offset;
   int32_t distance;
@@ -161,9 +161,9 @@ MEMKERN_DEVICE void store_floats(void* array, Type type, const At& at, const flo
   store_raw(array, type, at, to_raw(x, type));
 }
 
-// To how many bytes a gradient is aligned: 16, 4, or 2. All other arrays are aligned to 16 bytes, or are read
-// one element at a time. Gradients may be views of DDP's buckets (gradient_as_bucket_view=True), which start
-// at any element.
+// To how many bytes a gradient is aligned: 16, 4, or 2. Gradients may be views of DDP's buckets
+// (gradient_as_bucket_view=True), which start at any element. All other arrays are aligned to 16 bytes, or
+// are read one element at a time.
 enum class Alignment { kVector, kWord, kHalfWord };
 
 MEMKERN_DEVICE Alignment alignment_of(const void* gradient) {
@@ -175,8 +175,9 @@ MEMKERN_DEVICE Alignment alignment_of(const void* gradient, const Span& at) {
   return at.full ? alignment_of(gradient) : Alignment::kVector;
 }
 
-// Loads a vector of a gradient in words that are aligned: fp32 in 8, 16-bit types in 4, or in 3 between two
-// halves, which gradient_to_floats() joins.
+// Loads a vector of a gradient in aligned words: fp32 in 8 and 16-bit types in 4. With kHalfWord word 0 is
+// element 0, words 1 to 3 are elements 1 and 2, 3 and 4, 5 and 6, and word 4 is element 7;
+// gradient_to_floats() makes 4 of these.
 template <class Type>
 MEMKERN_DEVICE Raw load_gradient(const void* array, Type type, const Span& at, Alignment alignment) {
   if (alignment == Alignment::kVector) return load_raw(array, type, at);

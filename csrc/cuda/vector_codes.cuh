@@ -1,6 +1,6 @@
-// Power codes of full vectors, for the main path of steps and for tensors saved for a backward pass: from
-// approximate square roots, rounded by sums with a table in shared memory; codes that are in doubt are
-// computed anew. And the scales of blocks of 16 lanes.
+// Power codes of full vectors, and the scales of blocks of 16 lanes, for the main path of steps and for
+// tensors saved for a backward pass. Codes come from approximate square roots, which sums with a table in
+// shared memory round; codes that are in doubt are computed anew by the formula.
 #pragma once
 #include "block_state.cuh"
 #include "fast_path.cuh"
@@ -39,8 +39,9 @@ struct ScaleFormula {
   }
 };
 
-// The same as decode<kPower, false>: unit * (q * q), rounded once. Adding q * q to the bits of 2^23 makes the
-// float 2^23 + q * q; the fma subtracts 2^23 * unit, which is exact because no scale of w exceeds 2^64.
+// The same as decode<kPower, false>: unit * (q * q), rounded once. Adding q * q, which is below 2^16, to the
+// bits of 2^23 makes the float 2^23 + q * q. The fma subtracts 2^23 * unit, a product that is exact: no
+// scale of w exceeds 2^64, so that it does not overflow.
 MEMKERN_DEVICE void decode_root(const Codes& codes, float unit, float (&w)[kVector]) {
 #pragma unroll
   for (int i = 0; i < kVector; ++i) {
@@ -51,22 +52,25 @@ MEMKERN_DEVICE void decode_root(const Codes& codes, float unit, float (&w)[kVect
 
 // How codes are rounded with the dither of a step: a sum whose floor is the code.
 //
-// Second moments: floor(max(root, 1) + u) is the formula. With 256 added to u, in rounding down, the sum has
-// the code in bits 15 to 22 and its fraction, in units of 2^-15, below.
+// Second moments: the formula is floor(max(root, 1) + u). The sum with 256 + u, rounded down, is between 256
+// and 512, where the unit of a float's last bit is 2^-15. So its bits 15 to 22 are the code, bits 0 to 14
+// the fraction.
 //
-// Signed codes: of a = |m| * factor, with q = floor(sqrt(a)), the formula takes q + 1 where a - q^2 >=
-// one_minus_u * (2 q + 1), else q. That is floor(sqrt(a - one_minus_u * (1 - one_minus_u)) + 1 -
-// one_minus_u). With 128 added, the sum has the code in bits 16 to 22 and 16 bits of its fraction.
+// Signed codes: with a = |m| * factor, q = floor(sqrt(a)) and t = one_minus_u, the formula takes q + 1 where
+// a - q^2 >= t * (2 q + 1), else q. As q^2 + t * (2 q + 1) = (q + t)^2 + t * (1 - t), that is where
+// sqrt(a - t * (1 - t)) >= q + t, and the code is floor(sqrt(a - t * (1 - t)) + 1 - t). With 128 added, the
+// last bit's unit is 2^-16: bits 16 to 22 are the code, bits 0 to 15 the fraction.
 //
-// A code is in doubt where its sum is within the error of an integer. kBias, in units of the fraction, bounds
-// the error, and is in the addend: then a fraction below 2 * kBias is in doubt. Errors of roots, in those
-// units: 1 of the approximate root and 1/4 of the formula's, 1/4 of its sum, 1/2 of the addend; if w is an
-// approximate root too, 1 more. Of signed codes: 1, 1/2 of the addend, 1/4 of the difference.
+// kBias bounds the error of a sum, in units of the fraction, and is a part of the addend, so that no sum is
+// too small. A sum may be too large by up to 2 * kBias: a code is in doubt if its fraction is below that.
+// Errors of second moments' sums, in these units: approximate root 1, the formula's root 1/4, the formula's
+// sum 1/4, addend 1/2, and 1 if w is an approximate root too. Of signed codes' sums: root 1, addend 1/2,
+// difference in the root 1/4.
 template <int Levels, bool Approximate> constexpr uint32_t kBias = Levels < 16 ? 1 : Approximate ? 3 : 2;
 constexpr uint32_t kSignedBias = 2;
 
-// What is added for each position of a block, in shared memory; all blocks of a tensor share it. A load
-// takes a quarter of an instruction for each, computing one three to six.
+// What the sums above add and subtract for each position of a block, in shared memory, for all blocks of a
+// tensor. To load such a number takes a quarter of an instruction, to compute it three to six.
 struct DitherTable {
   // Elements 0 to 3 of all lanes, then elements 4 to 7, so that loads of 16 bytes have no bank conflicts.
   using Row = uint4[2][kBlockLanes];
@@ -124,7 +128,8 @@ using PositiveSums = Sums<0x7FFFu>;
 using SignedSums = Sums<0xFFFFu>;
 
 MEMKERN_DEVICE Codes codes_of(const PositiveSums& sums) {
-  const auto four = [](const uint32_t* t) {  // bits 15 to 22 of each
+  // Two sums' bits 8 to 23 in the halves of a word; shifted by 7, bytes 0 and 2 are their bits 15 to 22.
+  const auto four = [](const uint32_t* t) {
     const uint32_t two = __byte_perm(t[0], t[1], 0x6521) >> 7, others = __byte_perm(t[2], t[3], 0x6521) >> 7;
     return __byte_perm(two, others, 0x6420);
   };
@@ -138,7 +143,8 @@ MEMKERN_DEVICE Codes codes_of(const SignedSums& sums, const float (&x)[kVector])
     const uint32_t code =
         __byte_perm(__byte_perm(t[0], t[1], 0x0062), __byte_perm(t[2], t[3], 0x0062), 0x5410);
     const uint32_t negative = __byte_perm(sign_bytes(x[i], x[i + 1]), sign_bytes(x[i + 2], x[i + 3]), 0x5410);
-    // The complement in negative bytes, and 1 added to each: below bit 7, so that no carry leaves a byte.
+    // Byte 2 of a sum has bits 16 to 23; bit 23, of the exponent of 128, is 0. In bytes of negative x the
+    // code c becomes  c + 1: in bits 0 to 6, so that no carry leaves the byte, and bit 7 is flipped.
     return (((code ^ negative) & 0x7F7F7F7Fu) + (negative & 0x01010101u)) ^ (negative & 0x80808080u);
   };
   return {four(0), four(4)};
@@ -186,7 +192,8 @@ MEMKERN_DEVICE Codes encode_to_nearest(const float (&x)[kVector], float factor, 
   return codes_of(sums);
 }
 
-// Replaces the codes that are in doubt by formula(i), in all lanes of the warp: a case of few elements.
+// Replaces codes that are in doubt, which are few, by formula(i): element i's code in all lanes if any
+// lane's is.
 template <uint32_t Fraction, class Formula>
 MEMKERN_DEVICE void recompute_doubtful(const Sums<Fraction>& sums, uint32_t bias, Codes& codes,
                                        Formula&& formula) {

@@ -11,7 +11,7 @@ struct Written : ConstantType<FloatType::kBf16> {};
 
 // A vector of a parameter as it is in memory.
 template <class Type> struct RawWeights : Raw {};
-// With its weight state: 8 errors in the first 4 or 2 words.
+// With its weight state: 8 errors, of 16 bits in 4 words of `state` or of 8 bits in 2.
 template <> struct RawWeights<MasterWeights> : Raw {
   Raw state;
 };
@@ -72,7 +72,7 @@ template <bool Bytes, class Position> MEMKERN_DEVICE void store_split(const Tens
       split_weight(bits, weight_random(position(i + k), step, dropped), mask, weight[k], error[k]);
     }
     weights.word[i / 2] = __byte_perm(weight[0], weight[1], 0x7632);
-    // The second bytes of the errors, or their low halves.
+    // The stored part of both errors: byte 1 of each (Bytes; the low 8 bits are 0), or the low half.
     const uint32_t pair = __byte_perm(error[0], error[1], Bytes ? 0x0051 : 0x5410);
     if constexpr (Bytes)
       errors.word[i / 4] = i % 4 == 0 ? pair : __byte_perm(errors.word[i / 4], pair, 0x5410);

@@ -43,7 +43,8 @@ def _layers(x: Tensor, count: int) -> list[Tensor]:
 
 def by_layer(op: StepOp, args: StepArgs) -> StepArgs:
     """The arguments of a step with an entry for each layer instead of each tensor."""
-    counts = [len(ratios) for ratios in args.trust_ratios]
+    counts = [len(ratios) for ratios in args.trust_ratios]  # of each tensor's layers
+    # args.moments has an entry per moment and tensor; args.scales and args.weight_states skip tensors without such.
     layers_of_codes = [n for x, n in zip(args.moment(0), counts, strict=True) if x.dtype != torch.float32]
     layers_of_errors = [n for k, n in zip(args.group, counts, strict=True) if args.storage_of(k) in WEIGHT_STATES]
 
@@ -82,6 +83,8 @@ def step_in_two_passes(op: StepOp, args: StepArgs, prologue: Any, norms: Any, ra
         check_step(op, args, device)
         check_trust_ratios(op, args)
 
+    # plan_for calls check() for a new plan only. It is called here, too: by_layer needs valid trust ratios, `squares`
+    # may be other ones at each step, and a step without tensors has no plan.
     has_layers = any(x.numel() != 1 for x in args.trust_ratios)
     if has_layers or not args.params or args.squares is not None or args.squares_only:
         check()
@@ -94,6 +97,7 @@ def step_in_two_passes(op: StepOp, args: StepArgs, prologue: Any, norms: Any, ra
         memory, tables = plan.memory, dynamic_tables(device)
         table, scalars, sums = memory.table, memory.scalars, memory.sums
         slow = slow_fp64(device)
+        # Without squares both passes; with squares the first, which fills them (squares_only), or the second.
         one_pass = FIRST if args.squares_only else SECOND
         passes = (BOTH if args.squares is None else one_pass).value
         squares = sums if args.squares is None else args.squares  # any tensor: with both passes it is not used

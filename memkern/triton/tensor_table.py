@@ -170,7 +170,8 @@ class Plan:
             order + [0] * (n - len(order)),  # tensors without elements have no slot
             first_programs + [0] * (n - len(order)),
             [x.data_ptr() for x in args.trust_ratios] or [0] * n,
-            [0 if i and step == steps[i - 1] else step for i, step in enumerate(steps)],  # COUNTED_STEP
+            # COUNTED_STEP: a tensor's layers, one after the other, share the step, which is incremented for the first.
+            [0 if i and step == steps[i - 1] else step for i, step in enumerate(steps)],
             weight_states,
         )
         return [*chain.from_iterable(columns)]
@@ -303,6 +304,7 @@ def plan_for(
         if plan.grads != grads:
             plan.grads = grads
             plan.memory.upload(plan.grads_at, grads)
+    # The memory for a later capture of this step (_captured_plan). The interpreter, on the CPU, has no captures.
     if is_remote(device):
         spare = op, device, plan.memory_sizes
         if spare not in _spares:

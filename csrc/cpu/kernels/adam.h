@@ -16,7 +16,8 @@ __attribute__((noinline)) void encode_moments(int8_t* m_codes, uint8_t* w_codes,
                                               const float* w, const PendingBlock& b, const Dither& dither) {
   if constexpr (Kind == StateKind::kPower) {
     if (b.m_factor != 0.0f && b.w_factor != 0.0f) {
-      // m's root is an estimate, corrected (avx512.h): w's takes the divider.
+      // The root in m's code is a corrected estimate, while the root in w's code occupies the divider
+      // (avx512.h).
       SignedWriter<SignedEstimator> m_writer(m_codes, m, b.m_factor, dither.one_minus_u);
       UnsignedWriter w_writer(w_codes, w, b.w_factor, dither.u);
       for_vectors(b.n, [&](int i, auto, auto store_to) MEMKERN_LAMBDA {

@@ -1,6 +1,6 @@
-// What kernels share: loops over a block's vectors, with a short last one; loads and stores of parameters in
-// any storage; moments in codes; batches of blocks whose codes are computed together. Compiled once per
-// instruction set (simd/compile_*.cpp).
+// What kernels share: loops over a block's vectors, the last of which may be short; loads and stores of
+// parameters in any storage; moments in codes; batches of blocks whose codes are computed together. The file
+// is compiled once per instruction set (simd/compile_*.cpp).
 #pragma once
 #include <cstring>
 #include <type_traits>
@@ -21,7 +21,7 @@ template <class Call> auto with_type(FloatType t, Call f) {
   return t == FloatType::kBf16 ? f(bf16()) : t == FloatType::kFp16 ? f(fp16()) : f(float());
 }
 
-// A vector of which memory has the first `count` lanes: loaded with zeros for the others, and stored.
+// Loads or stores the first `count` lanes of a vector. The other lanes are loaded as zeros and not stored.
 template <class T> MEMKERN_FN auto load_part(const T* p, int count) {
   T padded[kLanes] = {};
   std::memcpy(padded, p, count * sizeof(T));
@@ -33,8 +33,8 @@ template <class T, class X> MEMKERN_FN void store_part(T* p, X x, int count) {
   std::memcpy(p, padded, count * sizeof(T));
 }
 
-// Calls body(i, load, store) for each vector of [0, n). In a short last one, lanes past n load 0 and store
-// nothing.
+// Calls body(i, load, store) for each vector of [0, n). In a short last vector, lanes past n load 0 and
+// store nothing.
 template <class Body> MEMKERN_FN void for_vectors(int n, Body&& body) {
   int i = 0;
   for (; i + kLanes <= n; i += kLanes)
@@ -47,17 +47,17 @@ template <class Body> MEMKERN_FN void for_vectors(int n, Body&& body) {
         [left](auto* p, auto x) MEMKERN_LAMBDA { store_part(p, x, left); });
 }
 
-// Whether this step reads the same memory again. Only then a prefetch leaves it in the last-level cache,
-// which keeps room for what LAMB's second pass reads again. LAMB's step takes 0.95 of the time for GPT-2's
-// shapes, Adam's and Lion's 0.97 to 0.98.
+// Whether this step reads the prefetched memory again. Only then the prefetch leaves that memory in the
+// last-level cache, which so has room for what LAMB's second pass reads again. With this distinction LAMB's
+// step takes 0.95 of the time for GPT-2's shapes, Adam's and Lion's 0.97 to 0.98.
 enum Reuse { kOnce = 0, kAgain = 3 };  // __builtin_prefetch's locality
 
 // The address of an element of an array or a Gradient.
 template <class T> MEMKERN_FN const void* address(const T* array, int i) { return array + i; }
 
-// In a body of for_vectors: prefetches the elements 1024 after i. With two threads on Zen 5, from memory,
-// Adam's step takes 0.8 (cores with a last-level cache each) to 0.93 (one for both) of the time, Lion's 0.86
-// to 0.94.
+// In a body of for_vectors: prefetches the elements 1024 after i. With two threads on Zen 5 and tensors in
+// memory, Adam's step takes 0.8 of the time on cores with a last-level cache each, and 0.93 on cores that
+// share one; Lion's takes 0.86 and 0.94.
 template <Reuse R, class... T> MEMKERN_FN void prefetch(int i, const T&... arrays) {
   if constexpr (kLanes > 1) (__builtin_prefetch(address(arrays, i + 1024), 0, R), ...);
 }
@@ -165,8 +165,9 @@ template <class Call> auto with_param_type(const StepTensor& t, Call f) {
 constexpr int kBuffer = kMaxBlockSize + kLanes;  // floats of the blocks that are not quantized yet
 
 // The first address from x on whose offset within its 4 KiB page is p's plus `floats`. Processors compare
-// only the low 12 bits of an address with those of stores under way, so that a load at the same offset of
-// another page as a store waits for it (4K aliasing); and all arrays of a step advance together.
+// only the low 12 bits of a load's address with those of stores under way: a load at the same offset as a
+// store, in another page, waits for that store (4K aliasing). All arrays of a step advance together, so that
+// equal offsets stay equal.
 constexpr int kPage = 4096 / sizeof(float);  // floats of a page
 MEMKERN_FN float* at_page_offset(float* x, const void* p, int floats) {
   const auto place = [](const void* q) {
@@ -178,7 +179,7 @@ MEMKERN_FN float* at_page_offset(float* x, const void* p, int floats) {
 template <class Code> constexpr bool kIsSigned = std::is_same_v<Code, int8_t>;
 template <class Code> constexpr int kLevels = kIsSigned<Code> ? kPowerLevelsSigned : kPowerLevelsUnsigned;
 
-// A moment's absmax over its finite values, which of an unsigned moment is the maximum.
+// A moment's absmax over its finite values. An unsigned moment's absmax is its maximum.
 __attribute__((noinline)) float largest_finite(const float* values, int n, bool is_signed) {
   float largest = 0.0f;
   for (int i = 0; i < n; ++i)
@@ -188,8 +189,8 @@ __attribute__((noinline)) float largest_finite(const float* values, int n, bool 
 }
 
 // A block that is updated but not quantized yet. Its values are in a buffer, from `place` on. Blocks are
-// quantized two at a time: the codes of one are computed while the maximum and the reciprocal of the other
-// are pending. (Eight at a time are no faster in cache, and 15 % slower from memory, as reads come in
+// quantized two at a time: the codes of one block are computed while the maximum and the reciprocal of the
+// other are pending. (Eight at a time are no faster in cache, and 15 % slower from memory, as reads come in
 // bursts.)
 struct PendingBlock {
   int64_t offset;
@@ -259,8 +260,8 @@ template <class Code, StateKind Kind> struct Moment {
     largest = max(kSigned ? abs(x) : x, largest);  // skips NaN; set_scale() handles infinity
   }
 
-  // Stores the scale of the n new values. Returns what the encoder multiplies by, 0 for a block to be stored
-  // as zeros.
+  // Stores the scale of the n new values. Returns the factor that the encoder multiplies by: 0 for a block
+  // that is to be stored as zeros.
   MEMKERN_FN float set_scale(int n) const {
     float s = max_of(largest);
     if (!memkern::is_finite(s)) s = largest_finite(values, n, kSigned);
@@ -269,7 +270,7 @@ template <class Code, StateKind Kind> struct Moment {
   }
 };
 
-// Encode the values of a block into power codes with a dither, vector by vector: signed and unsigned ones.
+// SignedWriter and UnsignedWriter encode a block's values into power codes with a dither, vector by vector.
 template <class Encoder> struct SignedWriter {
   int8_t* codes;
   const float* values;

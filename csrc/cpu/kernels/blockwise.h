@@ -25,7 +25,8 @@ void quantize_blocks(const CodecJob& job, int64_t begin, int64_t end) {
     Moment<Code, Kind> moment(job.codes, job.scale, 1.0f, b.offset, block, values + b.place);
     for_vectors(b.n, [&](int i, auto load_from, auto) MEMKERN_LAMBDA {
       const F value = load_from(x + i);
-      // Unsigned codes are for x >= 0; a negative one, and -0, are stored as 0.
+      // Unsigned codes are for x >= 0. An x below 2^-149, the least float above 0, is stored as 0: all x < 0,
+      // and -0.
       moment.put(i, kIsSigned<Code> ? value : select(greater(F(0x1p-149f), value), F(0.0f), value));
     });
     b.m_factor = moment.set_scale(b.n);

@@ -16,7 +16,7 @@ struct F {
   MEMKERN_FN explicit F(float x) : v(_mm256_set1_ps(x)) {}
   MEMKERN_FN explicit F(int x) : v(_mm256_set1_ps(static_cast<float>(x))) {}
 };
-// A condition for each lane: all bits of a lane are its truth.
+// A condition for each lane: all bits of the lane are 1 where it holds, else 0.
 struct Mask {
   __m256 m;
 };

@@ -36,8 +36,8 @@ MEMKERN_FN F from_bits(I u) { return _mm512_castsi512_ps(u.v); }
 MEMKERN_FN F operator+(F a, F b) { return _mm512_add_ps(a.v, b.v); }
 MEMKERN_FN F operator-(F a, F b) { return _mm512_sub_ps(a.v, b.v); }
 MEMKERN_FN F operator*(F a, F b) { return _mm512_mul_ps(a.v, b.v); }
-// Not a quotient made of multiplications: on Zen 5 Adam's loop would take 14 cycles instead of 9, and 19 with
-// a test for those that are not rounded correctly.
+// By the division instruction: Adam's loop takes 9 cycles on Zen 5. With quotients made of multiplications
+// it would take 14, and 19 with a test for quotients that are not rounded correctly.
 MEMKERN_FN F operator/(F a, F b) { return _mm512_div_ps(a.v, b.v); }
 MEMKERN_FN F fma(F x, F y, F z) { return _mm512_fmadd_ps(x.v, y.v, z.v); }
 MEMKERN_FN F abs(F x) { return _mm512_abs_ps(x.v); }
@@ -134,13 +134,19 @@ template <int Bits> struct LevelTable {
 };
 
 // The power codec's encoder with AVX-512: the codes of csrc/core/power.h, in fewer instructions.
-// Cycles per 16 elements on Zen 4 (Zen 5): a root occupies the divider for 10 (5), a division for 6 (3), and
-// most other instructions take 1/2 to 1 (1/4 to 1/2) on other units. Adam itself needs a root and a division.
-// So the code of w = sqrt(v) uses the divider's root, and the code of m, at the same time, an estimate by
-// multiplications. Not the other way round: an estimate of w would need a check that it is not too near to a
-// boundary between codes. Under a steady gradient w approaches these slowly: one block of 3 would fail it.
+// Cycles per 16 elements:
+//                                       Zen 4       Zen 5
+//   root, in the divider                10          5
+//   division, in the divider            6           3
+//   most others, not in the divider     1/2 to 1    1/4 to 1/2
+// Adam itself needs a root and a division. So only the code of w = sqrt(v) takes another root of the
+// divider, and meanwhile the code of m takes an estimate by multiplications, whose error dithered_code
+// corrects. The code of w has no such correction: an estimate would need a check that it is not too near to
+// a boundary between codes. Under a steady gradient w approaches boundaries slowly, and one block of 3 would
+// fail the check.
 
-// c with the sign of x, rounded to nearest even, as a byte. Infinity and NaN convert to 0x80000000: code 0.
+// c with the sign of x, rounded to nearest even, as a byte. Infinity and NaN are converted to 0x80000000,
+// whose low byte, the code, is 0.
 MEMKERN_FN __m128i signed_code(F c, F x) {
   return _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(copysign(c, x).v));
 }
@@ -148,8 +154,10 @@ MEMKERN_FN __m128i signed_code(F c, F x) {
 // The nearest code, without dither.
 MEMKERN_FN __m128i nearest_signed(F x, F factor) { return signed_code(sqrt(abs(x) * factor), x); }
 
-// power_encode_signed(x, factor, one_minus_u) from a = |x| * factor and a root of it, which may be 3 units of
-// 2^-23 off. one_minus_u * (2 q + 1) is rounded once, as in power_encode_signed. A root of NaN gives code 0.
+// power_encode_signed(x, factor, one_minus_u) from a = |x| * factor and an approximate sqrt(a), whose
+// relative error may be 3 units of 2^-23 (core/power.h says why). With q = floor(root) the code is q + 1
+// where a - q^2 >= one_minus_u * (2 q + 1), else q. The left side is exact. The right side is
+// fma(2 * one_minus_u, q, one_minus_u), rounded once as in power_encode_signed. A root of NaN gives code 0.
 MEMKERN_FN __m128i dithered_code(F a, F root, F one_minus_u, F x) {
   const __m512 q = floor(root).v, bound = _mm512_fmadd_ps((one_minus_u + one_minus_u).v, q, one_minus_u.v);
   const __mmask16 up = _mm512_cmp_ps_mask(_mm512_fnmadd_ps(q, q, a.v), bound, _CMP_GE_OQ);
@@ -170,9 +178,9 @@ struct SignedEstimator {
   F factor, quarter;  // N^2 / scale (N: the largest code, core/power.h), and a quarter of it
   MEMKERN_FN explicit SignedEstimator(float factor_) : factor(factor_), quarter(factor_ * 0.25f) {}
 
-  // sqrt(a) by a 14-bit estimate and one Newton step: t = a/4, r ~ 1/sqrt(t), y = t r ~ sqrt(t), and
-  // y (3 - y r) ~ 2 sqrt(t) = sqrt(a), off by at most 1.5 units of 2^-23 (dithered_code allows 3). Zero and
-  // what is not finite become NaN.
+  // sqrt(a) by a 14-bit estimate and one Newton step: t = a/4, r ~ 1/sqrt(t), y = t r ~ sqrt(t). The step
+  // for sqrt(t) is y (3 - y r) / 2; without its division by 2 it gives 2 sqrt(t) = sqrt(a), off by at most
+  // 1.5 units of 2^-23 (dithered_code allows 3). For x = 0 and an x that is not finite the root is NaN.
   MEMKERN_FN __m128i encode(F x, F one_minus_u) {
     const F magnitude = abs(x);
     const __m512 t = (magnitude * quarter).v, r = _mm512_rsqrt14_ps(t), y = _mm512_mul_ps(t, r);
@@ -185,11 +193,12 @@ template <int Levels> struct UnsignedEncoder {
   F factor;
   MEMKERN_FN explicit UnsignedEncoder(float factor_) : factor(factor_) {}
 
-  // x >= 0 or not finite. What is not finite converts to 0x80000000, and as an unsigned number saturates to
-  // the largest code.
+  // x >= 0 or not finite. An x that is not finite is converted to 0x80000000, which is the largest code once
+  // it is saturated as an unsigned number.
   MEMKERN_FN __m128i encode(F x, F u) {
     const F c = sqrt(x * factor) + u;
-    // At least 1 where x is not 0: min(bits of x, 1) is 0 for 0 alone, and cheaper than a comparison.
+    // The least code is 1 where x is not 0. As unsigned integers min(bits of x, 1) is 0 for x = 0 and else
+    // 1, and is cheaper than a comparison.
     const __m512i one = _mm512_set1_epi32(1), least = _mm512_min_epu32(_mm512_castps_si512(x.v), one);
     __m512i q = _mm512_max_epu32(_mm512_cvttps_epi32(c.v), least);
     if constexpr (Levels < 255) q = _mm512_min_epu32(q, _mm512_set1_epi32(Levels));

@@ -1,5 +1,5 @@
-// A "vector" of one float, for any processor, with the types and functions of avx2.h, avx512.h and neon.h;
-// those of plain floats are in core/scalar.h, and a mask is a bool.
+// A "vector" of one float, for any processor, with the types and functions of avx2.h, avx512.h and neon.h. A
+// mask is a bool. The functions that are not here are those of core/scalar.h for floats.
 #pragma once
 #include "core/scalar.h"
 #include "core/tables.h"

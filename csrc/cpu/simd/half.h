@@ -44,7 +44,8 @@ MEMKERN_FN fp16 to_fp16(float x) {
   if (rest >= 0x477FF000) return {static_cast<uint16_t>(sign | 0x7C00)};  // 65520 and more round to infinity
   uint32_t half;
   if (rest < 0x38800000) {
-    // Below fp16's normal range: adding 1/2 lines the bits up, and the addition rounds.
+    // Below fp16's normal range, in units of 2^-24, which is the unit of the last bit of floats from 1/2 to
+    // 1: the sum with 1/2 is rounded to that unit, and its bits less those of 1/2 are the count of units.
     half = bits_of(float_of(rest) + 0.5f) - bits_of(0.5f);
   } else {
     half = (rest - 0x38000000 + 0xFFF + (rest >> 13 & 1)) >> 13;

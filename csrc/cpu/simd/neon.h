@@ -48,7 +48,7 @@ MEMKERN_FN Mask greater(F a, F b) { return {vcgtq_f32(a.low, b.low), vcgtq_f32(a
 MEMKERN_FN F select(Mask yes, F a, F b) {
   return {vbslq_f32(yes.low, a.low, b.low), vbslq_f32(yes.high, a.high, b.high)};
 }
-// b where a is NaN, as on x86 (core/scalar.h). FMAX would give NaN, FMAXNM a.
+// b where a or b is NaN, as on x86 (core/scalar.h). FMAX would give NaN, and FMAXNM the one that is a number.
 MEMKERN_FN F min(F a, F b) { return select(greater(b, a), a, b); }
 MEMKERN_FN F max(F a, F b) { return select(greater(a, b), a, b); }
 MEMKERN_FN F copysign(F magnitude, F sign) {
@@ -153,6 +153,7 @@ template <int Bits> struct LevelTable {
     for (int i = 0; i < 4; ++i) table.val[i] = vreinterpretq_u8_f32(vld1q_f32(levels + 4 * i));
   }
   MEMKERN_FN float32x4_t look_up(uint32x4_t index) const {
+    // The table is of bytes: level `index` has bytes 4 index to 4 index + 3.
     const uint32x4_t bytes = vmlaq_n_u32(vdupq_n_u32(0x03020100u), index, 0x04040404u);
     if constexpr (Bits <= 2)
       return vreinterpretq_f32_u8(vqtbl1q_u8(table.val[0], vreinterpretq_u8_u32(bytes)));
