@@ -247,7 +247,7 @@ template <class Scalars, class P, class G, Loads How, StateKind Kind = StateKind
     decode<StateKind::kPower, true>(m, m_unit, x.m);
     decode_root(v, v_unit, x.v);
 #pragma unroll
-    for (float& w : x.v) w = w * w;
+    for (float& w : x.v) w = w * w;  // power codes hold w = sqrt(v)
     adam_update_moments(x, s, plain);
     return x;
   }

@@ -157,8 +157,7 @@ struct Encoded {
   bool certain;
 };
 
-// Added to a number, these leave an integer in the float's low bits, as from 2^23 on the last bit stands for
-// 1.
+// Added to a number, these leave an integer in the float's low bits: from 2^23 on, the last bit stands for 1.
 constexpr float kDown = 8388608.0f;    // 2^23: added with rounding down, it gives the floor of a number >= 0
 constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: gives the nearest integer (ties: even) of either sign
 
@@ -167,8 +166,8 @@ constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: gives the nearest integer 
 MEMKERN_DEVICE uint32_t signed_code(float x, float factor, float one_minus_u, float twice_one_minus_u) {
   const float a = fabsf(x) * factor;
   const float q = __fadd_rd(approximate_sqrt(a), kDown) - kDown;
-  // a - q^2 >= one_minus_u * (2 q + 1). The left side is exact; the right side, as an fma of 2 *
-  // one_minus_u, is rounded once, as in the formula.
+  // a - q^2 >= one_minus_u * (2 q + 1). The left side is exact. The right side, as the fma of
+  // 2 * one_minus_u, is rounded once, as in the formula.
   const bool up = __fmaf_rn(-q, q, a) >= __fmaf_rn(twice_one_minus_u, q, one_minus_u);
   return bits_of(copysignf(up ? q + 1.0f : q, x) + kRound);
 }

@@ -18,7 +18,7 @@ MEMKERN_DEVICE void add_square(double& sum, float x) {
 // additions that it passes: the sum's relative error is at most 3 * 2^-24, its root's (a norm) half of that,
 // 9e-8. So a vector takes 4 fp64 instructions instead of 16. On an RTX 5090, by the rate of its fp64 units,
 // 16 take twice the time of the memory traffic of bf16 gradients, and 4 take half of it. Where the vector's
-// largest element is outside [2^-50,~2^60], squares may be too small or too large for fp32, and all are added
+// largest element is outside [2^-50, 2^60], squares may be too small or too large for fp32, and all are added
 // in fp64.
 MEMKERN_DEVICE void add_squares(double& sum, const float (&x)[kVector]) {
   if (slow_fp64()) {

@@ -144,7 +144,8 @@ MEMKERN_DEVICE Codes codes_of(const SignedSums& sums, const float (&x)[kVector])
         __byte_perm(__byte_perm(t[0], t[1], 0x0062), __byte_perm(t[2], t[3], 0x0062), 0x5410);
     const uint32_t negative = __byte_perm(sign_bytes(x[i], x[i + 1]), sign_bytes(x[i + 2], x[i + 3]), 0x5410);
     // Byte 2 of a sum has bits 16 to 23; bit 23, of the exponent of 128, is 0. In bytes of negative x the
-    // code c becomes  c + 1: in bits 0 to 6, so that no carry leaves the byte, and bit 7 is flipped.
+    // code c becomes -c: 127 - c, plus 1, is at most 128, so that no carry leaves the byte, and bit 7 is
+    // flipped.
     return (((code ^ negative) & 0x7F7F7F7Fu) + (negative & 0x01010101u)) ^ (negative & 0x80808080u);
   };
   return {four(0), four(4)};
@@ -192,8 +193,8 @@ MEMKERN_DEVICE Codes encode_to_nearest(const float (&x)[kVector], float factor, 
   return codes_of(sums);
 }
 
-// Replaces codes that are in doubt, which are few, by formula(i): element i's code in all lanes if any
-// lane's is.
+// Replaces codes that are in doubt, which are few, by formula(i): element i's in all lanes if one is in any
+// lane.
 template <uint32_t Fraction, class Formula>
 MEMKERN_DEVICE void recompute_doubtful(const Sums<Fraction>& sums, uint32_t bias, Codes& codes,
                                        Formula&& formula) {

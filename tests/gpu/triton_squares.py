@@ -25,7 +25,7 @@ from tests.support.kernels.arguments import LAYERWISE, MIXED, step_args
 
 pytestmark = interpreted()
 
-# Relative error of a norm, half of its square's, which a product and two additions in fp32 round. Required: 1e-7.
+# Relative error of a norm. Its square has twice that: a product and two additions are rounded to fp32. Required: 1e-7.
 BOUND = 1.5 * 2**-24
 
 
