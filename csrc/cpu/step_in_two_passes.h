@@ -60,8 +60,8 @@ template <class L> struct Batch {
 // for each other once per batch, and while some compute and write, others read. One pass after the other
 // would take, as multiples of the time:
 //   cores that share a last-level cache       1.02 to 1.07 (GPT-2's shapes), 1.16 (768 x 768)
-//   cores with a last-level cache each        1
 //   two cores that many other processes use   1.4 (GPT-2's shapes): each wait is long
+//   other cores                               1
 // Ranges have equally many elements: with equally many pieces, cores with a cache each would take 1 / 0.85
 // of the time. A thread has four ranges: with 32, layers of 256 x 256 take 1.08 of the time.
 template <class L> void run_passes(Batch<L>& second, Batch<L>& first) {

@@ -127,6 +127,7 @@ template <int N> MEMKERN_DEVICE Planes encode(const float (&x)[N], const EncodeT
   return planes;
 }
 
+// The bits of elements 0 to n - 1 in all planes.
 MEMKERN_DEVICE Planes first_elements(int n) { return ((1u << n) - 1) * kElementBits; }
 
 MEMKERN_DEVICE void store_planes(const Elementwise& t, int bits, int64_t vector, Planes planes) {

@@ -18,9 +18,9 @@ inline StepEntries layer_entries(const std::vector<StepTensor>& jobs, const Step
   return layers;
 }
 
-// A step in two passes, with the layers' trust ratios between them: launches that write its table, the
-// prologue, the ratios, and for each pass those of launch_tiles. With squares in StepArgs only one of the
-// passes runs.
+// A step in two passes, with the layers' trust ratios between them: launches that write the step's table, the
+// prologue, the ratios, and for each pass the launches of launch_tiles. With squares in StepArgs only one of
+// the passes runs.
 template <int Blocks, class Hyperparameters, class Scalars>
 void step_in_two_passes(const StepOp& op, const StepArgs& args,
                         PrologueKernel<StepGroup<Hyperparameters>, Scalars> prologue,

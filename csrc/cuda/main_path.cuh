@@ -1,8 +1,8 @@
 // The main path of a step: faster kernels for the usual tensors, with the bits of the general kernels. A
 // tensor is on the main path if it has power codes in blocks of 65 to 128 elements, rows whose length is a
-// multiple of 8, and arrays that are aligned to 16 bytes (its gradient: to its elements). The main path
-// computes once per tile what the general kernels compute for each element or block. Rare cases are behind
-// warp-uniform branches.
+// multiple of 8, a parameter and a gradient that are both fp32 or both bf16 (with_state_types), and arrays
+// that are aligned to 16 bytes (the gradient: to its elements). The main path computes once per tile what the
+// general kernels compute for each element or block. Rare cases are behind warp-uniform branches.
 #pragma once
 #include <cstddef>
 
