@@ -85,18 +85,21 @@ class BlockwiseOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch.optim's; raises before the group is added where an option or a parameter is not supported."""
         params = param_group.get("params") if isinstance(param_group, dict) else None
-        if params is not None and not isinstance(params, set):  # torch has errors for these
-            params = [params] if isinstance(params, Tensor) else list(params)
-            param_group = {**param_group, "params": params}
-            make_plain(param_group, self.defaults)
-            foreign.check_arguments(type(self), param_group)
-            tensors = [item[1] if isinstance(item, tuple) else item for item in params]
-            foreign.check_overrides(tensors)
-            default = self.defaults["max_grad_norm"]
-            norm = self.defaults["max_grad_norm"] = replaced.max_grad_norm(self.param_groups, default)
-            self._check_group_and_params({**self.defaults, **param_group, "params": tensors})
-            check_norm_of_group(param_group, norm)
+        if params is None or isinstance(params, set):
+            return super().add_param_group(param_group)  # torch raises: no dict, no params, or params without an order
+        params = [params] if isinstance(params, Tensor) else list(params)
+        param_group = {**param_group, "params": params}
+        make_plain(param_group, self.defaults)
+        foreign.check_arguments(type(self), param_group)
+        tensors = [item[1] if isinstance(item, tuple) else item for item in params]  # without names
+        foreign.check_overrides(tensors)
+        # The norm of the present groups, which a user may have set after the construction.
+        norm = replaced.max_grad_norm(self.param_groups, self.defaults["max_grad_norm"])
+        self._check_group_and_params({**self.defaults, "max_grad_norm": norm, **param_group, "params": tensors})
+        check_norm_of_group(param_group, norm)
         super().add_param_group(param_group)
+        # Set after all checks: steps clip by the default, and a group that was refused must not change it.
+        self.defaults["max_grad_norm"] = self.param_groups[-1]["max_grad_norm"] = norm
         place_lr(self.param_groups[-1])
         self._snapshots = [*getattr(self, "_snapshots", []), self._snapshot()[-1]]
         self._find_ranks()
