@@ -48,7 +48,7 @@ _AFFINE = {
     aten.mul, aten.add, aten.div, prims.convert_element_type, aten._to_copy, aten.clone, aten.view, aten.neg,
 }  # fmt: skip
 _IDENTITIES = {"add", "sub"}
-"""Operations whose backward pass may have no node: the gradient goes on as it is."""
+"""Operations whose backward pass may have no node, as the gradient at their inputs is that at their output."""
 
 
 @functools.cache
@@ -59,7 +59,7 @@ def name_of(op: Any) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """An operation of the forward pass. nodes: those of the joint graph that it is made of there."""
+    """An operation of the forward pass. nodes: the nodes into which torch decomposed it in the forward pass."""
 
     seq: int
     op: Any
@@ -73,6 +73,7 @@ class Operation:
 
     @property
     def first_source(self) -> Any:
+        """The first node among the operation's arguments, or None."""
         return next((a for a in self.nodes[0].args if isinstance(a, fx.Node)), None)
 
 
@@ -80,7 +81,7 @@ _NOTHING = Operation(-1, None, "", UNKNOWN_USER, ())
 
 
 def _row(name: str, node: fx.Node) -> User:
-    """The row of an operation: of a power it depends on the exponent, of a division on the divisor."""
+    """The row of an operation. The row of a power depends on its exponent, that of a division on its divisor."""
     if name == "pow":
         return row_of_power(node.args[1])
     if packet(node) is aten.div:
@@ -97,8 +98,12 @@ def _original(node: fx.Node) -> Any:
 
 
 def _connected(nodes: list[fx.Node], op: Any) -> tuple[fx.Node, ...]:
-    """The nodes of the first operation with a number: one without a gradient has that of the one before it."""
-    if packet(nodes[0]) is op:
+    """Those of ``nodes`` that belong to one call of ``op``: the first node's call.
+
+    All nodes have one sequence number and are of calls of ``op``. The number may be that of several calls: torch gives
+    a call without a gradient the number of the call before it.
+    """
+    if packet(nodes[0]) is op:  # a call that is not decomposed
         return (nodes[0], *(u for u in nodes[0].users if u.target is operator.getitem))
     connected, others = {nodes[0]}, set(nodes[1:])
     while more := {n for n in others if not connected.isdisjoint((*n.all_input_nodes, *n.users))}:
@@ -110,24 +115,27 @@ def _connected(nodes: list[fx.Node], op: Any) -> tuple[fx.Node, ...]:
 def out_of_place(graph: fx.Graph) -> None:
     """Makes operations in place, such as ``silu_``, look like the same out of place.
 
-    torch makes a copy of the input for the backward pass, and mostly gives the forward pass the number of the copy, one
-    above that of the backward pass.
+    Autograd copies the input of such an operation before the input is overwritten, and the backward pass reads the
+    copy. The copy's sequence number is 1 above that of the backward pass, and most often the forward nodes have the
+    copy's. Afterwards there is no copy, the backward pass reads the input, and all nodes have one number.
     """
-    parts: dict[int, list[fx.Node]] = {}
-    backward: dict[int, str] = {}
+    forward_of: dict[int, list[fx.Node]] = {}  # by sequence number
+    backward: dict[int, str] = {}  # by sequence number, the name of the operation whose backward pass has it
     for node in graph.nodes:
         seq = node.meta.get("seq_nr")
         if node.op == "call_function" and seq is not None:
             if not is_backward(node):
-                parts.setdefault(seq, []).append(node)
+                forward_of.setdefault(seq, []).append(node)
             elif not is_sum_of_gradients(node):
                 backward[seq] = name_of(_original(node)).removesuffix("_backward")
     for seq, name in backward.items():
-        copies = (n for n in parts.get(seq + 1, ()) if packet(n) is aten.clone and all(map(is_backward, n.users)))
-        forward = [n for n in parts.get(seq, []) + parts.get(seq + 1, []) if name_of(_original(n)) == name]
+        own, next_ones = forward_of.get(seq, []), forward_of.get(seq + 1, [])
+        copies = (n for n in next_ones if packet(n) is aten.clone and all(map(is_backward, n.users)))
+        forward = [n for n in own + next_ones if name_of(_original(n)) == name]
         for copy in copies:
-            if forward and copy.all_input_nodes[0] in forward[0].all_input_nodes:
-                copy.replace_all_uses_with(copy.all_input_nodes[0])
+            (x,) = copy.all_input_nodes
+            if forward and x in forward[0].all_input_nodes:
+                copy.replace_all_uses_with(x)
                 graph.erase_node(copy)
                 for node in forward:
                     node.meta["seq_nr"] = seq
@@ -136,9 +144,11 @@ def out_of_place(graph: fx.Graph) -> None:
 class Operations:
     """All operations of a joint graph's forward pass, by sequence number.
 
-    differentiated: the numbers of those through which gradients go. gated: those of the parts of ``x * gate(f(x))``,
-    with sigmoid or tanh as gate: GELU by tanh, QuickGELU. Where such a gate is so near its limits that codes of x are
-    too coarse for its derivative, the gate's derivative is a small part of the whole one.
+    differentiated: the numbers of the operations through which gradients go.
+    gated: the numbers of all operations in products ``x * gate(f(x))`` with sigmoid or tanh as the gate and a
+    polynomial f, such as QuickGELU and the GELU by tanh. There the gate's derivative, too, may be computed from codes
+    of x (:meth:`memkern.compiled.codable.UseChecker.is_gated`). Codes are too coarse for it where the gate is near its
+    limits, but there it is a small part of the product's derivative.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -149,7 +159,7 @@ class Operations:
                 parts.setdefault(seq, []).append(node)
         self.by_seq: dict[int, Operation] = {}
         for seq, nodes in parts.items():
-            # what follows an operation and needs no gradient has its number, too
+            # The first node's operation has the number. Operations after it that need no gradient have the number, too.
             op = _original(nodes[0])
             connected = _connected([n for n in nodes if _original(n) is op], op)
             self.by_seq[seq] = Operation(seq, op, name_of(op), _row(name_of(op), connected[0]), connected)
@@ -185,19 +195,25 @@ class Operations:
         return dataclasses.replace(_NOTHING, op=op, name=name_of(op), row=_row(name_of(op), node), nodes=(node,))
 
     def _gated_by(self, gate: Operation) -> set[int]:
-        """The numbers of all operations of ``x * gate(f(x))``, found by going from the gate to a product; else none."""
-        between, roots = _roots(gate.nodes[0].args[0])
-        x, seqs = gate.nodes[0], {gate.seq}
-        while len(users := [u for u in x.users if _goes_on(u)]) == 1:
+        """The numbers of all operations of ``x * gate(f(x))``; none where the gate is no part of such a product."""
+        in_f, roots = _roots(gate.nodes[0].args[0])
+        if len(roots) != 1:  # f depends on more than one value x
+            return set()
+        # From the gate on along single users: affine functions, such as the 1 + tanh of GELU, and then the product.
+        node, seqs = gate.nodes[0], {gate.seq}
+        while len(users := [u for u in node.users if _goes_on(u)]) == 1:
             user = users[0]
             seqs.add(self.of(user).seq)
-            others = [a for a in user.all_input_nodes if a is not x]
+            others = [a for a in user.all_input_nodes if a is not node]
             if not others and packet(user) in _AFFINE:
-                x = user
-            elif packet(user) is aten.mul and len(others) == 1 and _roots(others[0])[1] == roots and len(roots) == 1:
-                return seqs | {self.of(n).seq for n in between | _roots(others[0])[0]}
-            else:
+                node = user
+                continue
+            if packet(user) is not aten.mul or len(others) != 1:
                 break
+            in_other_factor, roots_of_other_factor = _roots(others[0])  # the factor x may be cast or scaled, as x / 2
+            if roots_of_other_factor != roots:
+                break
+            return seqs | {self.of(n).seq for n in in_f | in_other_factor}
         return set()
 
 
@@ -208,7 +224,10 @@ def _goes_on(node: fx.Node) -> bool:
 
 
 def _roots(node: Any) -> tuple[set[fx.Node], set[fx.Node]]:
-    """The nodes between a value and what it is a polynomial of, and the latter."""
+    """The operands of which a value is a polynomial (the roots), and the nodes that compute it from them.
+
+    Returns these nodes first.
+    """
     between: set[fx.Node] = set()
     roots: set[fx.Node] = set()
     waiting = [node]
