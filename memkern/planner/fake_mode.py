@@ -21,7 +21,9 @@ PLAIN = {
 """Types of arguments that a key of the cache contains as they are. Of tensors it contains the metadata."""
 _device = torch.ops.prim.device.default
 _meta = torch.device("meta")
-_makers: dict[Any, Callable[..., Any] | None] = {}  # the cache: functions that make a call's result; None: no one can
+# The cache: by the metadata of a call, a function that makes its result; None where no function can.
+_makers: dict[Any, Callable[..., Any] | None] = {}
+_NOT_SEEN = object()  # in place of a maker for a call that is not in the cache
 _is_cacheable: dict[Any, bool] = {}  # by operator
 
 
@@ -39,12 +41,15 @@ class FakeMode(FakeTensorMode):
     """
 
     shortens_loops = True
-    """Only a few iterations of a loop over like pieces need to run: see :mod:`memkern.functions.loops`."""
+    """Read by :func:`memkern.functions.loops.few_iterations`, which then leaves out iterations of equal memory."""
 
     @property
     def avoid_device_init(self) -> bool:
-        """Whether torch makes a tensor of given numbers, such as ``torch.tensor([0, 1])``, on the CPU first, and then a
-        fake copy on the device. By default it does so where there is no GPU, and fake CUDA claims that there is one."""
+        """Whether ``torch.tensor([0, 1], device="cuda")`` makes a CPU tensor and then a fake copy on the device.
+
+        Otherwise torch would make the tensor on the device itself. FakeTensorMode asks torch whether there is a GPU,
+        and with fake CUDA torch says so although there is none.
+        """
         return True
 
     @classmethod
@@ -93,16 +98,19 @@ class FakeMode(FakeTensorMode):
             key = (func, self._key(args), self._key(tuple(kwargs.items())) if kwargs else (), torch.get_default_dtype())
         except _NotCached:
             return self.dispatch(func, (), args, kwargs)
-        out, make = None, _makers.get(key)
-        if make is None:
+        make: Any = _makers.get(key, _NOT_SEEN)
+        if make is None:  # no function can make this call's result
+            return self.dispatch(func, (), args, kwargs)
+        if make is _NOT_SEEN:
             out = self.dispatch(func, (), args, kwargs)
-            if key not in _makers:
-                if len(_makers) >= MAX_ENTRIES:
-                    _makers.clear()
-                make = _makers[key] = _maker(out, args)
-        # Made by the maker the first time too: dispatch() has left references to its own result, with which
-        # torch.utils.swap_tensors, as of module.to(), would refuse that tensor.
-        return out if make is None else make(self, args)
+            if len(_makers) >= MAX_ENTRIES:
+                _makers.clear()
+            make = _makers[key] = _maker(out, args)
+            if make is None:
+                return out
+            # The result of dispatch() is dropped: dispatch() keeps references to it, and torch.utils.swap_tensors,
+            # which module.to() calls, refuses a tensor that others refer to.
+        return make(self, args)
 
     def _key(self, args: Any) -> tuple[Any, ...]:
         """The metadata of arguments. Raises _NotCached where the result may depend on more."""
@@ -145,9 +153,11 @@ def _maker(out: Any, args: Any) -> Callable[[FakeMode, Any], Any] | None:
     if isinstance(out, (tuple, list)):
         makers = [_maker_of_one(x, args) for x in out]
         storages = [x.untyped_storage()._cdata for x in out if isinstance(x, Tensor)]
-        inputs = _storages(args)
-        new = [s for s in storages if s not in inputs]
-        if any(m is None for m in makers) or len(set(new)) < len(new):
+        of_arguments = _storages(args)
+        new = [s for s in storages if s not in of_arguments]
+        # Each maker allocates a storage of its own, so that none can make results that share a new one.
+        results_share_a_new_storage = len(set(new)) < len(new)
+        if results_share_a_new_storage or any(m is None for m in makers):
             return None
         kind = list if isinstance(out, list) else tuple
         return lambda mode, args: kind([make(mode, args) for make in makers if make is not None])
@@ -161,7 +171,7 @@ def _empty(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) 
 
 
 def _storages(args: Any) -> dict[int, int]:
-    """The index of each tensor argument by its storage, -1 for tensors in lists."""
+    """By the storage of each tensor argument, the argument's index; -1 for tensors in lists."""
     indices: dict[int, int] = {}
     for i, x in enumerate(args):
         if isinstance(x, Tensor):
@@ -192,11 +202,12 @@ def _maker_of_one(x: Any, args: Any) -> Callable[[FakeMode, Any], Any] | None:
         fake.fake_mode = mode
         return fake
 
-    if source is None:
+    if source is None:  # a new storage
+        # The maker's storage ends with the last element. A result in a larger one has to come from torch.
         if _empty(shape, stride, dtype).untyped_storage().nbytes() != x.untyped_storage().nbytes():
             return None
         return lambda mode, args: wrapped(mode, _empty(shape, stride, dtype))
-    if source < 0:
+    if source < 0:  # a view of a tensor in a list of tensors, which ``args[source]`` could not name
         return None
 
     def view(mode: FakeMode, args: Any) -> Tensor:

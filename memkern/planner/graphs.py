@@ -34,17 +34,20 @@ class _Kernel:
 
 
 class _Session:
-    """The state of :func:`session`, in which several traces may be made: equal graphs are compiled once."""
+    """The state of :func:`session`. Its attributes are the class's own, so that there is one session in a process."""
 
     entered = False
     mode: FakeMode | None = None
-    """The mode of the trace that is being made. The thread of a backward pass on a GPU has none."""
+    """The mode of the trace that is being made, for the thread of a backward pass on a GPU, which has no mode."""
     codes: ClassVar[set[Any]] = set()  # code objects of compiled functions, whose graphs are forgotten at the end
 
 
 @contextlib.contextmanager
 def session() -> Iterator[None]:
-    """A ``with`` block in which graphs are compiled without kernels. They are forgotten at its end. May be nested."""
+    """A ``with`` block in which graphs are compiled without kernels. They are forgotten at its end. May be nested.
+
+    A plan makes many traces in one block, so that equal graphs are compiled once.
+    """
     if _Session.entered:
         yield
         return
@@ -70,22 +73,41 @@ def _enter(stack: contextlib.ExitStack) -> None:
 
     from ..compiled.torch_internals import functorch_config, inductor_config
 
+    replaced = mock.patch.object
     # Every trace has other sizes. Sizes that only a plan has seen must not make a later graph dynamic.
     dynamo: dict[str, Any] = {
         "recompile_limit": UNLIMITED, "accumulated_recompile_limit": UNLIMITED, "automatic_dynamic_shapes": False,
     }  # fmt: skip
-    for patch in (
-        inductor_config.patch(fx_graph_cache=False, compile_threads=1, shape_padding=False),
+    # Graphs without kernels must not come into torch's caches, nor graphs with kernels out of them.
+    no_caches: tuple[Any, ...] = (
+        inductor_config.patch(fx_graph_cache=False),
         functorch_config.patch(enable_autograd_cache=False),
+        replaced(PyCodeCache, "modules", []),
+        replaced(PyCodeCache, "modules_no_attr", {}),
+    )
+    # Inductor would run matrix products with and without padding and compare their times.
+    no_benchmarks = inductor_config.patch(shape_padding=False)
+    # Kernels are not compiled, so that processes which would compile them are not needed.
+    no_kernels = (
+        inductor_config.patch(compile_threads=1),
+        *(replaced(AsyncCompile, name, _compiled) for name in ("cpp_pybinding", "triton")),
+    )
+    # What the generated code calls must take fake tensors, which have no address.
+    on_fake_tensors = (
+        replaced(guards, "assert_alignment", _nothing),
+        replaced(guards, "copy_if_misaligned", lambda x: x),
+        replaced(guards, "_reinterpret_tensor", _reinterpret),
+        *(replaced(guards, f"_empty_strided_{device}", _allocator(device)) for device in ("cpu", "cuda")),
+    )
+    # Inductor computes constants with real tensors, for which there may be no GPU.
+    constants_on_cpu = replaced(UniformValueConstantFolder, "_deduce_value", _on_cpu(UniformValueConstantFolder))
+    for patch in (
         dynamo_config.patch(**dynamo),
-        mock.patch.object(PyCodeCache, "modules", []),
-        mock.patch.object(PyCodeCache, "modules_no_attr", {}),
-        mock.patch.object(UniformValueConstantFolder, "_deduce_value", _on_cpu(UniformValueConstantFolder)),
-        mock.patch.object(guards, "assert_alignment", _nothing),
-        mock.patch.object(guards, "copy_if_misaligned", lambda x: x),
-        mock.patch.object(guards, "_reinterpret_tensor", _reinterpret),
-        *(mock.patch.object(guards, f"_empty_strided_{device}", _allocator(device)) for device in ("cpu", "cuda")),
-        *(mock.patch.object(AsyncCompile, name, _compiled) for name in ("cpp_pybinding", "triton")),
+        *no_caches,
+        no_benchmarks,
+        *no_kernels,
+        *on_fake_tensors,
+        constants_on_cpu,
     ):
         stack.enter_context(patch)
 
@@ -93,10 +115,11 @@ def _enter(stack: contextlib.ExitStack) -> None:
 @contextlib.contextmanager
 def without_kernels(mode: FakeMode, model: nn.Module) -> Iterator[None]:
     """A ``with`` block for a forward and a backward pass of a model with compiled blocks on the mode's fake tensors."""
-    is_fake = torch.cuda.is_available() and not fake_cuda.torch_has_gpus()
-    with session(), gpu.inductor_sees() if is_fake else contextlib.nullcontext():
+    has_fake_cuda = torch.cuda.is_available() and not fake_cuda.torch_has_gpus()
+    with session(), gpu.inductor_sees() if has_fake_cuda else contextlib.nullcontext():
         outer_mode, _Session.mode = _Session.mode, mode
-        # For a module of torch's own, such as nn.Sequential, torch.compile compiles this wrapper of its forward method.
+        # For a module of torch's own, such as nn.Sequential, torch.compile compiles the inner function of wrap_inline,
+        # which calls the forward method. All that wrap_inline makes have one code object, here read off one of them.
         _Session.codes.add(torch._dynamo.external_utils.wrap_inline(_nothing).__code__)
         for blocks in block_lists(model):
             for block in blocks:
@@ -126,10 +149,11 @@ def _on_cpu(folder: Any) -> Any:
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Does nothing, in place of a function that reads a tensor's address."""
+    """Does nothing."""
 
 
 def _compiled(*args: Any, **kwargs: Any) -> _Kernel:
+    """A kernel that does nothing, in place of the methods of AsyncCompile that compile one."""
     return _Kernel()
 
 
