@@ -37,10 +37,12 @@ def activate(
     if not inplace:
         return apply(FewBit, x, activation, None)
     if not is_eager():
-        return x.copy_(apply(FewBit, x, activation, None))  # what torch.func and a compiler see are copies
+        # Under torch.func and torch.compile the result is computed as a new tensor, and copied to x.
+        return x.copy_(apply(FewBit, x, activation, None))
     if x.is_leaf:
         raise RuntimeError("inplace=True cannot change a leaf tensor that requires a gradient; use inplace=False")
-    return apply(FewBit, x, activation, _ops.few_bit_encode(_dense(x.detach(), x), activation.levels))
+    codes = _ops.few_bit_encode(_dense(x.detach(), x), activation.levels)  # before x is overwritten
+    return apply(FewBit, x, activation, codes)
 
 
 def check_dtype(x: Tensor) -> None:
@@ -91,7 +93,8 @@ def with_stride(grad: Tensor, stride: tuple[int, ...] | None) -> Tensor:
 class FewBit(SavesLess):
     """An activation that saves codes of its derivative, or its output and a bit per element.
 
-    codes: those of x where x is changed in place. Then there is one result, as torch allows no more where x is a view.
+    codes: where x is changed in place, the codes of its values before; else None, and ``forward`` makes them. In place
+    the function has one result, as autograd allows no more for a function that changes a view.
     """
 
     @staticmethod
@@ -103,7 +106,8 @@ class FewBit(SavesLess):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         x, activation, codes = inputs
-        # Through the tag a second derivative comes to this function and raises: as a result, or as a leaf of its own.
+        # tag: a tensor without elements that requires a gradient, through which a second derivative is noticed and
+        # raises (no_second_derivative). It is a result of this function; or, in place, a tensor of its own.
         if codes is None:
             y, codes, tag = output
             ctx.mark_non_differentiable(codes)

@@ -8,9 +8,11 @@
 So ``N / k (S Y)^T (S X)`` is an unbiased estimate of ``Y^T X``. With ``D = sum_i |x_i|^2 |y_i|^2``, its total
 variance is::
 
-    rows  (N D - |Y^T X|^2) / k * (N - k) / (N - 1)          with replacement the last factor would be 1
-    dct   that of rows with D = sum_f |x'_f|^2 |y'_f|^2 of the transformed rows, which is about
-          (|X|^2 |Y|^2 + 2 |Y^T X|^2) / N whatever the rows' norms
+    (N D - |Y^T X|^2) / k * (N - k) / (N - 1)
+
+for ``rows``; with replacement the factor (N - k) / (N - 1) would be missing. For ``dct`` the formula holds with
+``D = sum_f |x'_f|^2 |y'_f|^2`` of the transformed rows x' and y'. This D is about (|X|^2 |Y|^2 + 2 |Y^T X|^2) / N,
+however the rows' norms differ.
 
 ``rows`` has the least variance where the products |x_i| |y_i| are alike, and costs no arithmetic; ``dct`` is the safe
 choice where a few tokens carry most of the gradient.
@@ -44,12 +46,12 @@ def draw_seed(device: torch.device, generator: torch.Generator | None = None) ->
 def _mix(x: Tensor) -> Tensor:
     """A bijection of 32-bit words (T. Mueller's integer hash); every product stays below 2^63."""
     for _ in range(2):
-        x = ((x >> 16 ^ x) * 0x45D9F3B) & WORD
-    return x >> 16 ^ x
+        x = (((x >> 16) ^ x) * 0x45D9F3B) & WORD
+    return (x >> 16) ^ x
 
 
 def words(seed: Tensor, stream: int, position: Tensor) -> Tensor:
-    """Random 32-bit words as int64, one for each pair of a stream's number and a position, which are broadcast."""
+    """A random 32-bit word, as int64, for each position. Different numbers ``stream`` give independent words."""
     return _mix(_mix(position ^ _mix(seed[0] ^ stream)) ^ seed[1])
 
 
@@ -70,24 +72,30 @@ def _rows(x: Tensor, k: int, seed: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _dct(x: Tensor, k: int, seed: Tensor, dtype: torch.dtype) -> Tensor:
-    """k rows of the DCT-II of x, by Makhoul's algorithm: an FFT of the even tokens and then the reversed odd ones."""
+    """k rows of the orthonormal DCT-II of x, whose rows have random signs, by Makhoul's algorithm.
+
+    The tokens are reordered: the even ones, then the odd ones in reverse. With V the FFT of the reordered tokens, row f
+    of the DCT-II is ``norm * Re(exp(-i pi f / (2 n)) * V_f)``, which is ``norm * (cos * Re V_f + sin * Im V_f)``.
+    """
     n = len(x)
-    wide = arithmetic(x.dtype)  # FFTs take bf16 on no device
+    wide = arithmetic(x.dtype)  # no FFT takes bf16
     index = torch.arange(n, device=x.device)
     order = torch.cat([index[::2], index[1::2].flip(0)])
     signs = _signs(seed, 1, n, wide).unsqueeze(1)
     frequency = _sample(seed, 0, n, k)
-    mirrored = frequency > n // 2  # there a real signal's spectrum is the conjugate of the first half's
+    # Of real tokens rfft returns V_f up to f = n // 2. Above, V_f is the conjugate of V_(n - f).
+    mirrored = frequency > n // 2
     spectrum_rows = torch.where(mirrored, n - frequency, frequency)
     angle = frequency.unsqueeze(1).to(wide) * (constant(math.pi) / (2 * n))
+    # The orthonormal factor: sqrt(2 / n), and sqrt(1 / n) for frequency 0.
     norm = torch.where(frequency == 0, 0.5, 1.0).to(wide).mul(2 / n).sqrt().unsqueeze(1)
-    real = norm * angle.cos()
-    imaginary = norm * angle.sin() * torch.where(mirrored, -1, 1).unsqueeze(1)
+    factor_of_real = norm * angle.cos()
+    factor_of_imaginary = norm * angle.sin() * torch.where(mirrored, -1, 1).unsqueeze(1)
     out = []
     for columns in x.split(max(1, CHUNK // n), dim=1):
         spectrum = torch.view_as_real(torch.fft.rfft(columns.index_select(0, order).to(wide) * signs, dim=0))
         rows = spectrum.index_select(0, spectrum_rows)
-        out.append((real * rows[..., 0] + imaginary * rows[..., 1]).to(dtype))
+        out.append((factor_of_real * rows[..., 0] + factor_of_imaginary * rows[..., 1]).to(dtype))
     return torch.cat(out, dim=1)
 
 

@@ -20,6 +20,11 @@ def projected_tokens(share: float, tokens: int) -> int:
 
 
 class _RandomizedLinear(SavesLess):
+    """Returns the linear function's result, and the projection and the tag that it saves.
+
+    The tag, a tensor without elements, makes a second derivative raise (:func:`no_second_derivative`).
+    """
+
     reason = "randomized_linear saves a random projection of its input"
 
     @staticmethod
@@ -30,8 +35,9 @@ class _RandomizedLinear(SavesLess):
         # Computed here, as TorchDynamo takes no symbolic result for an argument of a function.
         k = projected_tokens(share, tokens)
         if torch.compiler.is_compiling():
-            # torch 2.13's partitioner recomputes a random number in the backward graph, where it is another one, unless
-            # the forward graph's result depends on it. The seed's words are below 2^32, so this adds 0.
+            # Both passes must have one seed. torch 2.13's partitioner draws random numbers anew in the backward graph,
+            # with other values, unless the forward graph's result depends on them. So the result gets a term of the
+            # seed. The term is 0, as the seed's words are below 2^32.
             zero = (seed[0] >> 32).to(weight.dtype)
             y = F.linear(x, weight, zero.expand(len(weight)) if bias is None else bias + zero)
         else:
@@ -47,8 +53,8 @@ class _RandomizedLinear(SavesLess):
         ctx.tokens, ctx.shape = x.shape[:-1].numel(), x.shape
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(projected)
-        # The seed as a tensor, not as an attribute of ctx: under non-reentrant checkpointing an attribute would stay
-        # that of the first forward pass, beside the projection of the recomputed one.
+        # The seed is saved as a tensor, like the projection that was made with it. Non-reentrant checkpointing replaces
+        # saved tensors by those of the recomputed forward pass, which may draw another seed, but no attributes of ctx.
         ctx.save_for_backward(weight if ctx.needs_input_grad[0] else None, projected, seed, tag)
 
     @staticmethod
@@ -125,7 +131,9 @@ def randomized_linear(
     Source: Bershatsky et al., "Memory-Efficient Backpropagation through Large Linear Layers" (arXiv 2201.13195).
     """
     check_options(share, projection, min_tokens)
-    if not needs_gradient(weight):  # first: a program that torch.export records is for any number of tokens
+    # needs_gradient is False under torch.export, too. So this comes before the comparisons of the number of tokens,
+    # which would bind a program that is recorded to some numbers of tokens.
+    if not needs_gradient(weight):
         return F.linear(x, weight, bias)
     tokens, share = x.shape[:-1].numel(), constant(share)
     if tokens < min_tokens or projected_tokens(share, tokens) >= tokens:
