@@ -55,7 +55,7 @@ class BlockwiseOptimizer(Optimizer):
     found_inf: Tensor | None
     _snapshots: list[replaced.Snapshot]  # of each group, as it was at the last step
     _elsewhere: set[int]  # ids of DTensors on meshes without this rank, which does not step them
-    _all_ranks: collectives.AllRanks  # those that have a part of any parameter, and decide together
+    _all_ranks: collectives.AllRanks  # the ranks that have a part of any parameter, and decide together
     _overlaps: dict[int, int]  # the turns of parameters that share memory: overlap_order in plan.py
     _buffers: dict[Any, Tensor]  # memory in which parameters with gaps are stepped, by device and dtype
 
@@ -140,7 +140,10 @@ class BlockwiseOptimizer(Optimizer):
         shards.check_flat_shard(p, self._needs_norms(group["max_grad_norm"]))
 
     def _trained(self, group: dict[str, Any]) -> list[Tensor]:
-        """The group's parameters that train or have a state, without lazy ones. Frozen ones may be 4-bit weights."""
+        """The group's parameters that train or have a state, without lazy ones.
+
+        Only these are checked: frozen parameters may have dtypes that no step takes, such as weights in 4 bits.
+        """
         return [
             p
             for p in group["params"]
@@ -244,7 +247,10 @@ class BlockwiseOptimizer(Optimizer):
     @torch.inference_mode(False)
     def _convert_storage(self, p: Tensor, group: dict[str, Any]) -> None:
         """Converts a state that is not stored as its parameter and its group ask for."""
-        if not self.state.get(p) or (state := self._state_in_format(p, group)).format is None:
+        if not self.state.get(p):
+            return
+        state = self._state_in_format(p, group)
+        if state.format is None:  # no step yet: the entries are a wrapper's
             return
         like = self._stand_in(p, True)
         if "step" in state:  # users write numbers there, and tensors on the CPU
@@ -252,10 +258,15 @@ class BlockwiseOptimizer(Optimizer):
             dtype = step.dtype if isinstance(step, Tensor) else torch.float32  # the op refuses other tensors
             state["step"] = torch.as_tensor(step, dtype=dtype, device=like.device)
         new = converted(self._op_of(group), state, like, group)
-        state.replace(new or {**state}, Format.of(group))
+        entries = {**state} if new is None else new  # None: they are stored as the group asks for
+        state.replace(entries, Format.of(group))
 
     def _state_in_format(self, p: Tensor, group: dict[str, Any]) -> State:
-        """The state of a parameter. One without a format, put there by others, gets the group's."""
+        """The state of a parameter, as a State.
+
+        Users and wrappers may have put a dict there, or entries after a step without a format. Such a state is taken to
+        be in the group's format. A State that has no step yet keeps None as its format.
+        """
         state = self.state[p]
         if type(state) is not State or (state.format is None and "step" in state):
             self.state[p] = state = State.of(state, Format.of(group))
@@ -318,8 +329,9 @@ class BlockwiseOptimizer(Optimizer):
     def _init_group(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
         """Appends the group's parameters that have a gradient, and their gradients, to the lists.
 
-        At the first group it follows what has changed in all groups, and under a trace makes the states, which a traced
-        step cannot make. Both are done here because TorchDynamo runs a method of this name, torch.optim's, eagerly.
+        The call for the first group does more, for all groups: it follows what has changed in them, and while
+        TorchDynamo traces the step it makes the states that are missing, which a traced step cannot make. This is done
+        here because TorchDynamo does not trace a method of this name, which torch.optim's optimizers have: it calls it.
         """
         if group is self.param_groups[0]:
             self._follow_groups()
@@ -333,17 +345,23 @@ class BlockwiseOptimizer(Optimizer):
                 grads.append(g)
 
     def _plan(self, params: Sequence[Tensor], group_of_each: list[int]) -> StepPlan:
-        """The plan of a step of ``params``, the last one if nothing changed. group_of_each: their groups' numbers."""
+        """The plan of a step of ``params``: the last plan if nothing has changed since, else a new one.
+
+        group_of_each: the number of each parameter's group.
+        """
         groups, states = self.param_groups, self.state
         if not torch.compiler.is_compiling():
             state_of_each = [states[p] for p in params]
-            plan = getattr(state_of_each[0], "plan", None) if params else None  # every state has that of its last step
+            # Each state keeps the plan of its last step. A plan that still fits is the plan of all states, so also of
+            # the first one.
+            plan = getattr(state_of_each[0], "plan", None) if params else None
             if plan is not None and plan.still_fits(params, group_of_each, state_of_each, groups, self._snapshots):
                 return plan
             self._prepare([(p, groups[k]) for p, k in zip(params, group_of_each, strict=True)])
         entries = [Entry(p, k, states[p], self._op_of(groups[k])) for p, k in zip(params, group_of_each, strict=True)]
         all_ranks = self._all_ranks
-        if getattr(self, "_is_restricted", False):  # by StepInBackward, which steps parameters by themselves
+        # StepInBackward sets this while it steps some parameters alone: only the ranks that have parts of them step.
+        if getattr(self, "_is_restricted", False):
             all_ranks = all_ranks.of(params)
         plan = StepPlan(entries, groups, all_ranks, self._overlaps, self._snapshots, self._stage_of)
         if not torch.compiler.is_compiling():
@@ -372,8 +390,12 @@ class BlockwiseOptimizer(Optimizer):
         return error
 
     def _reads_tensors(self) -> bool:
-        """Whether hyperparameters other than lr are tensors, whose first values a compiled op would keep."""
-        options = [group[key] for group in self.param_groups for key in READ_AT_EACH_STEP[1:] if key in group]
+        """Whether hyperparameters other than lr are tensors.
+
+        A compiled step would keep their first values: an op takes these hyperparameters as floats, lr as a tensor.
+        """
+        names = [name for name in READ_AT_EACH_STEP if name != "lr"]
+        options = [group[name] for group in self.param_groups for name in names if name in group]
         return any(
             isinstance(x, Tensor)
             for option in options

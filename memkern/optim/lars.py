@@ -34,13 +34,14 @@ class LARS(LayerwiseOptimizer):
         p = p - lr * m                               (nesterov: p = p - lr * (d + momentum * m))
 
     The trust ratio, ``|p| / |m|`` or ``ratio``, is one number per tensor, or per layer of it (``layers``). It is 1
-    where a norm is 0 or NaN, and where ``weight_decay`` is 0 unless ``always_adapt``: so for biases and norms in a
-    group without decay. With ``trust_bounds`` it has ``phi(|p|) = min(max(|p|, low), high)`` in place of ``|p|``.
+    where ``|p|`` is 0 or NaN, or ``|m|`` is (in the classic form ``|g|``). It is also 1 where ``weight_decay`` is 0,
+    unless ``always_adapt``: so for biases and weights of normalization layers in a group without decay. With
+    ``trust_bounds`` the ratio has ``phi(|p|) = min(max(|p|, low), high)`` in place of ``|p|``.
 
     Args:
         params: tensors, named tensors or groups, as for :class:`memkern.optim.Adam`.
-        lr: learning rate, a float or a 0-dim tensor. Without ``trust_coeff`` the share of a layer's norm that a step
-            moves. Default 1e-3.
+        lr: learning rate, a float or a 0-dim tensor. Without ``trust_coeff`` a step moves a layer by ``lr * |p|``,
+            unless its trust ratio is 1. Default 1e-3.
         momentum: decay of the momentum, from 0 to below 1. Default 0.9.
         dampening: classic form only. Default 0.
         weight_decay: default 1e-4.
@@ -59,8 +60,9 @@ class LARS(LayerwiseOptimizer):
             as for :class:`memkern.optim.Adam`.
 
     The state is ``step``, ``exp_avg`` (m), in 8 bits with ``exp_avg_scale``, and ``trust_ratio``, float32 of shape
-    (layers,). A step with an 8-bit state reads and writes 23.09 bytes per fp32 parameter (13.09 in bf16) in the
-    first form, 22.06 in the classic one (12.06): one pass reads for the norms, one updates.
+    (layers,). With an 8-bit state a step of the first form reads and writes 23.09 bytes per fp32 parameter, or 13.09
+    per bf16 parameter; a step of the classic form 22.06 or 12.06. These are two passes: the first reads what the norms
+    are of, the second updates.
 
     Differs from timm.optim.Lars: ``trust_coeff`` is None by default (timm: 1e-3), lr 1e-3 (1.0), momentum 0.9 (0)
     and weight_decay 1e-4 (0, which turns the trust ratio off).
