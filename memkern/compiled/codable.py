@@ -64,12 +64,15 @@ def has_known_blocks(x: Tensor) -> bool:
 
 
 def _is_decision(x: Any) -> bool:
-    """Whether a value is the result of a comparison. Whether that may be made of codes was decided there."""
+    """Whether a value is no floats, as the result of a comparison.
+
+    Its uses are not checked: whether the comparison may read codes was decided at the comparison.
+    """
     return isinstance(x, Tensor) and not x.dtype.is_floating_point
 
 
 def _before_copies(node: Any, copies: Collection[Any]) -> Any:
-    """The node before operations that make copies or views."""
+    """The node whose value a node has, found by going back through ``copies``: operations that make copies or views."""
     while packet(node) in copies and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
@@ -77,19 +80,23 @@ def _before_copies(node: Any, copies: Collection[Any]) -> Any:
 
 def _producer(node: fx.Node) -> fx.Node:
     """The node that computed a value, before copies, views and splits."""
-    while packet(base := _before_copies(node, _SAME_CODEC)) is operator.getitem and packet(base.args[0]) in _SPLITS:
-        node = base.args[0].all_input_nodes[0]
-    return base
+    while True:
+        base = _before_copies(node, _SAME_CODEC)
+        is_part = packet(base) is operator.getitem and packet(base.args[0]) in _SPLITS
+        if not is_part:
+            return base
+        node = base.args[0].all_input_nodes[0]  # the tensor that was split
 
 
 def codec_of(operations: Operations, node: fx.Node) -> str | None:
-    """The name of the codec of a value, by what made it."""
+    """The name of the codec in which a value may be saved, by the operation that computed it; None for no codec."""
     base = _producer(node)
     if NOT_CODED in base.meta:
         return None
     operation = operations.of(base)
     if operation.seq not in operations.differentiated:  # what needs no gradient is never rounded
         return None
+    # log_softmax saves its result; its backward pass computes the probabilities from it.
     if packet(base) is aten.exp and is_backward(base) and operation.name == "log_softmax":
         return None if _comes_in_16_bits(base) else PROBABILITY
     if is_backward(base) or base.op != "call_function" or _is_statistic(base, operation):
@@ -121,7 +128,7 @@ def _is_softmax(node: fx.Node) -> bool:
 
 
 def _comes_in_16_bits(probabilities: fx.Node) -> bool:
-    """Whether a softmax is of 16-bit logits. These take no more memory at the peak than codes and their encoding."""
+    """Whether probabilities are of 16-bit logits, which take no more memory at the peak than codes and the encoding."""
     node: Any = probabilities
     while packet(node) in (aten.exp, aten.sub) or packet(node) in VIEWS:
         node = node.args[0]
@@ -130,7 +137,11 @@ def _comes_in_16_bits(probabilities: fx.Node) -> bool:
 
 
 def _is_result(operations: Operations, node: fx.Node, op: Operation) -> bool:
-    """Whether a node is an operation's result, and not a step before it; a last step may be a view, as stack's is."""
+    """Whether a node has an operation's result, and not a value on the way to it.
+
+    The node has the result where the graph's output or another operation uses it, where a view of it has the result,
+    as in the decomposition of stack, or where only the backward pass uses it.
+    """
     users = [u for u in node.users if u.op == "output" or not is_backward(u)]
     return not users or any(
         u.op == "output" or operations.of(u).seq != op.seq or (packet(u) in VIEWS and _is_result(operations, u, op))
@@ -141,8 +152,10 @@ def _is_result(operations: Operations, node: fx.Node, op: Operation) -> bool:
 class _Use(NamedTuple):
     """A node that uses a value in codes, or what is computed from one.
 
-    operand: what it uses. operation: the node's. is_value: whether the operand is the value itself, also as a view, in
-    another dtype or negative. x: the value in codes. codec: its codec. producer: the node that computed it.
+    operand: what the node uses.
+    operation: the operation that the node is part of.
+    is_value: whether the operand is the value in codes itself, also as a view, in another dtype or negative.
+    x, codec, producer: the value in codes, its codec, and the node that computed it.
     """
 
     node: fx.Node
@@ -182,21 +195,22 @@ class UseChecker:
         x, producer = value(first), _producer(first)
         waiting, same_value = list(nodes), set(nodes)
         visited = set(nodes)
+        is_joint = in_backward is not None
         while waiting:
             operand = waiting.pop()
             for node in operand.users:
                 if node.op == "output":
-                    if in_backward is not None and not is_backward(operand):
-                        continue  # of the forward pass
+                    if is_joint and not is_backward(operand):
+                        continue  # the forward pass returns it, and has the exact values
                     return "output", node
-                if in_backward is not None and not in_backward[node]:
+                if is_joint and not in_backward[node]:
                     continue
                 use = _Use(node, operand, self.operations.of(node), operand in same_value, codec, producer, x)
                 kind, bears = next((kind, bears) for kind, (matches, bears) in USE_KINDS.items() if matches(self, use))
                 if not bears(self, use):
                     return kind, node
                 if node in self.gradients.nodes:
-                    continue
+                    continue  # the gradient bears the errors here, and so does all that is computed from it
                 if kind == SAME:
                     same_value.add(node)
                 if node not in visited and not _is_decision(value(node)):
@@ -207,8 +221,9 @@ class UseChecker:
     def is_of_another_norm(self, use: _Use) -> bool:
         """Whether a node is of the backward pass of a norm whose normalized value is not the value in codes.
 
-        There a multiple of the mean is subtracted from a multiple of x, for which codes of x are too coarse. Several
-        norms of one input share one normalized value.
+        Such a backward pass subtracts a multiple of the mean from a multiple of x. Codes of x are too coarse for the
+        difference. Several norms of one input share one normalized value, so that the value in codes may be that of
+        several norms.
         """
         operation = use.operation
         if operation.name not in _NORMS or not (is_backward(use.node) or use.node in self.gradients.nodes):
@@ -218,18 +233,23 @@ class UseChecker:
         return operation.seq not in {self.operations.of(n).seq for n in normalized}
 
     def is_same(self, use: _Use) -> bool:
-        """A view, a cast, or the negative result of softmax's backward pass, g p - p sum(g p), which torch computes as
-        fma(-p, sum(g p), g p).
+        """Whether a node has the value in codes: as a view, in another dtype, or negative.
+
+        Negative: softmax's backward pass, g p - p sum(g p), is computed by torch as fma(-p, sum(g p), g p).
         """
         is_negative = use.called is aten.neg and is_backward(use.node) and use.operation.name in _RESULT_CODECS
         return use.is_value and (use.is_copy or is_negative)
 
     def is_gated(self, use: _Use) -> bool:
-        """Whether a node is of ``x * gate(f(x))``, where codes of x do little harm to the gate's derivative."""
+        """Whether a node is of ``x * gate(f(x))``, whose derivative bears codes of x (:class:`Operations`)."""
         return use.operation.seq in self.operations.gated and use.called not in _COMPARISONS
 
     def may_be_deviation(self, node: fx.Node) -> bool:
-        """Whether a node has a number for each row, and is no input, as weights of channels, nor a gate's result."""
+        """Whether a node may have the numbers by which a norm scales its rows.
+
+        That is: it has one number for each row, and is neither an input, such as weights of channels, nor a gate's
+        result.
+        """
         x, producer = value(node), _producer(node)
         is_of_rows = isinstance(x, Tensor) and x.dim() > 0 and x.shape[-1] == 1 and x.numel() > 1
         return is_of_rows and producer.op == "call_function" and self.operations.of(producer).name not in _GATES
