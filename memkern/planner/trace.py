@@ -29,8 +29,9 @@ CHANNELS = 16  # in a block of oneDNN's layouts; input channels are padded to a 
 def _adds_gradients(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether autograd itself adds two gradients of one tensor, and may write the sum over the first.
 
-    Autograd does so where it holds the only reference to a tensor that is no view, but never with tensors of a subclass
-    such as fake tensors. Whether another reference existed shows afterwards: the first is freed only without one.
+    Autograd adds in place where it holds the only reference to the first gradient, and this is no view. With tensors of
+    a subclass, such as fake tensors, it never does. Whether other references existed is known later: where there are
+    none, the first gradient is freed after the sum (:func:`_in_place_sums`).
     """
     if func is not torch.ops.aten.add.Tensor or kwargs or torch.is_grad_enabled() or len(args) != 2:
         return False
@@ -58,11 +59,14 @@ def _called_by_autograd() -> bool:
 class Trace:
     """The storages of a forward and a backward pass, without those that exist before.
 
-    A clock counts the operators that have run so far. accumulated: by a parameter's gradient, the clock when it was
-    accumulated. forward_end: of the forward pass. block_clocks: for each block in turn, the beginning of its forward
-    pass, and when the last of its gradients was accumulated. block_ends: the latter by each gradient of a block.
-    output_begin: of the output layer's backward pass; None where it is not known. batch: bytes of the inputs and
-    labels, which exist before.
+    All times are clocks: a clock counts the operators that have run so far.
+
+    accumulated: by a parameter's gradient, when it was accumulated.
+    forward_end: when the forward pass ended.
+    block_clocks: for each block in turn, when its forward pass began, and when its last gradient was accumulated.
+    block_ends: by each gradient of a block, when the block's last gradient was accumulated.
+    output_begin: when the output layer's backward pass began; None where this is not known.
+    batch: bytes of the inputs and labels, which exist before.
     """
 
     storages: list[Storage]
@@ -93,20 +97,24 @@ class Trace:
         return {FORWARD: slice(0, self.forward_end), BACKWARD: slice(self.forward_end, self.end)}
 
     def operator_numbers(self, phase: str) -> list[int]:
-        """Indices of a phase's operators but those with empty results, whose number may depend on all blocks."""
+        """Indices of a phase's operators, without those whose results all have no elements.
+
+        How many of these there are may depend on all blocks, so that they cannot be aligned.
+        """
         indices = range(self.end)[self.phases[phase]]
         shapes_of = {i: self.operators[i][1:] for i in indices}
-        return [i for i, shapes in shapes_of.items() if not shapes or any(map(all, shapes))]
+        return [i for i, shapes in shapes_of.items() if not shapes or any(0 not in shape for shape in shapes)]
 
     def live_bytes(
         self, *, free_gradients: bool, unit: int, devices: int = 1, weights_on_host: bool = False
     ) -> dict[str, list[int]]:
         """Bytes at each clock by category, sizes rounded up to multiples of ``unit``.
 
-        free_gradients: each gradient is freed when it has been accumulated. devices: where there are several, each
-        keeps its shard of a block's gradients (or, with free_gradients, nothing) once the block's last one has been
-        accumulated. weights_on_host: the same on one device, whose gradients go to the host; those outside of the
-        blocks do so one by one.
+        free_gradients: whether gradients are freed: each one when it has been accumulated, or as below.
+        devices: how many. Of several, each keeps its shard of a block's gradients once the block's last gradient has
+            been accumulated; with free_gradients it keeps nothing then.
+        weights_on_host: whether gradients go to the host, on one device: a block's once its last gradient has been
+            accumulated, the other gradients each by itself.
         """
         changes = {category: [0] * (self.end + 3) for category in CATEGORIES}
         for s in self.storages:
@@ -118,26 +126,29 @@ class Trace:
             other_category[gradient_from] -= size
             if gradient_from < died:
                 block_end = self.block_ends.get(s, gradient_from if weights_on_host else died)
-                reduced = max(gradient_from, block_end) if devices > 1 or weights_on_host else gradient_from
-                shard = 0 if free_gradients else -(-size // devices)
+                reduced_at = max(gradient_from, block_end) if devices > 1 or weights_on_host else gradient_from
+                kept_size = 0 if free_gradients else -(-size // devices)  # the shard, on one device the whole gradient
                 changes["gradients"][gradient_from] += size
-                changes["gradients"][min(reduced + 1, died)] -= size - shard
-                changes["gradients"][died] -= shard
+                changes["gradients"][min(reduced_at + 1, died)] -= size - kept_size
+                changes["gradients"][died] -= kept_size
         return {category: list(itertools.accumulate(change))[: self.end + 1] for category, change in changes.items()}
 
 
 def aligned(few: Trace, many: Trace) -> dict[str, list[tuple[int, int]]] | None:
     """Aligns two traces, the second with one more block: by phase, pairs of clocks at the same place in the model.
 
-    A clock of the first trace is aligned from the beginning, or from the end, or both. Of three blocks or more, the
-    last is not aligned from the beginning and the first not from the end: what a block holds may be freed in the next
-    one, so that they are unlike those between them. None where the traces differ in more than a block.
+    A clock of the first trace is aligned by the operators before it, by the operators after it, or by both. Of three
+    blocks or more, the last is not aligned from the beginning and the first not from the end: what a block holds may
+    be freed in the next block, so that the first and the last block are unlike those between them.
+
+    Returns None where the traces differ in more than a block.
     """
     clocks = {}
     for phase in few.phases:
         few_indices, many_indices = few.operator_numbers(phase), many.operator_numbers(phase)
         a, b = [few.operators[i] for i in few_indices], [many.operators[i] for i in many_indices]
-        from_begin, from_end, block = _common(a, b), _common(a[::-1], b[::-1]), len(b) - len(a)  # counts of operators
+        # Three counts of operators: that are equal at the beginning, that are equal at the end, and of one block.
+        from_begin, from_end, block = _common(a, b), _common(a[::-1], b[::-1]), len(b) - len(a)
         if block > 0:
             if from_begin + from_end < len(a) + block:
                 return None

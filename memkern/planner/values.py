@@ -37,7 +37,10 @@ INDEXING = {aten.index.Tensor, aten.index_put_.default}
 """Operators whose second argument is a list of indices, which may be masks."""
 
 DIMENSION_OF = {aten.argmax.default: 1, aten.max.dim: 1, aten.sort.default: 1, aten.topk.default: 2}
-"""Operators that return indices along a dimension, all but the first after values: the place of that argument."""
+"""Operators that return indices along a dimension, with the place of the argument ``dim``.
+
+argmax returns the indices alone, the others return values and then indices.
+"""
 ASSUMED = {
     aten.all.default, aten.all.dim, aten.all.dims, aten.any.default, aten.any.dim, aten.any.dims,
     aten.isnan.default, aten.isinf.default, *DIMENSION_OF,
@@ -56,7 +59,7 @@ CTC_LOSS: dict[Any, Any] = {
     aten._ctc_loss.Tensor: _ctc_loss,
     aten._ctc_loss_backward.Tensor: lambda _, log_probs, *rest: torch.zeros_like(log_probs),
 }
-"""Operators that read the lengths of sequences, and functions in their place."""
+"""Operators that read the lengths of sequences, which fake tensors do not have, and functions in their place."""
 
 
 class _Unknown(Exception):
@@ -78,7 +81,10 @@ class Values:
         self._known: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}  # by a fake tensor's id: it, and its values
 
     def _values(self, x: Tensor) -> Tensor:
-        """A tensor's values, on the CPU. Raises _Unknown. Call with dispatch modes disabled: it copies real tensors."""
+        """A tensor's values, on the CPU; of a real tensor a copy. To be called with dispatch modes disabled.
+
+        Raises _Unknown where the tensor has none.
+        """
         if isinstance(x, FakeTensor):
             reference, values = self._known.get(id(x), (None, None))
             if reference is not None and values is not None and reference() is x:
@@ -95,7 +101,7 @@ class Values:
             self._mode.fake_tensor_converter.invalidate_constant_aliases(x.constant)
 
     def _forget_written(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Takes the values from what an operator has written without knowing them."""
+        """Takes the values from the tensors that an operator has written, where the new values are not known."""
         for x in _mutated(func, args, kwargs):
             self.forget(x)
 
@@ -132,7 +138,7 @@ class Values:
                 raise _Unknown from error
 
     def _lacks_values(self, args: Any) -> bool:
-        """Whether a fake tensor among the arguments has no values. The first one usually decides it."""
+        """Whether a fake tensor among the arguments has no values."""
         for x in args:
             if isinstance(x, FakeTensor):
                 if id(x) not in self._known:
@@ -142,7 +148,10 @@ class Values:
         return False
 
     def around(self, func: Any, args: Any, kwargs: Any, run: Callable[..., Any]) -> Any:
-        """Returns ``run(func, args, kwargs)``, or what it would return if fake tensors had the values known here."""
+        """Returns what ``run(func, args, kwargs)`` would return if fake tensors had the values that are known here.
+
+        Without such values, and for operators that need none, this is ``run(func, args, kwargs)`` itself.
+        """
         if _is_ordinary(func) and self._lacks_values(args):
             out = run(func, args, kwargs)
             self._forget_written(func, args, kwargs)
@@ -162,7 +171,7 @@ class Values:
                 if func is aten.index.Tensor:  # the masks may have values though the tensor has none
                     return func(args[0], self._without_masks(args[1]))
                 return _needing_the_most(func, args, kwargs)
-            if func is aten.index_put_.default:  # has written into the stored values, in place
+            if func is aten.index_put_.default:  # _compute has written into the values that are stored for args[0]
                 return args[0]
             return tree_map(lambda x: self._fake_of(x, args[0]), values)
         out = func(*args, **kwargs)
@@ -267,13 +276,15 @@ def _assumed(func: Any, args: Any, out: Any) -> Any:
             return torch.ones(out.shape, dtype=torch.bool)
         if func in (aten.any.default, aten.any.dim, aten.any.dims, aten.isnan.default, aten.isinf.default):
             return torch.zeros(out.shape, dtype=torch.bool) if out.numel() <= LARGEST else None
-        is_single, place = isinstance(out, Tensor), DIMENSION_OF[func]
-        dim = args[place] if len(args) > place else None if is_single else -1
-        shape = out.shape if is_single else out[1].shape
+        returns_indices_alone, place = isinstance(out, Tensor), DIMENSION_OF[func]
+        # Without dim argmax is of the flattened tensor, for which nothing is assumed; the others take the last one.
+        dim = args[place] if len(args) > place else None if returns_indices_alone else -1
+        shape = out.shape if returns_indices_alone else out[1].shape
         if dim is None or not args[0].dim() or shape.numel() > LARGEST:
             return None
-        indices = _in_turn(shape, args[0].shape[dim], dim if len(shape) == args[0].dim() else -1)
-        return indices if is_single else (None, indices)
+        keeps_dim = len(shape) == args[0].dim()
+        indices = _in_turn(shape, args[0].shape[dim], dim if keeps_dim else -1)
+        return indices if returns_indices_alone else (None, indices)
 
 
 def _in_turn(shape: torch.Size, below: int, dim: int) -> Tensor:
