@@ -179,8 +179,9 @@ class Choice:
     def _lifted(self, graph: fx.Graph, info: Any, coded: bool) -> list[fx.Node]:
         """The values that torch's cut saves without the bans of ``_LIFTED``.
 
-        Values used both at once and much later are computed again too, if that saves less and has no higher peak, as
-        with a router's results for experts. For sums that the next layer needs the peak is mostly higher.
+        By default torch's cut saves a value that is used both soon and much later. Where less is saved and the peak is
+        no higher if such values are computed again, they are: a router's results for experts are an example. For sums
+        that the next layer needs the peak is mostly higher.
         """
         policies = {CheckpointPolicy.PREFER_RECOMPUTE: constants(graph)}
         if coded:
@@ -200,11 +201,12 @@ class Choice:
         return size_of(storages(saved, _held_by_caller(graph)))
 
     def _products_again(self, graph: fx.Graph, info: Any, best: list[fx.Node]) -> list[fx.Node]:
-        """The values to save with as few products computed again as the limit takes, or with the lowest peak.
+        """The values to save: with as few products computed again as the limit takes, else those of the lowest peak.
 
-        best: the values with no product computed again. Products come first that take the fewest operations for a byte,
-        then earlier ones, whose results are needed when most of the others are freed. The peak rises where one value
-        is computed again through many layers, because all their results are there at once.
+        best: the values with no product computed again. Of the products those are computed again first that take the
+        fewest operations for a byte of their results (torch's estimate). Of equal ones the earlier ones come first:
+        their results are needed when most of the others are freed. The peak rises where one value is computed again
+        through many layers, because the results of all these layers are there at once.
         """
         ops = partitioners.get_default_op_list()
         products = [n for n in info.required_fw_nodes if _is_repeatable_product(n, ops)]

@@ -64,10 +64,7 @@ def has_known_blocks(x: Tensor) -> bool:
 
 
 def _is_decision(x: Any) -> bool:
-    """Whether a value is no floats, as the result of a comparison.
-
-    Its uses are not checked: whether the comparison may read codes was decided at the comparison.
-    """
+    """Whether a value is a comparison's result. Whether the comparison may read codes was decided at the comparison."""
     return isinstance(x, Tensor) and not x.dtype.is_floating_point
 
 
@@ -80,12 +77,10 @@ def _before_copies(node: Any, copies: Collection[Any]) -> Any:
 
 def _producer(node: fx.Node) -> fx.Node:
     """The node that computed a value, before copies, views and splits."""
-    while True:
-        base = _before_copies(node, _SAME_CODEC)
-        is_part = packet(base) is operator.getitem and packet(base.args[0]) in _SPLITS
-        if not is_part:
-            return base
-        node = base.args[0].all_input_nodes[0]  # the tensor that was split
+    base = _before_copies(node, _SAME_CODEC)
+    while packet(base) is operator.getitem and packet(base.args[0]) in _SPLITS:
+        base = _before_copies(base.args[0].all_input_nodes[0], _SAME_CODEC)  # of the tensor that was split
+    return base
 
 
 def codec_of(operations: Operations, node: fx.Node) -> str | None:
@@ -137,11 +132,8 @@ def _comes_in_16_bits(probabilities: fx.Node) -> bool:
 
 
 def _is_result(operations: Operations, node: fx.Node, op: Operation) -> bool:
-    """Whether a node has an operation's result, and not a value on the way to it.
-
-    The node has the result where the graph's output or another operation uses it, where a view of it has the result,
-    as in the decomposition of stack, or where only the backward pass uses it.
-    """
+    """Whether a node has an operation's result, not a value on the way to it: the output, another operation or only the
+    backward pass uses the node, or a view of it has the result, as in the decomposition of stack."""
     users = [u for u in node.users if u.op == "output" or not is_backward(u)]
     return not users or any(
         u.op == "output" or operations.of(u).seq != op.seq or (packet(u) in VIEWS and _is_result(operations, u, op))
@@ -152,8 +144,7 @@ def _is_result(operations: Operations, node: fx.Node, op: Operation) -> bool:
 class _Use(NamedTuple):
     """A node that uses a value in codes, or what is computed from one.
 
-    operand: what the node uses.
-    operation: the operation that the node is part of.
+    operand: what the node uses. operation: the operation that the node is part of.
     is_value: whether the operand is the value in codes itself, also as a view, in another dtype or negative.
     x, codec, producer: the value in codes, its codec, and the node that computed it.
     """
@@ -221,9 +212,8 @@ class UseChecker:
     def is_of_another_norm(self, use: _Use) -> bool:
         """Whether a node is of the backward pass of a norm whose normalized value is not the value in codes.
 
-        Such a backward pass subtracts a multiple of the mean from a multiple of x. Codes of x are too coarse for the
-        difference. Several norms of one input share one normalized value, so that the value in codes may be that of
-        several norms.
+        Such a backward pass subtracts a multiple of the mean from a multiple of x, and codes of x are too coarse for
+        the difference. Several norms of one input share one normalized value.
         """
         operation = use.operation
         if operation.name not in _NORMS or not (is_backward(use.node) or use.node in self.gradients.nodes):
@@ -233,10 +223,8 @@ class UseChecker:
         return operation.seq not in {self.operations.of(n).seq for n in normalized}
 
     def is_same(self, use: _Use) -> bool:
-        """Whether a node has the value in codes: as a view, in another dtype, or negative.
-
-        Negative: softmax's backward pass, g p - p sum(g p), is computed by torch as fma(-p, sum(g p), g p).
-        """
+        """Whether a node has the value in codes: as a view, in another dtype, or negative, as torch computes softmax's
+        backward pass, g p - p sum(g p), as fma(-p, sum(g p), g p)."""
         is_negative = use.called is aten.neg and is_backward(use.node) and use.operation.name in _RESULT_CODECS
         return use.is_value and (use.is_copy or is_negative)
 
@@ -245,11 +233,8 @@ class UseChecker:
         return use.operation.seq in self.operations.gated and use.called not in _COMPARISONS
 
     def may_be_deviation(self, node: fx.Node) -> bool:
-        """Whether a node may have the numbers by which a norm scales its rows.
-
-        That is: it has one number for each row, and is neither an input, such as weights of channels, nor a gate's
-        result.
-        """
+        """Whether a node may have the numbers by which a norm scales its rows: one for each row, and neither an input,
+        such as weights of channels, nor a gate's result."""
         x, producer = value(node), _producer(node)
         is_of_rows = isinstance(x, Tensor) and x.dim() > 0 and x.shape[-1] == 1 and x.numel() > 1
         return is_of_rows and producer.op == "call_function" and self.operations.of(producer).name not in _GATES

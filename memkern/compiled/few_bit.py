@@ -1,7 +1,7 @@
-"""Saves codes of an activation's derivative in place of its input, where a compiled graph saves that for nothing else.
+"""Saves codes of an activation's derivative in place of its input, where the backward pass uses the input for no more.
 
 memkern's modules save the same codes (:mod:`memkern.functions.activation`); here no module is swapped. Where the
-backward pass uses the input for anything else too, the input stays saved and the derivative is computed from it.
+backward pass uses the input for anything else, too, the input stays saved and the derivative is computed from it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NAMES = {
     aten.hardswish: "hardswish",
     aten.log_sigmoid_forward: "logsigmoid",
 }
-"""Activations without parameters, by their operations. Others' parameters cannot be read off decomposed nodes."""
+"""By operation, the activation that it computes. Parameters of others cannot be read off decomposed nodes."""
 
 
 def check(bits: int | None) -> None:
@@ -44,7 +44,7 @@ def check(bits: int | None) -> None:
 class Derivative(NamedTuple):
     """An activation's backward pass, ``result = gradient * f'(x)``, as nodes of the backward graph.
 
-    unused: the nodes that only this backward pass uses, not needed with codes of f'(x).
+    unused: the nodes that nothing needs any more once the result is computed from codes of f'(x).
     """
 
     x: fx.Node  # of the forward graph
@@ -55,6 +55,7 @@ class Derivative(NamedTuple):
 
 
 def _levels(operation: Operation, bits: int) -> Levels | None:
+    """The levels of an activation's derivative; None for other operations."""
     name = _NAMES.get(operation.op)
     if name == "gelu" and any(packet(node) is aten.tanh for node in operation.nodes):
         name = "gelu_tanh"
@@ -62,7 +63,7 @@ def _levels(operation: Operation, bits: int) -> Levels | None:
 
 
 def _unused_without(result: fx.Node, gradient: fx.Node) -> set[fx.Node]:
-    """The nodes, a result among them, that nothing uses any more once something else takes the result's place."""
+    """The nodes that nothing uses any more once another node has taken the place of ``result``, and ``result``."""
     unused = {result}
     for node in reversed(result.graph.nodes):
         if node is not gradient and node.users and unused.issuperset(node.users):
@@ -84,6 +85,7 @@ def derivatives(
         operation = operations.by_seq[seq]
         levels = _levels(operation, bits)
         x = named.get(next(a.name for n in operation.nodes for a in n.all_input_nodes if a.name not in operation.names))
+        # The gradients that the activation's backward pass takes, and those that it returns. One each can be replaced.
         entering = {a for n in nodes for a in n.all_input_nodes if a in gradients and a not in nodes}
         leaving = [n for n in nodes if any(u not in nodes for u in n.users)]
         if levels is None or x is None or len(entering) != 1 or len(leaving) != 1:

@@ -24,8 +24,9 @@ NAMES = {"native_batch_norm", "native_group_norm"}
 
 
 class _Norm(NamedTuple):
-    """Nodes of a norm: its input, the statistics, and what is normalized, None where no node has it.
+    """Nodes of a norm: its input x, the mean, 1 / deviation (inverse), and the normalized value.
 
+    normalized: None where no node has this value.
     sources: the input, and its casts and views from which statistics and differences are computed.
     """
 

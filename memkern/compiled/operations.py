@@ -73,7 +73,6 @@ class Operation:
 
     @property
     def first_source(self) -> Any:
-        """The first node among the operation's arguments, or None."""
         return next((a for a in self.nodes[0].args if isinstance(a, fx.Node)), None)
 
 
@@ -98,11 +97,8 @@ def _original(node: fx.Node) -> Any:
 
 
 def _connected(nodes: list[fx.Node], op: Any) -> tuple[fx.Node, ...]:
-    """Those of ``nodes`` that belong to one call of ``op``: the first node's call.
-
-    All nodes have one sequence number and are of calls of ``op``. The number may be that of several calls: torch gives
-    a call without a gradient the number of the call before it.
-    """
+    """The nodes of the first call of ``op`` among ``nodes``, which are of several calls of one sequence number: torch
+    gives a call without a gradient the number of the call before it."""
     if packet(nodes[0]) is op:  # a call that is not decomposed
         return (nodes[0], *(u for u in nodes[0].users if u.target is operator.getitem))
     connected, others = {nodes[0]}, set(nodes[1:])
@@ -146,9 +142,8 @@ class Operations:
 
     differentiated: the numbers of the operations through which gradients go.
     gated: the numbers of all operations in products ``x * gate(f(x))`` with sigmoid or tanh as the gate and a
-    polynomial f, such as QuickGELU and the GELU by tanh. There the gate's derivative, too, may be computed from codes
-    of x (:meth:`memkern.compiled.codable.UseChecker.is_gated`). Codes are too coarse for it where the gate is near its
-    limits, but there it is a small part of the product's derivative.
+    polynomial f, such as QuickGELU and the GELU by tanh. There the gate's derivative, too, is computed from codes of x:
+    where they are too coarse for it, near the gate's limits, it is a small part of the product's derivative.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -210,10 +205,8 @@ class Operations:
                 continue
             if packet(user) is not aten.mul or len(others) != 1:
                 break
-            in_other_factor, roots_of_other_factor = _roots(others[0])  # the factor x may be cast or scaled, as x / 2
-            if roots_of_other_factor != roots:
-                break
-            return seqs | {self.of(n).seq for n in in_f | in_other_factor}
+            in_factor, roots_of_factor = _roots(others[0])  # the factor x may be cast or scaled, as x / 2
+            return seqs | {self.of(n).seq for n in in_f | in_factor} if roots_of_factor == roots else set()
         return set()
 
 
@@ -224,10 +217,7 @@ def _goes_on(node: fx.Node) -> bool:
 
 
 def _roots(node: Any) -> tuple[set[fx.Node], set[fx.Node]]:
-    """The operands of which a value is a polynomial (the roots), and the nodes that compute it from them.
-
-    Returns these nodes first.
-    """
+    """The nodes that compute a value, as a polynomial, from other values; and these other values, the roots."""
     between: set[fx.Node] = set()
     roots: set[fx.Node] = set()
     waiting = [node]

@@ -32,10 +32,7 @@ _NO_WARNING = 2**20
 
 
 def _save_reductions(graph: fx.Graph) -> None:
-    """Marks results that are smaller than a quarter of their inputs as values that must be saved.
-
-    torch itself marks tensors. Here tuples of tensors are marked, too.
-    """
+    """Marks results below a quarter of the size of their inputs to be saved: tensors, as torch does, and tuples."""
     candidates = {n for n in graph.nodes if n.op == "call_function" and isinstance(value(n), (Tensor, tuple))}
     for node in candidates.difference(budgets.constants(graph)):
         if "recompute" not in node.meta:

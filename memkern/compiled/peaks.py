@@ -12,7 +12,11 @@ from .torch_internals import partitioners
 
 
 class Backward:
-    """A joint graph's backward pass. info: torch's NodeInfo. base: by node, what it is a view of. size: of bases."""
+    """A joint graph's backward pass.
+
+    info: torch's NodeInfo. base: by node, the node that has its memory: itself, or the node of which it is a view.
+    size: the bytes of such nodes. Nodes that Inductor fuses with all of their users are missing: they take no memory.
+    """
 
     def __init__(self, graph: fx.Graph, info: Any) -> None:
         self.info, ops = info, partitioners.get_default_op_list()
@@ -30,7 +34,7 @@ class Backward:
         }
 
     def _order(self, saved: set[fx.Node]) -> list[fx.Node]:
-        """The nodes in the order of computation: what is not saved, when it is first needed."""
+        """The nodes in the order of computation. A value that is not saved is computed when it is first needed."""
         computed, order = set(saved), []
         for gradient in self.gradients:
             waiting = [gradient]
@@ -54,13 +58,14 @@ class Backward:
         last_use: dict[fx.Node, int] = {}
         for i in reversed(range(len(order))):
             node = self.base[order[i]]
-            end = i if node in self.size else max(i, last_use.get(node, i))  # fused: its inputs live as long
+            # A fused value is computed where its users are, so that its inputs must live until its own last use.
+            end = i if node in self.size else max(i, last_use.get(node, i))
             for base in self._storages(order[i].all_input_nodes):
                 last_use[base] = max(end, last_use.get(base, 0))
         freed_after: dict[int, list[fx.Node]] = {}
         for base, i in last_use.items():
             freed_after.setdefault(i, []).append(base)
-        # saved values take memory whether or not their operation would have been fused
+        # Saved values take memory, also those of operations that could be fused.
         alive = {b: partitioners._size_of(b) for b in {*self._storages(saved)} - held_by_caller}
         live = highest = sum(alive.values())
         for i, node in enumerate(order):

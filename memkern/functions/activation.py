@@ -37,7 +37,7 @@ def activate(
     if not inplace:
         return apply(FewBit, x, activation, None)
     if not is_eager():
-        # Under torch.func and torch.compile the result is computed as a new tensor, and copied to x.
+        # torch.func and torch.compile take the result as a new tensor that is copied to x.
         return x.copy_(apply(FewBit, x, activation, None))
     if x.is_leaf:
         raise RuntimeError("inplace=True cannot change a leaf tensor that requires a gradient; use inplace=False")
@@ -106,8 +106,7 @@ class FewBit(SavesLess):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         x, activation, codes = inputs
-        # tag: a tensor without elements that requires a gradient, through which a second derivative is noticed and
-        # raises (no_second_derivative). It is a result of this function; or, in place, a tensor of its own.
+        # Through the tag a second derivative raises (no_second_derivative). In place it is no result, but a new leaf.
         if codes is None:
             y, codes, tag = output
             ctx.mark_non_differentiable(codes)

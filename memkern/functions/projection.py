@@ -72,19 +72,15 @@ def _rows(x: Tensor, k: int, seed: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _dct(x: Tensor, k: int, seed: Tensor, dtype: torch.dtype) -> Tensor:
-    """k rows of the orthonormal DCT-II of x, whose rows have random signs, by Makhoul's algorithm.
-
-    The tokens are reordered: the even ones, then the odd ones in reverse. With V the FFT of the reordered tokens, row f
-    of the DCT-II is ``norm * Re(exp(-i pi f / (2 n)) * V_f)``, which is ``norm * (cos * Re V_f + sin * Im V_f)``.
-    """
+    """k rows of the orthonormal DCT-II of x with random signs, by Makhoul's algorithm: with V the FFT of the even
+    tokens and then the reversed odd ones, row f is ``norm * Re(exp(-i angle) * V_f)``, angle = pi f / (2 n)."""
     n = len(x)
     wide = arithmetic(x.dtype)  # no FFT takes bf16
     index = torch.arange(n, device=x.device)
     order = torch.cat([index[::2], index[1::2].flip(0)])
     signs = _signs(seed, 1, n, wide).unsqueeze(1)
     frequency = _sample(seed, 0, n, k)
-    # Of real tokens rfft returns V_f up to f = n // 2. Above, V_f is the conjugate of V_(n - f).
-    mirrored = frequency > n // 2
+    mirrored = frequency > n // 2  # where rfft returns no V_f: it is the conjugate of V_(n - f)
     spectrum_rows = torch.where(mirrored, n - frequency, frequency)
     angle = frequency.unsqueeze(1).to(wide) * (constant(math.pi) / (2 * n))
     # The orthonormal factor: sqrt(2 / n), and sqrt(1 / n) for frequency 0.

@@ -20,10 +20,7 @@ def projected_tokens(share: float, tokens: int) -> int:
 
 
 class _RandomizedLinear(SavesLess):
-    """Returns the linear function's result, and the projection and the tag that it saves.
-
-    The tag, a tensor without elements, makes a second derivative raise (:func:`no_second_derivative`).
-    """
+    """Returns the result, and what it saves: the projection, and a tag (:func:`no_second_derivative`)."""
 
     reason = "randomized_linear saves a random projection of its input"
 
@@ -131,8 +128,7 @@ def randomized_linear(
     Source: Bershatsky et al., "Memory-Efficient Backpropagation through Large Linear Layers" (arXiv 2201.13195).
     """
     check_options(share, projection, min_tokens)
-    # needs_gradient is False under torch.export, too. So this comes before the comparisons of the number of tokens,
-    # which would bind a program that is recorded to some numbers of tokens.
+    # Also under torch.export, and before tokens are compared, which would bind the program to some numbers of tokens.
     if not needs_gradient(weight):
         return F.linear(x, weight, bias)
     tokens, share = x.shape[:-1].numel(), constant(share)

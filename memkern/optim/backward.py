@@ -53,7 +53,7 @@ class StepInBackward(Optimizer):
 
     Cannot work, and raises: a class whose step changes its groups, such as a counter of steps there (at the first one;
     HostOffload takes it), ``max_grad_norm`` (the norm of all gradients is known when all are there), a GradScaler
-    (whether a step is skipped is too), a second ``backward()`` before ``step()`` (where its forward pass came before
+    (so is whether a step is skipped), a second ``backward()`` before ``step()`` (where its forward pass came before
     the first one, torch's error for weights that were modified in place), ``zero_grad()`` between ``backward()`` and
     ``step()`` (the step cannot be undone), optimizers whose step needs a closure (LBFGS), parameters on several devices
     (each has its own thread in the backward pass), and plain parameters in a job of several processes (whatever reduces
@@ -179,7 +179,7 @@ class StepInBackward(Optimizer):
                 arrivals.wait()
             self._step_some([p])
         finally:
-            if not self._is_deferring:
+            if not self._is_deferring:  # else the thread that steps frees the gradient
                 p.grad = None
 
     def _can_defer(self) -> bool:

@@ -140,10 +140,7 @@ class BlockwiseOptimizer(Optimizer):
         shards.check_flat_shard(p, self._needs_norms(group["max_grad_norm"]))
 
     def _trained(self, group: dict[str, Any]) -> list[Tensor]:
-        """The group's parameters that train or have a state, without lazy ones.
-
-        Only these are checked: frozen parameters may have dtypes that no step takes, such as weights in 4 bits.
-        """
+        """The group's parameters that are checked: not lazy ones, nor frozen ones without a state (4-bit weights)."""
         return [
             p
             for p in group["params"]
@@ -247,10 +244,8 @@ class BlockwiseOptimizer(Optimizer):
     @torch.inference_mode(False)
     def _convert_storage(self, p: Tensor, group: dict[str, Any]) -> None:
         """Converts a state that is not stored as its parameter and its group ask for."""
-        if not self.state.get(p):
-            return
-        state = self._state_in_format(p, group)
-        if state.format is None:  # no step yet: the entries are a wrapper's
+        state = self._state_in_format(p, group) if self.state.get(p) else None
+        if state is None or state.format is None:  # no step yet: what entries there are belong to a wrapper
             return
         like = self._stand_in(p, True)
         if "step" in state:  # users write numbers there, and tensors on the CPU
@@ -258,15 +253,11 @@ class BlockwiseOptimizer(Optimizer):
             dtype = step.dtype if isinstance(step, Tensor) else torch.float32  # the op refuses other tensors
             state["step"] = torch.as_tensor(step, dtype=dtype, device=like.device)
         new = converted(self._op_of(group), state, like, group)
-        entries = {**state} if new is None else new  # None: they are stored as the group asks for
-        state.replace(entries, Format.of(group))
+        state.replace({**state} if new is None else new, Format.of(group))  # None: the entries are as asked for
 
     def _state_in_format(self, p: Tensor, group: dict[str, Any]) -> State:
-        """The state of a parameter, as a State.
-
-        Users and wrappers may have put a dict there, or entries after a step without a format. Such a state is taken to
-        be in the group's format. A State that has no step yet keeps None as its format.
-        """
+        """The state of a parameter. What others have put there, a dict or a state after a step without a format, is
+        taken to be in the group's format."""
         state = self.state[p]
         if type(state) is not State or (state.format is None and "step" in state):
             self.state[p] = state = State.of(state, Format.of(group))
@@ -345,23 +336,19 @@ class BlockwiseOptimizer(Optimizer):
                 grads.append(g)
 
     def _plan(self, params: Sequence[Tensor], group_of_each: list[int]) -> StepPlan:
-        """The plan of a step of ``params``: the last plan if nothing has changed since, else a new one.
-
-        group_of_each: the number of each parameter's group.
-        """
+        """The plan of a step of ``params``: that of the last step if nothing has changed, else a new one.
+        group_of_each: the number of each parameter's group."""
         groups, states = self.param_groups, self.state
         if not torch.compiler.is_compiling():
             state_of_each = [states[p] for p in params]
-            # Each state keeps the plan of its last step. A plan that still fits is the plan of all states, so also of
-            # the first one.
+            # Each state keeps the plan of its last step. A plan that fits is that of all states, so also the first's.
             plan = getattr(state_of_each[0], "plan", None) if params else None
             if plan is not None and plan.still_fits(params, group_of_each, state_of_each, groups, self._snapshots):
                 return plan
             self._prepare([(p, groups[k]) for p, k in zip(params, group_of_each, strict=True)])
         entries = [Entry(p, k, states[p], self._op_of(groups[k])) for p, k in zip(params, group_of_each, strict=True)]
         all_ranks = self._all_ranks
-        # StepInBackward sets this while it steps some parameters alone: only the ranks that have parts of them step.
-        if getattr(self, "_is_restricted", False):
+        if getattr(self, "_is_restricted", False):  # StepInBackward sets this while it steps some parameters alone
             all_ranks = all_ranks.of(params)
         plan = StepPlan(entries, groups, all_ranks, self._overlaps, self._snapshots, self._stage_of)
         if not torch.compiler.is_compiling():
@@ -390,10 +377,8 @@ class BlockwiseOptimizer(Optimizer):
         return error
 
     def _reads_tensors(self) -> bool:
-        """Whether hyperparameters other than lr are tensors.
-
-        A compiled step would keep their first values: an op takes these hyperparameters as floats, lr as a tensor.
-        """
+        """Whether hyperparameters other than lr are tensors. A compiled step would keep their first values: an op takes
+        these hyperparameters as floats, and lr as a tensor."""
         names = [name for name in READ_AT_EACH_STEP if name != "lr"]
         options = [group[name] for group in self.param_groups for name in names if name in group]
         return any(

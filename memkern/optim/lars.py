@@ -60,9 +60,8 @@ class LARS(LayerwiseOptimizer):
             as for :class:`memkern.optim.Adam`.
 
     The state is ``step``, ``exp_avg`` (m), in 8 bits with ``exp_avg_scale``, and ``trust_ratio``, float32 of shape
-    (layers,). With an 8-bit state a step of the first form reads and writes 23.09 bytes per fp32 parameter, or 13.09
-    per bf16 parameter; a step of the classic form 22.06 or 12.06. These are two passes: the first reads what the norms
-    are of, the second updates.
+    (layers,). With an 8-bit state a step reads and writes 23.09 bytes per fp32 parameter (bf16: 13.09) in the first
+    form, and 22.06 (12.06) in the classic form. Of its two passes the first reads for the norms, the second updates.
 
     Differs from timm.optim.Lars: ``trust_coeff`` is None by default (timm: 1e-3), lr 1e-3 (1.0), momentum 0.9 (0)
     and weight_decay 1e-4 (0, which turns the trust ratio off).

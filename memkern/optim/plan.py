@@ -1,8 +1,8 @@
 """Plans a step as calls of ops. A plan is made when groups, states or layouts change, and run at each step.
 
-One call of the optimizer's op steps all parameters but some, for which there are further calls: those on another
-device, with gaps between their elements, in float64, with amsgrad, over the memory of others, and shards whose step
-needs a reduction over ranks. A parameter with gaps is copied to a buffer, stepped there and copied back.
+One call of the optimizer's op steps most parameters. There are further calls for parameters on another device, with
+gaps between their elements, in float64, with amsgrad, or in memory that they share with others, and for shards whose
+step needs a reduction over ranks. A parameter with gaps is copied to a buffer, stepped there and copied back.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Kind(NamedTuple):
         cut = ranks is not None and shards.needs_reference(p, group, has_scales(entry.state))
         reduced = not is_muon and ranks is not None and (cut or op.has_trust_ratios)
         by_reference = op is AMSGRAD_STEP or p.dtype == torch.float64 or (reduced and cut)
-        # A kind of their own, as these matrices' buckets, and so their kinds, must be the same on every rank.
+        # These matrices have a kind of their own, because their buckets must be the same on every rank.
         exchanged = is_muon and ranks is not None
         has_gaps = not p.is_contiguous() and not is_dense(p.shape, p.stride())
         return cls(order, p.device, op.name, by_reference, cut, reduced, exchanged, has_gaps)
@@ -103,7 +103,7 @@ class StepPlan:
     ) -> None:
         self.all_ranks = all_ranks
         self.params = params = [entry.param for entry in entries]
-        self._device = params[0].device if params else torch.device("cpu")  # of values that belong to all
+        self._device = params[0].device if params else torch.device("cpu")  # of the gradients' norm and found_inf
         self.group_of_each = [entry.group for entry in entries]
         self._group_count, self._snapshots = len(groups), snapshots
         sharded = bool(all_ranks.meshes)
@@ -121,10 +121,12 @@ class StepPlan:
             entry = entries[i]
             kind = Kind.of(entry, groups[entry.group], overlaps.get(id(entry.param), 0), self.ranks[i])
             kinds.setdefault(kind, []).append(i)
-        self.calls: list[Call] = []  # that need nothing of the below
         self.exchanged: list[Call] = []  # of Muon's matrices that are sharded
-        self.with_gaps: list[Call] = []  # of one parameter each
-        reductions: dict[Any, list[Call]] = {}  # lists of calls of one op; with states on the host, of one call
+        self.with_gaps: list[Call] = []  # each of one parameter with gaps
+        # Calls before which ranks reduce values, in lists that reduce together: the calls of one op. With states on the
+        # host each call reduces by itself, as its states are on the device only for its own step.
+        reductions: dict[Any, list[Call]] = {}
+        self.calls: list[Call] = []  # of all other parameters
         for kind, places in sorted(kinds.items(), key=lambda item: item[0].order):
             parts = [places]
             if kind.has_gaps or (kind.reduced and kind.by_reference):
@@ -181,7 +183,7 @@ class StepPlan:
         groups: Sequence[Group],
         snapshots: Sequence[Any],
     ) -> bool:
-        """Whether the plan is that of a step of ``params`` now. group_of_each: the number of each parameter's group.
+        """Whether the plan can be run for a step of ``params`` now. group_of_each: the number of each one's group.
 
         Compares neither values nor gradients, which may change. A state whose entry is replaced forgets its plan.
         """
@@ -205,7 +207,7 @@ class StepPlan:
             RuntimeError, TypeError, ValueError: gradients or states that an op does not take; before anything is
                 changed.
         """
-        if not self.is_one_call:  # whose op checks them before it changes anything
+        if not self.is_one_call:  # the op of a single call checks the gradients itself before it changes anything
             for p, g in zip(self.params, values.grads, strict=True):
                 check_gradient(p, g)
         if self._exchanging and not torch.compiler.is_compiling():
@@ -253,9 +255,9 @@ class StepPlan:
             return
         args = self._op_args(call, params)
         try:
-            is_complete = call.staged is None  # step counters on a device, fake or still on the host, are not read
+            have_values = call.staged is None  # step counters on a device, fake or still on the host, are not read
             steps = [
-                t if is_complete and t.is_cpu and type(t) is Tensor else torch.empty_like(t, device="meta")
+                t if have_values and t.is_cpu and type(t) is Tensor else torch.empty_like(t, device="meta")
                 for t in args.steps
             ]
             check_step(call.op, args._replace(grads=args.params, steps=steps))
@@ -317,9 +319,9 @@ class StepPlan:
         """The values with a ``found_inf`` that skips the step, on all ranks, if a gradient of Muon's is not finite.
 
         Newton-Schulz iterations would carry a NaN to the whole matrix, and its momentum would keep it. Where gradients
-        are clipped by their ``norm``, which would carry a NaN to every matrix, it decides, and so all gradients do.
-        Without a norm Muon's gradients are read once more: 0.3 % of a step of GPT-2's matrices on a CPU. The host does
-        not wait for the device.
+        are clipped by their ``norm``, a NaN in any gradient would reach every matrix through the norm. So there the
+        norm decides. Without a norm Muon's gradients are read once more, which takes 0.3 % of the time of a step of
+        GPT-2's matrices on a CPU. The host does not wait for the device.
         """
         if norm is not None:
             finite = norm.isfinite()

@@ -83,7 +83,8 @@ def state_from_fp32(p: Tensor, x: Tensor, group: Group) -> dict[str, Tensor]:
     if "weight_error" in state:
         dropped = WEIGHT_DROPPED_BITS[group["master_weights"]]
         error = bits_of(x) - bits_of(p)
-        error = (error + (1 << dropped >> 1) >> dropped).clamp(max=(2**15 >> dropped) - 1)
+        half = (1 << dropped) >> 1  # is added so that the shift rounds to the nearest
+        error = ((error + half) >> dropped).clamp(max=(2**15 >> dropped) - 1)
         local(state["weight_error"]).copy_(torch.where(p.isfinite(), error, 0))
     return state
 

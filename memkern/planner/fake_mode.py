@@ -21,8 +21,7 @@ PLAIN = {
 """Types of arguments that a key of the cache contains as they are. Of tensors it contains the metadata."""
 _device = torch.ops.prim.device.default
 _meta = torch.device("meta")
-# The cache: by the metadata of a call, a function that makes its result; None where no function can.
-_makers: dict[Any, Callable[..., Any] | None] = {}
+_makers: dict[Any, Callable[..., Any] | None] = {}  # the cache: by call, what makes its result; None: nothing can
 _NOT_SEEN = object()  # in place of a maker for a call that is not in the cache
 _is_cacheable: dict[Any, bool] = {}  # by operator
 
@@ -45,11 +44,8 @@ class FakeMode(FakeTensorMode):
 
     @property
     def avoid_device_init(self) -> bool:
-        """Whether ``torch.tensor([0, 1], device="cuda")`` makes a CPU tensor and then a fake copy on the device.
-
-        Otherwise torch would make the tensor on the device itself. FakeTensorMode asks torch whether there is a GPU,
-        and with fake CUDA torch says so although there is none.
-        """
+        """Whether ``torch.tensor([0, 1], device="cuda")`` makes a CPU tensor and then a fake copy on the device. In
+        FakeTensorMode it does where there is no GPU, and with fake CUDA torch says that there is one."""
         return True
 
     @classmethod
@@ -108,8 +104,8 @@ class FakeMode(FakeTensorMode):
             make = _makers[key] = _maker(out, args)
             if make is None:
                 return out
-            # The result of dispatch() is dropped: dispatch() keeps references to it, and torch.utils.swap_tensors,
-            # which module.to() calls, refuses a tensor that others refer to.
+            # The result is made again: dispatch() keeps references to its own, and torch.utils.swap_tensors, which
+            # module.to() calls, refuses a tensor that others refer to.
         return make(self, args)
 
     def _key(self, args: Any) -> tuple[Any, ...]:

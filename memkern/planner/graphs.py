@@ -34,7 +34,7 @@ class _Kernel:
 
 
 class _Session:
-    """The state of :func:`session`. Its attributes are the class's own, so that there is one session in a process."""
+    """The state of :func:`session`, of which there is one in a process."""
 
     entered = False
     mode: FakeMode | None = None
@@ -44,10 +44,8 @@ class _Session:
 
 @contextlib.contextmanager
 def session() -> Iterator[None]:
-    """A ``with`` block in which graphs are compiled without kernels. They are forgotten at its end. May be nested.
-
-    A plan makes many traces in one block, so that equal graphs are compiled once.
-    """
+    """A ``with`` block in which graphs are compiled without kernels, equal ones of several traces once. They are
+    forgotten at its end. May be nested."""
     if _Session.entered:
         yield
         return
@@ -78,36 +76,25 @@ def _enter(stack: contextlib.ExitStack) -> None:
     dynamo: dict[str, Any] = {
         "recompile_limit": UNLIMITED, "accumulated_recompile_limit": UNLIMITED, "automatic_dynamic_shapes": False,
     }  # fmt: skip
-    # Graphs without kernels must not come into torch's caches, nor graphs with kernels out of them.
-    no_caches: tuple[Any, ...] = (
+    for patch in (
+        dynamo_config.patch(**dynamo),
+        # Graphs without kernels must not come into torch's caches, nor graphs with kernels out of them.
         inductor_config.patch(fx_graph_cache=False),
         functorch_config.patch(enable_autograd_cache=False),
         replaced(PyCodeCache, "modules", []),
         replaced(PyCodeCache, "modules_no_attr", {}),
-    )
-    # Inductor would run matrix products with and without padding and compare their times.
-    no_benchmarks = inductor_config.patch(shape_padding=False)
-    # Kernels are not compiled, so that processes which would compile them are not needed.
-    no_kernels = (
+        # Inductor would run matrix products with and without padding and compare their times.
+        inductor_config.patch(shape_padding=False),
+        # Kernels are not compiled, so that processes which would compile them are not needed.
         inductor_config.patch(compile_threads=1),
         *(replaced(AsyncCompile, name, _compiled) for name in ("cpp_pybinding", "triton")),
-    )
-    # What the generated code calls must take fake tensors, which have no address.
-    on_fake_tensors = (
+        # What the generated code calls must take fake tensors, which have no address.
         replaced(guards, "assert_alignment", _nothing),
         replaced(guards, "copy_if_misaligned", lambda x: x),
         replaced(guards, "_reinterpret_tensor", _reinterpret),
         *(replaced(guards, f"_empty_strided_{device}", _allocator(device)) for device in ("cpu", "cuda")),
-    )
-    # Inductor computes constants with real tensors, for which there may be no GPU.
-    constants_on_cpu = replaced(UniformValueConstantFolder, "_deduce_value", _on_cpu(UniformValueConstantFolder))
-    for patch in (
-        dynamo_config.patch(**dynamo),
-        *no_caches,
-        no_benchmarks,
-        *no_kernels,
-        *on_fake_tensors,
-        constants_on_cpu,
+        # Inductor computes constants with real tensors, for which there may be no GPU.
+        replaced(UniformValueConstantFolder, "_deduce_value", _on_cpu(UniformValueConstantFolder)),
     ):
         stack.enter_context(patch)
 
@@ -118,8 +105,8 @@ def without_kernels(mode: FakeMode, model: nn.Module) -> Iterator[None]:
     has_fake_cuda = torch.cuda.is_available() and not fake_cuda.torch_has_gpus()
     with session(), gpu.inductor_sees() if has_fake_cuda else contextlib.nullcontext():
         outer_mode, _Session.mode = _Session.mode, mode
-        # For a module of torch's own, such as nn.Sequential, torch.compile compiles the inner function of wrap_inline,
-        # which calls the forward method. All that wrap_inline makes have one code object, here read off one of them.
+        # For a module of torch's own, such as nn.Sequential, torch.compile compiles a function that wrap_inline makes,
+        # which calls the forward method. All of these have one code object.
         _Session.codes.add(torch._dynamo.external_utils.wrap_inline(_nothing).__code__)
         for blocks in block_lists(model):
             for block in blocks:
@@ -153,7 +140,6 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 
 def _compiled(*args: Any, **kwargs: Any) -> _Kernel:
-    """A kernel that does nothing, in place of the methods of AsyncCompile that compile one."""
     return _Kernel()
 
 

@@ -29,9 +29,9 @@ CHANNELS = 16  # in a block of oneDNN's layouts; input channels are padded to a 
 def _adds_gradients(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether autograd itself adds two gradients of one tensor, and may write the sum over the first.
 
-    Autograd adds in place where it holds the only reference to the first gradient, and this is no view. With tensors of
-    a subclass, such as fake tensors, it never does. Whether other references existed is known later: where there are
-    none, the first gradient is freed after the sum (:func:`_in_place_sums`).
+    Autograd adds in place where the first gradient is no view, and autograd holds the only reference to it. With fake
+    tensors, as with any subclass, it never does. Whether there were other references is known later: without any the
+    first gradient is freed right after the sum (:func:`_in_place_sums`).
     """
     if func is not torch.ops.aten.add.Tensor or kwargs or torch.is_grad_enabled() or len(args) != 2:
         return False
@@ -62,11 +62,9 @@ class Trace:
     All times are clocks: a clock counts the operators that have run so far.
 
     accumulated: by a parameter's gradient, when it was accumulated.
-    forward_end: when the forward pass ended.
-    block_clocks: for each block in turn, when its forward pass began, and when its last gradient was accumulated.
-    block_ends: by each gradient of a block, when the block's last gradient was accumulated.
-    output_begin: when the output layer's backward pass began; None where this is not known.
-    batch: bytes of the inputs and labels, which exist before.
+    forward_end: when the forward pass ended. block_clocks: for each block in turn, when its forward pass began, and
+    when its last gradient was accumulated. block_ends: the latter by each gradient of a block. output_begin: when the
+    output layer's backward pass began; None where this is not known. batch: bytes of inputs and labels.
     """
 
     storages: list[Storage]
@@ -97,10 +95,8 @@ class Trace:
         return {FORWARD: slice(0, self.forward_end), BACKWARD: slice(self.forward_end, self.end)}
 
     def operator_numbers(self, phase: str) -> list[int]:
-        """Indices of a phase's operators, without those whose results all have no elements.
-
-        How many of these there are may depend on all blocks, so that they cannot be aligned.
-        """
+        """Indices of a phase's operators, without those whose results are all empty: their number may depend on all
+        blocks."""
         indices = range(self.end)[self.phases[phase]]
         shapes_of = {i: self.operators[i][1:] for i in indices}
         return [i for i, shapes in shapes_of.items() if not shapes or any(0 not in shape for shape in shapes)]
@@ -113,8 +109,7 @@ class Trace:
         free_gradients: whether gradients are freed: each one when it has been accumulated, or as below.
         devices: how many. Of several, each keeps its shard of a block's gradients once the block's last gradient has
             been accumulated; with free_gradients it keeps nothing then.
-        weights_on_host: whether gradients go to the host, on one device: a block's once its last gradient has been
-            accumulated, the other gradients each by itself.
+        weights_on_host: the same for gradients that go to the host from one device; those outside of blocks one by one.
         """
         changes = {category: [0] * (self.end + 3) for category in CATEGORIES}
         for s in self.storages:
@@ -139,15 +134,14 @@ def aligned(few: Trace, many: Trace) -> dict[str, list[tuple[int, int]]] | None:
 
     A clock of the first trace is aligned by the operators before it, by the operators after it, or by both. Of three
     blocks or more, the last is not aligned from the beginning and the first not from the end: what a block holds may
-    be freed in the next block, so that the first and the last block are unlike those between them.
-
-    Returns None where the traces differ in more than a block.
+    be freed in the next block, so that the first and the last block are unlike those between them. Returns None where
+    the traces differ in more than a block.
     """
     clocks = {}
     for phase in few.phases:
         few_indices, many_indices = few.operator_numbers(phase), many.operator_numbers(phase)
         a, b = [few.operators[i] for i in few_indices], [many.operators[i] for i in many_indices]
-        # Three counts of operators: that are equal at the beginning, that are equal at the end, and of one block.
+        # Counts of operators: of equal ones at the beginning, of equal ones at the end, and of one block.
         from_begin, from_end, block = _common(a, b), _common(a[::-1], b[::-1]), len(b) - len(a)
         if block > 0:
             if from_begin + from_end < len(a) + block:

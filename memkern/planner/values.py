@@ -37,10 +37,7 @@ INDEXING = {aten.index.Tensor, aten.index_put_.default}
 """Operators whose second argument is a list of indices, which may be masks."""
 
 DIMENSION_OF = {aten.argmax.default: 1, aten.max.dim: 1, aten.sort.default: 1, aten.topk.default: 2}
-"""Operators that return indices along a dimension, with the place of the argument ``dim``.
-
-argmax returns the indices alone, the others return values and then indices.
-"""
+"""Operators that return indices along a dimension, and the place of ``dim``. All but argmax return values first."""
 ASSUMED = {
     aten.all.default, aten.all.dim, aten.all.dims, aten.any.default, aten.any.dim, aten.any.dims,
     aten.isnan.default, aten.isinf.default, *DIMENSION_OF,
@@ -81,10 +78,7 @@ class Values:
         self._known: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}  # by a fake tensor's id: it, and its values
 
     def _values(self, x: Tensor) -> Tensor:
-        """A tensor's values, on the CPU; of a real tensor a copy. To be called with dispatch modes disabled.
-
-        Raises _Unknown where the tensor has none.
-        """
+        """A tensor's values, on the CPU. Raises _Unknown. Call with dispatch modes disabled: it copies real tensors."""
         if isinstance(x, FakeTensor):
             reference, values = self._known.get(id(x), (None, None))
             if reference is not None and values is not None and reference() is x:
@@ -148,10 +142,7 @@ class Values:
         return False
 
     def around(self, func: Any, args: Any, kwargs: Any, run: Callable[..., Any]) -> Any:
-        """Returns what ``run(func, args, kwargs)`` would return if fake tensors had the values that are known here.
-
-        Without such values, and for operators that need none, this is ``run(func, args, kwargs)`` itself.
-        """
+        """Returns ``run(func, args, kwargs)``, or what it would return if fake tensors had the values known here."""
         if _is_ordinary(func) and self._lacks_values(args):
             out = run(func, args, kwargs)
             self._forget_written(func, args, kwargs)
@@ -282,8 +273,7 @@ def _assumed(func: Any, args: Any, out: Any) -> Any:
         shape = out.shape if returns_indices_alone else out[1].shape
         if dim is None or not args[0].dim() or shape.numel() > LARGEST:
             return None
-        keeps_dim = len(shape) == args[0].dim()
-        indices = _in_turn(shape, args[0].shape[dim], dim if keeps_dim else -1)
+        indices = _in_turn(shape, args[0].shape[dim], dim if len(shape) == args[0].dim() else -1)
         return indices if returns_indices_alone else (None, indices)
 
 

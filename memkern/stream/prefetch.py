@@ -55,10 +55,10 @@ class Prefetch:
     """Copies the weights of the next group to the device while one computes, in a stream of copies (``up``).
 
     With one process ``fully_shard`` copies a group's weights in the computing stream, when the group begins. So each
-    group is unsharded from here, in ``up``, before it begins, and ``fully_shard`` has nothing to do. The next group is
-    that of the last forward pass, or in a backward pass the previous one of this pass. As ``up`` may reuse memory that
-    the computing stream has freed, each copy waits for the groups that were launched before it, and overlaps the group
-    that is launched next.
+    group is unsharded from here, in ``up``, before it begins, and ``fully_shard`` has nothing to do. In a forward pass
+    the next group is the one that followed in the last forward pass; in a backward pass it is the one that came before
+    in the forward pass. ``up`` may reuse memory that the computing stream has freed. So each copy waits for the groups
+    that were launched before it, and overlaps the group that is launched next.
 
     streams: torch.cuda, or what stands for it.
     """
@@ -99,7 +99,8 @@ class Prefetch:
         self.order.append(group)
         self.begin_copy(group)
         self.wait_for_copy(group)
-        if self.last_order[place : place + 1] == [group] and place + 1 < len(self.last_order):  # as in the last pass
+        is_as_in_last_pass = self.last_order[place : place + 1] == [group]
+        if is_as_in_last_pass and place + 1 < len(self.last_order):
             self.begin_copy(self.last_order[place + 1])
         return self.order, place
 

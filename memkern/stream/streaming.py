@@ -178,7 +178,7 @@ def stream(model: nn.Module, device: torch.device, *, pin_memory: bool = True) -
     try:
         slabs = pinned.Slabs(sizes)
         for module in groups:
-            # The last one's weights stay, as the backward pass begins with them.
+            # The last group's weights stay on the device after the forward pass: the backward pass begins with them.
             fully_shard(module, reshard_after_forward=module is not groups[-1], **options)
             if pinned_memory:
                 _move(Group(module, modules), slabs)
@@ -230,7 +230,7 @@ class StreamedModel:
 
     def _hook(self, group: Group) -> None:
         """Hooks that copy a group's weights before its passes, and note when copies of its gradients have begun."""
-        places: list[tuple[list[Group], int]] = []  # what Prefetch.before_forward has returned last
+        places: list[tuple[list[Group], int]] = []  # one item: what the last call of Prefetch.before_forward returned
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
             if _is_backward():
@@ -264,10 +264,13 @@ class StreamedModel:
         def before(module: nn.Module, args: Any) -> None:
             if _is_backward():
                 return
-            if self.arrivals.reset(p for group in self.all_groups if not group.is_unsharded for p in group.params):
+            sharded = (p for group in self.all_groups if not group.is_unsharded for p in group.params)
+            backward_was_interrupted = self.arrivals.reset(sharded)
+            forward_was_interrupted = self._in_forward
+            if backward_was_interrupted or (forward_was_interrupted and hasattr(self.model, "reset_iter_state")):
                 self._forget()
-            elif self._in_forward:  # interrupted; in an older torch state_dict() brings the shards back
-                self._forget() if hasattr(self.model, "reset_iter_state") else self.model.state_dict()
+            elif forward_was_interrupted:
+                self.model.state_dict()  # in a torch without reset_iter_state this brings the shards back
             self._in_forward = True
             self._reshard()
             self.prefetch.begin_forward()

@@ -114,15 +114,17 @@ class Bucket:
     def _restrict_to(self, rows: slice, scales: slice) -> None:
         """Restricts the bucket to these rows of the only state's entries, and to these of the scales."""
         [(state_id, entries)] = self.region.places.items()
-        self.is_last = rows.stop == max(len(x) for _, x in entries.values() if x.dim())
+        self.is_last = rows.stop == max(len(x) for _, x in entries.values() if x.dim())  # the rows of moments
         self.places, self.size, self.copies, self.copies_back = {state_id: {}}, 0, [], []
         for key, (offset, x) in entries.items():
             part = x if key == "step" else x[scales if key.endswith("_scale") else rows]
             self.places[state_id][key] = self.size, part
             start = offset + (part.storage_offset() - x.storage_offset()) * x.element_size()
-            # Not part itself: torch's allocator of pinned memory waits for copies of the memory that it gave alone.
+            # A slice of the region's memory in place of ``part``, which has a storage of its own (_view): torch's
+            # allocator of pinned memory waits only for copies of storages that it allocated itself.
             self.copies.append((self.region.host[start : start + part.nbytes], self.size))
-            if key != "step" or self.is_last:  # the counter is that of the whole state: all buckets read the old one
+            # The step counter is of the whole state. All buckets must read the old count: the last writes it back.
+            if key != "step" or self.is_last:
                 self.copies_back.append(self.copies[-1])
             self.size += _aligned(part.nbytes)
 
@@ -222,6 +224,7 @@ class Stage:
             for i in part:
                 region = states[i].region
                 is_in_region = region is not None and region.stage is self and region.has(states[i])
+                # Several buckets have rows each. An op that cannot step some rows by themselves needs another region.
                 is_kept = is_in_region and (by_rows or len(region.buckets) == 1)
                 by_region.setdefault(region if is_kept else None, []).append(i)
             unplaced = by_region.pop(None, [])

@@ -368,12 +368,15 @@ class HostOffload(Optimizer):
             threads.warn_of_one_core()
         if isinstance(self._inner, BlockwiseOptimizer):  # before the first bucket is changed
             for p in (w.p for w in ready):
-                if p.grad is not None:
+                if p.grad is not None:  # else the gradient is on the host already
                     check_gradient(p, p.grad)
-        if not (isinstance(self._inner, BlockwiseOptimizer) and self._inner._all_ranks.meshes):
-            buckets = [bucket for bucket in buckets if bucket]  # else ranks decide together about each bucket
+        # Ranks decide together about each bucket, so that a bucket that is empty on this rank counts, too.
+        ranks_decide = isinstance(self._inner, BlockwiseOptimizer) and self._inner._all_ranks.meshes
+        if not ranks_decide:
+            buckets = [bucket for bucket in buckets if bucket]
         for i, bucket in enumerate(buckets):
-            for next_bucket in buckets[i + 1 if i > 0 else 0 : i + 2]:  # before the first, the copies of two begin
+            # Copies are one bucket ahead of steps: before the first step those of two buckets begin.
+            for next_bucket in buckets[:2] if i == 0 else buckets[i + 1 : i + 2]:
                 for w in next_bucket:
                     w.copy_to_host(self._weights.transfers(w.p))
                     if w.p.grad is not None:

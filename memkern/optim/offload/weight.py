@@ -49,11 +49,8 @@ class Weight:
         """Makes host_param fit p, whose memory, shape or memory format may have changed since the last step."""
         p, host_param = local(self.p).detach(), local(self.host_param)
         if not self.separate:
-            if (
-                host_param.data_ptr() != p.data_ptr()
-                or host_param.stride() != p.stride()
-                or host_param.shape != p.shape
-            ):
+            own, wanted = ((x.data_ptr(), x.stride(), x.shape) for x in (host_param, p))
+            if own != wanted:
                 _set_data(self.host_param, p)
             return
         like = torch.empty_like(p, device="meta")  # memory without gaps, in p's memory format
@@ -76,7 +73,8 @@ class Weight:
             self.arrived = transfers.to_host(self.current, p)
 
     def adopt_edits(self) -> None:
-        """Takes over edits of p, whose values are on the host now: where host_param does not round to them."""
+        """Takes over edits of p, whose values are on the host now: where host_param does not round to them, it gets
+        them."""
         if self.separate and self.current is not None:
             host_param, p = local(self.host_param).data, self.current
             rounded = host_param.to(p.dtype)
@@ -120,7 +118,7 @@ class Weight:
         else:
             if source.dtype != p.dtype:
                 assert self.buffer is not None
-                source = local(self.buffer).copy_(source)  # free: the gradient was used
+                source = local(self.buffer).copy_(source)  # the buffer is free: the step has used the gradient
             # After the copy of the gradient, which follows every use of the parameter in the backward pass.
             event = transfers.to_device(p, source, self.arrived)
         if is_dtensor(self.p):
