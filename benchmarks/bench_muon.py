@@ -46,21 +46,24 @@ def ops_alone(shapes: Shapes, device: str) -> Contender:
             _ops.muon_apply_(args, updates, ratios)
 
         state = tensor_bytes([*args.moments, *args.scales])
-        moved = 3 * tensor_bytes(params) + 2 * state + 3 * tensor_bytes(updates)  # updates are read twice
+        # Gradients are read; weights and states are read and written; updates are written, read for their norms, and
+        # read to be applied.
+        moved = 3 * tensor_bytes(params) + 2 * state + 3 * tensor_bytes(updates)
         return Subject(step, lambda: moved, lambda: state)
 
     return Contender("memkern Muon8bit, without products", setup)
 
 
-def pytorch_optimizers(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+def pytorch_optimizer_muon(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
     cls = importlib.import_module("pytorch_optimizer").Muon
     optimizer: torch.optim.Optimizer = cls([{"params": params, "use_muon": True}])
     return optimizer
 
 
 def cases(size: int, device: str) -> list[Case]:
-    gpt2 = gpt2_shapes(GPT2 if size >= 2**24 else size)
-    matrices = [shape for shape in gpt2 if len(shape) == 2][2:]  # without the two embeddings
+    # GPT-2 itself, unless a quick run asks for fewer elements.
+    shapes = gpt2_shapes(GPT2 if size >= 2**24 else size)
+    _vocabulary, _positions, *matrices = [shape for shape in shapes if len(shape) == 2]
     numel = sum(map(math.prod, matrices))
     return [
         Case(
@@ -71,7 +74,7 @@ def cases(size: int, device: str) -> list[Case]:
                 stepper("memkern Muon", optimizer_of("memkern.optim", "Muon"), matrices, device),
                 ops_alone(matrices, device),
                 stepper("torch Muon", optimizer_of("torch.optim", "Muon"), matrices, device),
-                stepper("pytorch_optimizer Muon", pytorch_optimizers, matrices, device),
+                stepper("pytorch_optimizer Muon", pytorch_optimizer_muon, matrices, device),
             ],
         )
     ]

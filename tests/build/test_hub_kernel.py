@@ -1,7 +1,7 @@
 """tools/hub_kernel.py writes a project that kernel-builder takes; libraries built from it load beside memkern.
 
-kernel-builder itself is not needed: the test compiles as it does and puts the files where it does. ``pip install
-kernels`` brings the loader, and kernel-builder's parser of build.toml.
+kernel-builder itself is not needed: the test compiles with its macros, and puts the files where it puts them. ``pip
+install kernels`` brings the loader, and kernel-builder's parser of build.toml.
 """
 
 import ast
@@ -23,12 +23,14 @@ import torch
 tomllib = pytest.importorskip("tomllib")  # of Python 3.11
 
 ROOT = Path(__file__).parents[2]
-OWN = {"triton": "triton", "nn/conv1d.py": "transformers"}  # folder or file: the further package that it may import
-IDS = ("_memkern_cpu_1111111", "_memkern_cpu_2222222")  # of two builds, as kernel-builder names them
+# By folder or file of memkern: a package beside torch that it may import.
+MAY_IMPORT = {"triton": "triton", "nn/conv1d.py": "transformers"}
+IDS = ("_memkern_cpu_1111111", "_memkern_cpu_2222222")  # names of two builds' libraries, as kernel-builder makes them
 
 pytestmark = pytest.mark.long
 
-# What kernel-builder's header of the same name has, for a library that Python imports and that only registers ops.
+# The text of registration.h, which kernel-builder provides: a library is an empty Python module, whose import registers
+# the ops.
 REGISTRATION = """
 #include <Python.h>
 #define INIT_(name) PyInit_##name
@@ -116,28 +118,32 @@ def test_kernel_builders_parser_takes_build_toml(project: Path, tmp_path: Path) 
 def test_the_python_side_imports_torch_and_itself_alone(project: Path) -> None:
     package = project / "torch-ext" / "memkern"
     for path in package.rglob("*.py"):
+        # memkern/ is in package/; only __init__.py is beside it, and may import no other package.
         name = path.relative_to(package / "package").as_posix() if path.parent != package else ""
         imported: set[str] = set()
-        for node in ast.parse(path.read_text()).body:  # at import; a function may look for more
+        for node in ast.parse(path.read_text()).body:  # imports of the module; functions may import other packages
             if isinstance(node, ast.Import):
                 imported |= {alias.name.partition(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and not node.level:
                 imported.add(str(node.module).partition(".")[0])
         others = imported - sys.stdlib_module_names - {"torch"}
-        others -= {allowed for start, allowed in OWN.items() if name.startswith(start)}
+        others -= {allowed for start, allowed in MAY_IMPORT.items() if name.startswith(start)}
         assert not others, (name, others)
         assert "memkern" not in imported
 
 
 def compiled_like_kernel_builder(project: Path, folder: Path) -> dict[str, Path]:
-    """A library for each of IDS: the ops' sources once, the registration for each."""
+    """Compiles a library for each of IDS. The ops' sources are compiled once, and the registration for each library."""
     build: dict[str, Any] = tomllib.loads((project / "build.toml").read_text())["torch"]
     (project / "torch-ext" / "registration.h").write_text(REGISTRATION)
     libraries = Path(torch.__file__).parent
     includes = [sysconfig.get_path("include"), libraries / "include", libraries / "include/torch/csrc/api/include"]
     includes += [project / name for name in build["include"]]
-    flags = [flag for flag in build["cxx-flags"] if flag != "-O3"] + ["-O0", "-fPIC", "-fno-gnu-unique"]
-    flags += [f"-I{path}" for path in includes]
+    flags = [flag for flag in build["cxx-flags"] if flag != "-O3"]
+    flags.append("-O0")  # compiles faster; the results have the same bits
+    # -fno-gnu-unique: both libraries are in one process, and would share the static variables of inline functions.
+    flags += ["-fPIC", "-fno-gnu-unique", *(f"-I{path}" for path in includes)]
+    # What kernel-builder defines: torch 2.10's stable interface, Python 3.9's, and the backend.
     flags += ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-DPy_LIMITED_API=0x03090000", "-DCPU_KERNEL"]
 
     def compile_one(source: str, name: str) -> Path:
@@ -158,7 +164,7 @@ def compiled_like_kernel_builder(project: Path, folder: Path) -> dict[str, Path]
 
 
 def laid_out(project: Path, library: Path, folder: Path) -> Path:
-    """The folder of one build, with its files where a repository of the Hub has them."""
+    """Puts the files of one build where a repository of the Hub has them. Returns the repository's folder."""
     name = library.name.partition(".")[0]
     variant = f"torch-stable-abi210-cpu-{platform.machine()}-linux"
     target = folder / name / "build" / variant

@@ -34,7 +34,9 @@ def _shard(mesh: DeviceMesh, *placements: Any) -> Callable[[Tensor], DTensor]:
 
 
 def beside_plain() -> list[Any]:
-    """A parameter that is the same plain tensor on every rank, between two that are sharded."""
+    """A plain tensor, the same on every rank, between two that are sharded. In one process all three are plain."""
+    if not dist.is_initialized():
+        return [torch.clone] * 3
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     return [_shard(mesh), lambda x: x.clone(), _shard(mesh)]
 
@@ -100,9 +102,10 @@ def give_gradients(places: list[Any], params: list[Parameter], step: int) -> Non
 
 
 def run_with_fault(layout: str, name: str, number: int, value: float) -> Any:
-    """Three steps; in the second the last rank's gradient of parameter ``number`` has ``value`` in one element.
+    """Takes three steps; in the second, the last rank's gradient of parameter ``number`` has ``value`` in one element.
 
-    Returns for each step the largest update of each parameter, and the states' step counts.
+    Returns for each step the largest update of each parameter of which this rank has elements, and the step counts in
+    the optimizer's states.
     """
     places, params, optimizer = make_optimizer(layout, name)
     scaler = GradScaler("cpu", init_scale=1.0) if "scaled" in name else None
@@ -116,7 +119,7 @@ def run_with_fault(layout: str, name: str, number: int, value: float) -> Any:
         if scaler is None:
             optimizer.step()
         else:
-            scaler.scale(torch.ones(()))  # makes the scale
+            scaler.scale(torch.ones(()))  # the first call makes the scale, without which step() raises
             scaler.step(optimizer)
             scaler.update()
         moved = [(local(p) - old).abs().max().item() for p, old in zip(params, before, strict=True) if old.numel()]
@@ -128,7 +131,7 @@ def run_with_fault(layout: str, name: str, number: int, value: float) -> Any:
 @pytest.mark.parametrize("value", [torch.nan, pytest.param(torch.inf, marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize(
-    ("layout", "world", "number"),  # number: of the parameter with the fault
+    ("layout", "world", "number"),  # number: the index of the parameter whose gradient has the value
     [
         ("beside_plain", 2, 1),
         ("beside_plain", 2, 2),
@@ -146,67 +149,72 @@ def run_with_fault(layout: str, name: str, number: int, value: float) -> Any:
 def test_a_value_that_is_not_finite_on_one_rank_reaches_all(
     ranks: Ranks, layout: str, world: int, number: int, name: str, value: float
 ) -> None:
-    """All ranks skip the step, or none; a norm that is not finite on one rank clips on all."""
+    """Muon and GradScaler skip the step on all ranks. The other optimizers clip, on all ranks by the same norm."""
     if "scaled" in name and layout == "beside_plain":
         layout, number = "replicated", 1  # GradScaler refuses plain tensors beside DTensors
     results = ranks(world, run_with_fault, layout, name, number, value)
     skips = "Muon" in name or "scaled" in name
-    for rank in results:
-        finite_steps = rank[:1] + rank[2:] if skips else rank[:1]
-        for moved, steps in finite_steps:
-            assert all(0 < x < 1 for x in moved), (moved, steps)
-    for moved, steps in (rank[1] for rank in results):
+    for first, _, third in results:
+        # Where the second step is not skipped, it leaves NaN behind, and the third step is not looked at.
+        for moved, counts in [first, third] if skips else [first]:
+            assert all(0 < x < 1 for x in moved), (moved, counts)
+    second_steps = [second for _, second, _ in results]
+    for moved, counts in second_steps:
         if skips:
             assert moved == [0.0] * len(moved)
-            assert set(steps) == {1.0}
-        elif value == torch.inf:  # as in one process: the norm is infinite, all other gradients are clipped to 0
+            assert set(counts) == {1.0}
+        elif value == torch.inf:
+            # As in one process: the norm is infinite, so that clipping multiplies gradients by 0. The infinity becomes
+            # NaN, in one parameter; all other elements become 0.
             assert sum(map(math.isnan, moved)) <= 1
         else:  # the norm is NaN, and so is every update
             assert all(map(math.isnan, moved))
-    assert skips or any(math.isnan(x) for rank in results for x in rank[1][0])
+    if not skips:
+        assert any(math.isnan(x) for moved, _ in second_steps for x in moved)
 
 
-def run_with_other_gradient(name: str, factor: float | None, bucket: int) -> Any:
-    """The sharded parameters after a step where rank 1's gradient of the plain one is ``factor`` as large, or none."""
+def step_beside_plain(name: str, factor: float | None, bucket_bytes: int) -> list[Tensor]:
+    """The first and the third of three matrices after a step, as whole tensors. On two ranks both are sharded.
+
+    The second matrix is a plain tensor, whose gradient is multiplied by ``factor`` (None: taken away) on rank 1 alone;
+    in one process too.
+    """
+    is_rank_1 = not dist.is_initialized() or dist.get_rank() == 1
     places, params, optimizer = make_optimizer("beside_plain", name)
-    with patch.object(muon_step, "BUCKET_BYTES", bucket):
+    with patch.object(muon_step, "BUCKET_BYTES", bucket_bytes):
         give_gradients(places, params, 0)
-        if dist.get_rank() == 1:
-            params[1].grad = None if factor is None else params[1].grad * factor
+        if is_rank_1:
+            params[1].grad = None if factor is None else params[1].grad * factor  # type: ignore[operator]
         optimizer.step()
-    return [p.detach().full_tensor() for p in (params[0], params[2])]
+    return [full_tensor(p.detach()) for p in (params[0], params[2])]
 
 
-ONE_BUCKET, BUCKET_EACH = 2**26, 3 * 64 * 64  # bytes: of all matrices, or of one (bf16)
+@pytest.mark.parametrize("name", ["Muon, clipped", "AdamW8bit, clipped", "LAMB8bit, clipped"])
+def test_all_ranks_clip_by_the_largest_norm_of_any_rank(ranks: Ranks, name: str) -> None:
+    """So a tensor's shards are clipped alike, though the plain tensor has another gradient on each rank."""
+    expected = step_beside_plain(name, 10.0, 2**26)
+    for result in ranks(2, step_beside_plain, name, 10.0, 2**26):
+        for x, y in zip(result, expected, strict=True):
+            torch.testing.assert_close(x, y, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("name", "factor", "bucket"),
-    [
-        *((name, 10.0, ONE_BUCKET) for name in ("Muon, clipped", "AdamW8bit, clipped", "LAMB8bit, clipped")),
-        *(("Muon8bit", None, bucket) for bucket in (ONE_BUCKET, BUCKET_EACH)),
-    ],
-)
-def test_a_plain_gradient_of_one_rank_is_in_the_norm_of_all_and_in_no_exchange(
-    ranks: Ranks, name: str, factor: float | None, bucket: int
-) -> None:
-    """All ranks clip by the largest norm of any rank, so that a tensor's shards are clipped alike."""
-    build, options = OPTIMIZERS[name]
-    generator = torch.Generator().manual_seed(0)
-    params = [Parameter(torch.randn(64, 64, generator=generator)) for _ in range(3)]
-    optimizer = build(params, lr=0.02, min_8bit_size=0, weight_decay=0.0, **options)
-    give_gradients([lambda x: x.clone()] * 3, params, 0)
-    params[1].grad *= factor or 1.0  # type: ignore[operator]
-    optimizer.step()
-    for rank in ranks(2, run_with_other_gradient, name, factor, bucket):
-        for x, p in zip(rank, (params[0], params[2]), strict=True):
-            torch.testing.assert_close(x, p.detach(), rtol=0, atol=0 if factor is None else 1e-6)
+@pytest.mark.parametrize("bucket_bytes", [2**26, 3 * 64 * 64])
+def test_a_plain_matrix_is_in_no_bucket_that_ranks_exchange(ranks: Ranks, bucket_bytes: int) -> None:
+    """Rank 1 lacks the gradient of the plain matrix. Both ranks still exchange the same buckets of sharded matrices.
+
+    A rank's bf16 updates take 2 * 64 * 32 bytes for each sharded matrix and 2 * 64 * 64 for the plain one. If buckets
+    of 3 * 64 * 64 bytes held both kinds, rank 0 would have two buckets and rank 1 one.
+    """
+    expected = step_beside_plain("Muon8bit", None, bucket_bytes)
+    for result in ranks(2, step_beside_plain, "Muon8bit", None, bucket_bytes):
+        assert_same(result, expected)
 
 
 def steps_on_some_ranks(name: str, offloads: bool) -> list[Tensor]:
-    """A matrix of the first two ranks, and one of all, which has no gradient in the second of three steps; after these.
+    """Three steps of two matrices: ``a`` is on ranks 0 and 1, ``b`` on all three. The second step lacks b's gradient.
 
-    So the third rank has no gradient at all then. In one process both are whole.
+    So rank 2 has no gradient at all in the second step. In one process both matrices are whole tensors.
+    Returns the matrices of which this rank has a part, as whole tensors: both, on rank 2 only b.
     """
     places: list[Any] = [torch.clone, torch.clone]
     if dist.is_initialized():
@@ -218,45 +226,46 @@ def steps_on_some_ranks(name: str, offloads: bool) -> list[Tensor]:
         groups[1] |= {"algorithm": "adamw", "lr": 1e-2}
     build, options = getattr(optim, name.partition(",")[0]), {"max_grad_norm": 1.0} if "clipped" in name else {}
     new = functools.partial(LateHostOffload, build) if offloads else build
-    with patch.object(host_weights, "BUCKET_ELEMENTS", 1):  # each has a bucket of its own
+    with patch.object(host_weights, "BUCKET_ELEMENTS", 1):  # each matrix has a bucket of its own
         optimizer = new(groups, lr=1e-2, weight_decay=0.0, **options)
     for step in range(3):
         give_gradients(places, params, step)
-        if _is_third():  # which has no part of it
+        if _is_rank_2():  # which has no part of a
             a.grad = None
         if step == 1:
             b.grad = None
         if "scaled" in name:
             optimizer.grad_scale, optimizer.found_inf = torch.tensor(1.0), torch.tensor(0.0)
         optimizer.step()
-    return [
-        p.detach().full_tensor() if isinstance(p, DTensor) else p.detach() for p in params if p is b or not _is_third()
-    ]
+    return [full_tensor(p.detach()) for p in ([b] if _is_rank_2() else [a, b])]
 
 
-def _is_third() -> bool:
+def _is_rank_2() -> bool:
     return dist.is_initialized() and dist.get_rank() == 2
 
 
 @pytest.mark.parametrize("offloads", [False, pytest.param(True, marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", ["Muon", "AdamW, clipped", "AdamW, scaled", "LAMB"])
 def test_a_rank_without_gradients_takes_part_in_decisions(ranks: Ranks, name: str, offloads: bool) -> None:
-    """A rank that did not would leave the others waiting."""
-    expected = steps_on_some_ranks(name, False)
-    for rank in ranks(3, steps_on_some_ranks, name, offloads):
-        for x, y in zip(rank, expected[-len(rank) :], strict=True):
+    """If the rank called no collectives, the other ranks would wait for it."""
+    a, b = steps_on_some_ranks(name, False)
+    results = ranks(3, steps_on_some_ranks, name, offloads)
+    for result, expected in zip(results, ([a, b], [a, b], [b]), strict=True):
+        for x, y in zip(result, expected, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
 
 
 def steps_in_backward_on_some_ranks() -> list[Tensor]:
-    """The first two ranks' matrix and all ranks' after three steps in the backward pass; of the third rank the last."""
+    """Three steps in the backward pass of two matrices: ``a`` is on ranks 0 and 1, ``b`` on all three.
+
+    Returns the matrices of which this rank has a part, as whole tensors: both, on rank 2 only b.
+    """
     everyone = init_device_mesh("cpu", (3,))
     places = [_shard(DeviceMesh("cpu", [0, 1], mesh_dim_names=("first two",))), _shard(everyone)]
-    params = [Parameter(place(torch.full((64, 64), 0.1))) for place in places]
-    a, b = params
+    a, b = params = [Parameter(place(torch.full((64, 64), 0.1))) for place in places]
     groups = [{"params": [a]}, {"params": [b], "algorithm": "adamw", "lr": 1e-2}]
     optimizer = optim.StepInBackward(optim.Muon, groups, lr=1e-2, weight_decay=0.0)
-    own = params[1:] if _is_third() else params
+    own = [b] if _is_rank_2() else params
     for _ in range(3):
         for p in own:
             p.to_local().sum().backward()  # type: ignore[attr-defined]
@@ -265,13 +274,14 @@ def steps_in_backward_on_some_ranks() -> list[Tensor]:
 
 
 def test_a_step_in_backward_is_decided_by_the_ranks_of_the_parameter(ranks: Ranks) -> None:
-    results = ranks(3, steps_in_backward_on_some_ranks)
-    assert_same(results[0], results[1])
-    assert_same(results[0][1:], results[2])
-    assert all((x != 0.1).all() for x in results[0])
+    (a, b), of_rank_1, of_rank_2 = ranks(3, steps_in_backward_on_some_ranks)
+    assert_same(of_rank_1, [a, b])
+    assert_same(of_rank_2, [b])
+    assert all((x != 0.1).all() for x in (a, b))
 
 
-# ---- the order of parameters: named ones may be in any (programs.py), of others the shapes must be in the same order
+# ---- the order of parameters: ranks may have named parameters in different orders (programs.py). The shapes of other
+# parameters must be in the same order on each rank.
 
 # name: class, options
 ORDERED: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -283,7 +293,10 @@ ORDERED: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 def step_error(case: str, reverse: bool) -> str:
-    """The error of a step, "" for none; ``reverse``: the last rank has the parameters in the other order."""
+    """The message of the error that a step raises, "" without an error.
+
+    reverse: whether the last rank has the parameters in reverse order.
+    """
     build, options = ORDERED[case]
     mesh, generator = init_device_mesh("cpu", (dist.get_world_size(),)), torch.Generator().manual_seed(0)
 

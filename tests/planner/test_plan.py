@@ -1,6 +1,7 @@
 """memkern.plan: the techniques that it recommends, the code that it prints, and its text, also where nothing fits."""
 
 import itertools
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -20,31 +21,51 @@ from tests.support.planned_models import WIDTH, Block, Stack, predictor_of
 
 LITTLE = "594MiB"  # 18 MiB more than the planner counts for a process on the CPU (DEFAULTS)
 
+
+def plan_of_stack(memory: int, **options: Any) -> Any:
+    """The plan for a Stack on the CPU, with this many bytes of memory."""
+    return memkern.plan(Stack(), memory=memory, inputs=torch.zeros(2, WIDTH), device="cpu", **options)
+
+
+def peak_of_plain_training() -> int:
+    """The bytes that are predicted for a Stack without any technique."""
+    return predictor_of(Stack(), torch.zeros(2, WIDTH)).predict(Techniques()).peak
+
+
 # ---- the choice
 
 
 @pytest.mark.full
-def test_what_is_recommended_fits_and_is_the_fastest_found() -> None:
-    model, x = Stack(), torch.zeros(2, WIDTH)
-    predictor = predictor_of(model, x)
-    plain = predictor.predict(Techniques()).peak
-    fixed = {"precision": "fp32", "state_bits": 32}
-    roomy = memkern.plan(model, memory=2 * plain, inputs=x, device="cpu", techniques=fixed)
-    assert roomy.recommended is not None
-    assert roomy.recommended.techniques == Techniques()
-    tight = memkern.plan(model, memory=roomy.least, inputs=x, device="cpu")
-    assert tight.recommended is not None
-    assert tight.recommended.peak * (1 + tight.band[0]) <= tight.memory
-    assert not memkern.plan(model, memory=int(roomy.least / 1.005), inputs=x, device="cpu").fits
-    close = memkern.plan(model, memory=plain, inputs=x, device="cpu")  # which may be more, by a hundredth
-    assert "! may need more than the limit" in str(close)
-    assert re.search(r"^as it is +[\d.]+!", str(close), re.MULTILINE)
-    assert not close.fits_as_it_is
-    assert "Fits as it is" not in str(close)
-    impossible = memkern.plan(model, memory=DEFAULTS["cpu"].process, inputs=x, device="cpu")
+def test_plain_training_is_recommended_where_it_fits_and_is_the_fastest() -> None:
+    # Without these two, a plan would recommend faster training, in bf16.
+    fp32 = {"precision": "fp32", "state_bits": 32}
+    plan = plan_of_stack(2 * peak_of_plain_training(), techniques=fp32)
+    assert plan.recommended is not None
+    assert plan.recommended.techniques == Techniques()
+
+
+@pytest.mark.full
+def test_plain_training_that_may_exceed_the_limit_does_not_fit() -> None:
+    """The limit is the predicted peak; the real peak may be above the prediction, by the first share in ``band``."""
+    plan = plan_of_stack(peak_of_plain_training())
+    assert plan.band[0] > 0
+    assert "! may need more than the limit" in str(plan)
+    assert re.search(r"^as it is +[\d.]+!", str(plan), re.MULTILINE)
+    assert not plan.fits_as_it_is
+    assert "Fits as it is" not in str(plan)
+
+
+@pytest.mark.full
+def test_a_plan_that_does_not_fit_names_the_least_memory_that_does() -> None:
+    impossible = plan_of_stack(DEFAULTS["cpu"].process)  # the process takes all of it before it holds a tensor
     assert not impossible.fits
-    assert f"the least that could is {impossible.least / 2**30 + 0.005:.2f} GiB" in str(impossible)
+    gib = math.ceil(100 * impossible.least / 2**30) / 100  # rounded up to two decimals
+    assert f"the least that could is {gib:.2f} GiB" in str(impossible)
     assert "Fewer or shorter sequences need less" in str(impossible)
+    with_the_least = plan_of_stack(impossible.least)
+    assert with_the_least.recommended is not None
+    assert with_the_least.recommended.peak * (1 + with_the_least.band[0]) <= with_the_least.memory
+    assert not plan_of_stack(int(impossible.least / 1.005)).fits
 
 
 @pytest.mark.full
@@ -52,7 +73,7 @@ def test_the_largest_micro_batch_fits_and_a_larger_one_does_not() -> None:
     model, x = Stack(), torch.zeros(2, WIDTH)
     plan = memkern.plan(model, memory=LITTLE, inputs=x, device="cpu", techniques=Techniques())
     predictor = predictor_of(model, x)
-    limit = plan.memory / (1 + plan.band[0])
+    limit = plan.memory / (1 + plan.band[0])  # the real peak may be above a prediction, by the share band[0]
     assert predictor.predict(Techniques(micro_batch=plan.largest_micro_batch)).peak <= limit
     assert predictor.predict(Techniques(micro_batch=plan.largest_micro_batch + 1)).peak > limit
 
@@ -145,10 +166,11 @@ def test_the_text_of_a_small_model_of_ones_own() -> None:
     x = torch.randn(8, 256)
     plan = memkern.plan(model, memory="1GiB", inputs=x, device="cpu")
     text = str(plan)
-    assert "Sequential: 525,568 parameters, cpu; limit 1024.0 MiB" in text  # no tokens
+    assert "Sequential: 525,568 parameters, cpu; limit 1024.0 MiB" in text  # a model without tokens has none here
     assert "peak of a step in MiB, one example;" in text
-    weights = next(line for line in text.splitlines() if line.startswith("as it is")).split()[5]
-    assert weights == "2.0"  # 525,568 of 4 bytes, which are 0.00 GiB
+    row = next(line for line in text.splitlines() if line.startswith("as it is"))
+    weights = row.split()[5]  # after the three words of the row's name, the peak and the time
+    assert weights == "2.0"  # MiB: 525,568 weights of 4 bytes
     assert "Fits as it is: plain training needs no more than the limit.\nThe fastest that fits: " in text
     assert "! may need more" not in text
     is_bf16 = plan.recommended.techniques.precision == "bf16"

@@ -26,7 +26,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "shares": {"linear_share": 0.5},
 }
 QUICK = {("adamw", "plain"), ("adamw", "step in backward"), ("muon", "accumulation"), ("lamb", "step in backward")}
-FEWER = ("step in backward", "accumulation")  # for optimizers other than AdamW
+FEWER = ("step in backward", "accumulation")  # the variants of optimizers other than AdamW
 CASES = [
     pytest.param(name, variant, marks=() if (name, variant) in QUICK else pytest.mark.full)
     for name, variants in {"adamw": VARIANTS, "lion": FEWER, "lamb": FEWER, "muon": FEWER}.items()
@@ -37,21 +37,28 @@ CASES = [
 def run(
     techniques: Techniques, tied: bool = False, torchs_clip: float = torch.inf, **options: Any
 ) -> tuple[list[float], dict[str, Any], Any]:
-    """The losses, weights and optimizer states of four steps. torchs_clip: the norm that torch clips to."""
+    """The losses, weights and optimizer states of four steps.
+
+    torchs_clip: the norm to which torch.nn.utils clips the gradients before each step; infinity for no clipping.
+    """
     model = model_for(techniques, tied)
     optimizer = optimizer_for(model, techniques, **options)
     torch.manual_seed(1)
-    clip = lambda: torchs_clip < torch.inf and nn.utils.clip_grad_norm_(model.parameters(), torchs_clip)  # noqa: E731
+
+    def clip() -> None:
+        if torchs_clip < torch.inf:
+            nn.utils.clip_grad_norm_(model.parameters(), torchs_clip)
+
     losses = train(model, optimizer, techniques, range(4), clip)
     return losses, weights(model), states(model, optimizer)
 
 
 def assert_streamed_is_plain(techniques: Techniques, **options: Any) -> None:
-    plain = run(techniques, **options)
-    streamed = run(techniques.replace(weights_on_host="layers"), **options)
-    assert streamed[0] == plain[0]
-    assert_equal(streamed[1], plain[1])
-    assert_equal(streamed[2], plain[2])
+    losses, final_weights, final_states = run(techniques.replace(weights_on_host="layers"), **options)
+    plain_losses, plain_weights, plain_states = run(techniques, **options)
+    assert losses == plain_losses
+    assert_equal(final_weights, plain_weights)
+    assert_equal(final_states, plain_states)
 
 
 @pytest.mark.feature("torch", "`weights_on_host` (`fully_shard` with CPUOffloadPolicy) on one process")
@@ -79,7 +86,10 @@ def test_clipping_by_torch_has_the_bits_of_training_on_the_device() -> None:
 
 
 def streamed_and_sharded(techniques: Techniques, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The weights of a run with weights on the host, and of one by fully_shard on the device, with equal losses."""
+    """This rank's weights after training with weights on the host, and after training by fully_shard on the device.
+
+    Asserts that both have the same losses.
+    """
     rank = torch.distributed.get_rank()
 
     def trained(t: Techniques) -> tuple[list[float], dict[str, Any]]:
@@ -118,7 +128,8 @@ def streamed_and_sharded(techniques: Techniques, options: dict[str, Any]) -> tup
     ),
 )
 def test_two_processes_have_the_bits_of_fully_shard(ranks: Ranks, name: str, variant: str) -> None:
-    options = {"max_grad_norm": 0.05} if variant == "clipping" else {}
-    techniques = Techniques(optimizer=name, **BF16 | (VARIANTS | {"clipping": {}})[variant])
+    is_clipped = variant == "clipping"  # by an option of the optimizer, which is no technique
+    options = {"max_grad_norm": 0.05} if is_clipped else {}
+    techniques = Techniques(optimizer=name, **BF16 | ({} if is_clipped else VARIANTS[variant]))
     for streamed, plain in ranks(2, streamed_and_sharded, techniques, options):
         assert_equal(streamed, plain)

@@ -33,9 +33,10 @@ class Stack(nn.Module):
 
 
 def predictor_of(model: nn.Module, inputs: Any, device: str = "cpu", devices: int = 1, loss: Any = None) -> Predictor:
-    """The planner's Predictor for a model that ``devices`` devices share, each of the type ``device``.
+    """The planner's Predictor for training a model with ``inputs`` and ``loss``, as memkern.plan takes them.
 
-    Models on GPUs ("cuda") are counted on fake CPU tensors.
+    device: "cpu" or "cuda". A step for "cuda" is counted on fake CPU tensors, which need no compiled fake CUDA.
+    devices: the number of devices over which fully_shard would shard the model.
     """
     counted_on = "cpu" if device == "cpu" else ON_CPU_TENSORS
     return Predictor(resolve(model, None, inputs, loss, None), device, counted_on, DEFAULTS[device], devices)

@@ -44,6 +44,7 @@ OTHER_CLASSES = [optim.LAMB8bit, optim.Lion, optim.SGD8bit]
 
 
 def run(build: type, rates: str, wrap: Callable[[Any], Callable[..., Any]], **options: Any) -> Any:
+    """A snapshot after a step with each lr of RATES[rates]. wrap: takes the optimizer, returns what takes a step."""
     make_lr, values, _ = RATES[rates]
     params = make_params()
     optimizer = build(params, lr=make_lr(), **options)
@@ -136,43 +137,49 @@ def test_a_layout_that_changes_after_compilation_raises() -> None:
     compiled(optimizer)()
 
 
-def scale_gradients(optimizer: Any, seed: int) -> None:
-    optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0**seed), torch.tensor(float(seed == 2))
+# ---- changes: each is made before a step, whose number (0 to 3) is its second argument
 
 
-def set_rates(optimizer: Any, seed: int) -> None:
+def scale_gradients(optimizer: Any, number: int) -> None:
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0**number), torch.tensor(float(number == 2))
+
+
+def set_rates(optimizer: Any, number: int) -> None:
     for i, group in enumerate(optimizer.param_groups):
-        group["lr"] = 1e-2 * (i + 1) * 0.9**seed
+        group["lr"] = 1e-2 * (i + 1) * 0.9**number
 
 
-def drop_gradient(optimizer: Any, seed: int) -> None:
-    if seed == 2:
+def drop_gradient(optimizer: Any, number: int) -> None:
+    if number == 2:
         optimizer.param_groups[1]["params"][0].grad = None
 
 
-def load_state(optimizer: Any, seed: int) -> None:
-    if seed == 2:
+def load_state(optimizer: Any, number: int) -> None:
+    if number == 2:
         optimizer.load_state_dict(optimizer.state_dict())
 
 
-def use_channels_last(optimizer: Any, seed: int) -> None:
-    """Makes a parameter channels_last, and gives it contiguous gradients."""
+def use_channels_last(optimizer: Any, number: int) -> None:
+    """Makes a parameter channels_last before the first step, and gives it contiguous gradients."""
     p = optimizer.param_groups[-1]["params"][0]
-    if seed == 0:
+    if number == 0:
         p.data = hard((8, 16, 6, 6), 0).contiguous(memory_format=torch.channels_last)
-    p.grad = hard((8, 16, 6, 6), seed)
+    p.grad = hard((8, 16, 6, 6), number)
 
 
-def edit_weights(optimizer: Any, seed: int) -> None:
-    """Makes parameters bf16 ones with kept rounding errors, and sets some to zero between two steps."""
+def use_bf16_weights(optimizer: Any, number: int) -> None:
+    """Makes all parameters bf16 with ``master_weights`` before the first step; before the third, zeroes about half of
+    their elements, as pruning does.
+    """
     for i, group in enumerate(optimizer.param_groups):
         (p,) = group["params"]
-        p.grad = None
-        if seed == 0:
+        p.grad = None  # an fp32 one, from give_gradients
+        if number == 0:
             p.data, group["master_weights"] = p.data.bfloat16(), "bf16+8"
-        if seed == 2:
-            p.data.mul_(hard(p.shape, i) > 0)
-        p.grad = like(p, 1000 * seed + i)
+        if number == 2:
+            is_kept = hard(p.shape, i) > 0
+            p.data.mul_(is_kept)
+        p.grad = like(p, 1000 * number + i)
 
 
 @pytest.mark.parametrize(
@@ -181,9 +188,9 @@ def edit_weights(optimizer: Any, seed: int) -> None:
         (optim.AdamW8bit, scale_gradients, 1),
         (optim.AdamW8bit, set_rates, 2),
         (optim.AdamW8bit, drop_gradient, 2),
-        (optim.AdamW8bit, load_state, 2),  # other state tensors
+        (optim.AdamW8bit, load_state, 2),  # loading replaces the states' tensors
         (optim.AdamW8bit, use_channels_last, 1),
-        (optim.AdamW8bit, edit_weights, 1),
+        (optim.AdamW8bit, use_bf16_weights, 1),
         *(pytest.param(build, scale_gradients, 1, marks=pytest.mark.full) for build in OTHER_CLASSES),
     ],
     ids=name_of,
@@ -193,9 +200,9 @@ def test_changes_compile_few_graphs(build: type, change: Callable[[Any, int], No
         params = make_params()
         optimizer = build([{"params": [p]} for p in params])
         step = wrap(optimizer)
-        for seed in range(4):
-            give_gradients(params, seed)
-            change(optimizer, seed)
+        for number in range(4):
+            give_gradients(params, number)
+            change(optimizer, number)
             step()
         return snapshot(optimizer)
 
@@ -220,10 +227,17 @@ def test_a_compiled_step_with_a_closure_returns_its_loss() -> None:
 def test_the_backend_asked_for_is_the_one_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     params = make_params()
     optimizer = optim.AdamW8bit(params)
-    step, ran = compiled(optimizer), []
+    step = compiled(optimizer)
     from memkern.reference import adam
 
-    monkeypatch.setattr(adam, "adam_moments", lambda *a, f=adam.adam_moments: ran.append("reference") or f(*a))
+    reference_calls = []
+    adam_moments = adam.adam_moments
+
+    def recorded(*args: Any) -> Any:
+        reference_calls.append(args)
+        return adam_moments(*args)
+
+    monkeypatch.setattr(adam, "adam_moments", recorded)
     for seed in range(4):
         give_gradients(params, seed)
         if seed in (1, 3):
@@ -232,8 +246,8 @@ def test_the_backend_asked_for_is_the_one_that_runs(monkeypatch: pytest.MonkeyPa
         else:
             with memkern.use_backend("cpu"):
                 step()
-        assert (len(ran) > 0) == (seed in (1, 3))
-        ran.clear()
+        assert bool(reference_calls) == (seed in (1, 3))
+        reference_calls.clear()
     assert graph_count() == 2  # one for each backend
 
 
@@ -258,7 +272,7 @@ def test_a_step_compiled_by_inductor_has_the_bits_of_eager_mode() -> None:
 
 @pytest.mark.parametrize("build", [optim.Muon, optim.Muon8bit], ids=name_of)
 def test_muon_compiles_with_both_of_its_algorithms(build: type) -> None:
-    def run(wrap: Callable[[Any], Callable[..., Any]]) -> Any:
+    def train(wrap: Callable[[Any], Callable[..., Any]]) -> Any:
         params = make_params([(64, 96), (96, 64), (80,)])
         groups = [{"params": params[:2]}, {"params": params[2:], "algorithm": "adamw", "lr": 1e-3}]
         optimizer = build(groups, min_8bit_size=0)
@@ -268,4 +282,4 @@ def test_muon_compiles_with_both_of_its_algorithms(build: type) -> None:
             step()
         return snapshot(optimizer)
 
-    assert_same(run(compiled), run(lambda optimizer: optimizer.step))
+    assert_same(train(compiled), train(lambda optimizer: optimizer.step))

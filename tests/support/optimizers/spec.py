@@ -40,26 +40,41 @@ BAD_BOUNDS: list[tuple[Options, str]] = [
 
 @dataclass(frozen=True, eq=False)
 class OptimizerSpec:
-    """One optimizer. Cases map a name, which is the end of a test's id, to the options of the class."""
+    """One optimizer and its test cases. A dict of cases maps the end of a test's id to the options of the class."""
 
-    name: str  # of the class with 32-bit states
-    formula: Formula  # (p, gradient, state, group) -> p after a step; it keeps what it needs in state
-    lr: float  # of fixtures/hashes.json
-    options: Options = field(default_factory=dict)  # of fixtures/hashes.json
+    name: str
+    """The name of the class with 32-bit states."""
+    formula: Formula
+    """Takes (p, gradient, state, group), returns p after a step, and writes what it needs at the next step to state."""
+    lr: float
+    """The learning rate of all cases in fixtures/hashes.json, which fixtures/make_hashes.py runs."""
+    options: Options = field(default_factory=dict)
+    """Other options of all cases in fixtures/hashes.json."""
+    hashed: dict[str, Options] = field(default_factory=dict)
+    """Cases in fixtures/hashes.json of this optimizer alone; make_hashes.py has the cases of all optimizers."""
 
-    generic: dict[str, Options] = field(default_factory=dict)  # torch's generic tests, beside COMMON
-    variants: dict[str, Options] = field(default_factory=dict)  # with which every backend gives the reference's bits
-    peer: type | None = None  # torch's optimizer; without one the formula in the parameters' dtype
-    parity: dict[str, Options] = field(default_factory=dict)  # with which it is no further from fp64 than the peer
-    timm: str | None = None  # the class of timm.optim
-    of_timm: dict[str, Options] = field(default_factory=dict)  # with which it moves parameters as timm's class does
+    generic: dict[str, Options] = field(default_factory=dict)
+    """Cases of torch's generic tests for this optimizer alone; support/generic_optimizers.py has those of all."""
+    variants: dict[str, Options] = field(default_factory=dict)
+    """Cases in which every backend must give the bits of the reference (support/trained.py)."""
+    refused: list[tuple[Options, str]] = field(default_factory=list)
+    """Options that raise ValueError, and a pattern of its message."""
+
+    peer: type | None = None
+    """The class of torch.optim with the same formula; None where torch has none (:meth:`peer_of`)."""
+    parity: dict[str, Options] = field(default_factory=dict)
+    """Cases in which the error against fp64 must be no larger than the peer's (optim/test_numerics.py)."""
+    timm: str | None = None
+    """The name of the class of timm.optim with the same formula."""
     timm_options: Options = field(default_factory=dict)
-    refused: list[tuple[Options, str]] = field(default_factory=list)  # options, and the error's message
+    """Options of timm's class alone, by which its defaults become memkern's."""
+    of_timm: dict[str, Options] = field(default_factory=dict)
+    """Cases in which the parameters must be those of timm's class, within rounding (optim/test_layerwise.py)."""
 
-    hashed: dict[str, Options] = field(default_factory=dict)  # fixtures/hashes.json, beside the common cases
-
-    triton: tuple[str, ...] = ()  # variants of its Triton kernel that are compiled, beside COMMON
-    everywhere: tuple[str, ...] = ()  # variants of its Triton kernels that are compiled for every target
+    triton: tuple[str, ...] = ()
+    """Names of groups of variants of its Triton kernel to compile: GROUPS in lab/emulators/triton_kernels.py."""
+    everywhere: tuple[str, ...] = ()
+    """Names of Triton kernels to compile for every target; the others are compiled for sm_90 alone."""
 
     @property
     def cls(self) -> Any:
@@ -76,7 +91,7 @@ class OptimizerSpec:
 
     @property
     def family(self) -> str:
-        """The name of its files: adam for AdamW too."""
+        """The name of the optimizer's files in memkern, "adam" for AdamW too."""
         return self.op.name.removesuffix("_step_")
 
     @property
@@ -84,11 +99,12 @@ class OptimizerSpec:
         return "betas" in inspect.signature(self.cls).parameters
 
     def step(self, p: Tensor, g: Tensor, state: Options, group: Options) -> Tensor:
-        """A parameter after a step in its own dtype. ``state`` is empty at first and changed in place."""
+        """The parameter after a step, computed in its dtype. ``state`` is empty at first, and changed in place."""
         state["step"] = state.get("step", 0) + 1
         return self.formula(p, -g if group.get("maximize") else g, state, group)
 
     def peer_of(self, params: Any, **options: Any) -> torch.optim.Optimizer:
+        """An optimizer of the peer's class; where there is none, one that computes the formula in p's dtype."""
         return self.peer(params, **options) if self.peer else FormulaOptimizer(self, params, **options)
 
 
@@ -124,7 +140,7 @@ def adam_direction(g: Tensor, state: Options, group: Options) -> Tensor:
 
 
 def sgd_direction(d: Tensor, state: Options, group: Options, key: str) -> Tensor:
-    """torch.optim.SGD's momentum, of gradients ``d`` with their weight decay."""
+    """The direction of torch.optim.SGD's update, whose momentum is state[key]. d: the gradient plus weight decay."""
     momentum, m = group["momentum"], state.get(key)
     state[key] = m = d if m is None else momentum * m + (1 - group["dampening"]) * d
     return d + momentum * m if group["nesterov"] else m
@@ -136,7 +152,7 @@ def adapts(group: Options) -> bool:
 
 
 def phi(p: Tensor, group: Options) -> Tensor:
-    """The norm of a layer's weights, within its bounds."""
+    """The norm of a layer's weights, clamped to the group's ``trust_bounds``."""
     return p.norm() if group["trust_bounds"] is None else p.norm().clamp(*group["trust_bounds"])
 
 
