@@ -26,8 +26,9 @@ def contender(name: str, fn: Callable[[Tensor], Tensor], size: int, device: str,
         x = torch.randn(size, device=device).to(dtype).requires_grad_()
         grad = torch.randn(size, device=device).to(dtype)
         saved = saved_bytes(lambda: fn(x))
-        codes = saved % x.nbytes  # 0 where x or y itself is saved, which is only read once more
-        moved = PASSES * x.nbytes + saved + codes  # codes are written and read
+        # Codes are written, and all that is saved is read. The remainder is 0 where x or y itself is saved.
+        codes = saved % x.nbytes
+        moved = PASSES * x.nbytes + saved + codes
         return Subject(lambda: torch.autograd.grad(fn(x), x, grad), lambda: moved, lambda: saved)
 
     return Contender(name, setup)

@@ -21,10 +21,10 @@ def reads_of(times_params: int, times_state: int) -> Callable[[int, int], int]:
     return lambda params, state: times_params * params + times_state * state
 
 
-# What an optimizer reads before its update.
+# The bytes that an optimizer reads before its update. Gradients have as many bytes as parameters.
 NOTHING = reads_of(0, 0)
-NORMS = reads_of(2, 1)  # parameters, gradients and state, for the norms of parameters and updates
-CLASSIC_NORMS = reads_of(2, 0)  # parameters and gradients, for their norms: LARS's classic form
+NORMS = reads_of(2, 1)  # parameters, gradients and states, for the norms of parameters and updates
+CLASSIC_NORMS = reads_of(2, 0)  # parameters and gradients, for the norms that LARS's classic form takes
 LAMB = {
     "memkern LAMB8bit": (optimizer_of("memkern.optim", "LAMB8bit"), NORMS),
     "memkern LAMB": (optimizer_of("memkern.optim", "LAMB"), NORMS),
@@ -50,7 +50,7 @@ def case(name: str, makes: dict[str, Any], shapes: Shapes, device: str) -> Case:
 
 def cases(size: int, device: str) -> list[Case]:
     single = [(max(1, size // 4096), 4096)]
-    # GPT-2 at its full size, so that its matrices do not fit the cache.
+    # GPT-2 at its full size, whose matrices do not fit the cache; a quick run has fewer elements.
     gpt2 = gpt2_shapes(GPT2 if size >= 2**24 else size)
     return [
         case("LAMB, one tensor", LAMB, single, device),

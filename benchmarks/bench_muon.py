@@ -46,8 +46,7 @@ def ops_alone(shapes: Shapes, device: str) -> Contender:
             _ops.muon_apply_(args, updates, ratios)
 
         state = tensor_bytes([*args.moments, *args.scales])
-        # Gradients are read; weights and states are read and written; updates are written, read for their norms, and
-        # read to be applied.
+        # Gradients are read, weights and states read and written, updates written, read for norms, and read again.
         moved = 3 * tensor_bytes(params) + 2 * state + 3 * tensor_bytes(updates)
         return Subject(step, lambda: moved, lambda: state)
 
@@ -61,8 +60,7 @@ def pytorch_optimizer_muon(params: list[torch.nn.Parameter]) -> torch.optim.Opti
 
 
 def cases(size: int, device: str) -> list[Case]:
-    # GPT-2 itself, unless a quick run asks for fewer elements.
-    shapes = gpt2_shapes(GPT2 if size >= 2**24 else size)
+    shapes = gpt2_shapes(GPT2 if size >= 2**24 else size)  # a quick run has fewer elements than GPT-2
     _vocabulary, _positions, *matrices = [shape for shape in shapes if len(shape) == 2]
     numel = sum(map(math.prod, matrices))
     return [

@@ -20,11 +20,11 @@ from .harness import Case, Contender, Subject
 Shapes = Sequence[tuple[int, ...]]
 Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
-UNUSED = {"DeepSpeed CPULion": "exp_avg_sq"}  # state that is allocated and never read or written
+UNUSED = {"DeepSpeed CPULion": "exp_avg_sq"}  # by contender: a state that it allocates and never reads or writes
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of all tensors of the states, those in objects too, as flashoptim's moments are."""
+    """Bytes of all tensors of the states, also of tensors inside of flashoptim's objects."""
     objects = [x for x in tree_leaves([*optimizer.state.values()]) if type(x).__module__.startswith("flashoptim")]
     return optimizer_bytes(optimizer) + sum(tensor_bytes(vars(x).values()) for x in objects)
 
@@ -51,7 +51,7 @@ def stepper(
             param.grad = torch.randn_like(param) * 1e-3
         optimizer = make(params)
 
-        def moved_bytes() -> int:  # parameter and states in and out, gradient in
+        def moved_bytes() -> int:  # parameters and states are read and written, gradients are read
             unused = tensor_bytes(state.get(UNUSED.get(name)) for state in optimizer.state.values())
             size, state = tensor_bytes(params), state_bytes(optimizer) - unused
             return 3 * size + 2 * state + reads(size, state)
@@ -71,7 +71,7 @@ def optimizer_of(module: str, cls: str, **options: Any) -> Make:
 
 
 def flash_adamw(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """flashoptim's at its defaults, which add 8 bits to each bf16 weight (24 in all) and are refused for fp32 ones."""
+    """flashoptim's FlashAdamW with 8 more bits of each bf16 weight (24 in all), its default; fp32 weights take none."""
     bits = 24 if params[0].dtype == torch.bfloat16 else None
     return optimizer_of("flashoptim", "FlashAdamW", master_weight_bits=bits)(params)
 
@@ -121,7 +121,7 @@ def clipped(make: Make) -> Make:
     return make_clipped
 
 
-CLIPPED = {  # memkern's is one read of the gradients (grad_norm_) and the step
+CLIPPED = {  # memkern's contender reads the gradients once more than a step without clipping (grad_norm_)
     "memkern AdamW8bit": optimizer_of("memkern.optim", "AdamW8bit", max_grad_norm=1.0),
     "torch AdamW fused": clipped(optimizer_of("torch.optim", "AdamW", fused=True)),
 }
@@ -139,7 +139,7 @@ GPT2 = 124_439_808  # parameters
 
 def gpt2_shapes(size: int) -> Shapes:
     """GPT-2's 148 tensors, with a width and a vocabulary for ``size`` parameters; 124,439,808 give GPT-2 itself."""
-    width = math.sqrt(0.69 * size / 144)  # GPT-2's blocks are 69 % of it: 12 of them, 12 * width**2 each
+    width = math.sqrt(0.69 * size / 144)  # 69 % of GPT-2's parameters are in 12 blocks of 12 * width**2 each
     unit = 128 if width >= 128 else 16
     d = unit * max(1, int(width // unit))
     block = [
@@ -168,7 +168,7 @@ def cases(size: int, device: str) -> list[Case]:
     small = [(1000,)] * min(1000, size // 1000)
 
     def group(makes: dict[str, Make], shapes: Shapes, *leave_out: str, **options: Any) -> list[Contender]:
-        unsupported = ("DeepSpeed",) if device == "cuda" else ("flashoptim",)  # by this device
+        unsupported = ("DeepSpeed",) if device == "cuda" else ("flashoptim",)  # packages that do not run on the device
         contenders = [
             stepper(name, make, shapes, device, **options)
             for name, make in makes.items()

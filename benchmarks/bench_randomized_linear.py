@@ -29,7 +29,8 @@ def contender(name: str, fn: Callable[..., Tensor], tokens: int, device: str, dt
         ]
         leaves = [leaf.requires_grad_() for leaf in leaves]
         saved = memory.saved_bytes(lambda: fn(*leaves), leaves[1])
-        moved = 4 * x.nbytes + 3 * leaves[1].nbytes + 2 * saved  # x, y and their gradients; the weight twice
+        # x, y and their gradients; the weight in both passes, and its gradient; what is saved is written and read.
+        moved = 4 * x.nbytes + 3 * leaves[1].nbytes + 2 * saved
         return Subject(lambda: torch.autograd.grad(fn(*leaves), leaves, grad), lambda: moved, lambda: saved)
 
     return Contender(name, setup)

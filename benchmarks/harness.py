@@ -31,9 +31,9 @@ from . import machine
 
 WARMUP = 2  # the first call allocates the state and may compile; the second gives the time of a call
 MIN_ROUNDS = 5
-COPIES_AHEAD = 4  # queued before a call on a device, so that its kernels are in the queue when the copies end
-HOST_CALLS = 20
-BUSY_CALLS = 20  # queued before nvidia-smi reads the frequency
+COPIES_AHEAD = 4  # copies queued before a call on a device, so that its kernels are in the queue when the copies end
+HOST_CALLS = 20  # calls of which Clock.host_time takes the median
+BUSY_CALLS = 20  # calls queued before nvidia-smi reads the frequency
 
 
 @dataclass
@@ -41,23 +41,23 @@ class Subject:
     """A contender that is set up: the call to time, and its bytes."""
 
     step: Callable[[], object]
-    moved_bytes: Callable[[], int]  # the least that one call reads and writes
-    state_bytes: Callable[[], int] | None = None  # of an optimizer's state, or saved for backward
+    moved_bytes: Callable[[], int]  # the least bytes that one call reads and writes
+    state_bytes: Callable[[], int] | None = None  # the bytes of an optimizer's states, or saved for the backward pass
 
 
 @dataclass(frozen=True)
 class Contender:
-    """name: the package's import name, in any case, and the thing measured. setup() raises where it cannot run."""
+    """What is measured in a case."""
 
-    name: str
-    setup: Callable[[], Subject]
+    name: str  # the package's import name in any case (its version is looked up), then what of it is measured
+    setup: Callable[[], Subject]  # raises where the contender cannot run
 
 
 @dataclass(frozen=True)
 class Case:
     name: str
-    numel: int
-    contenders: list[Contender]  # memkern's first: ratios are to it
+    numel: int  # the number of parameters or elements
+    contenders: list[Contender]  # the first is memkern's, to which the others' times are compared
 
 
 @dataclass
@@ -162,10 +162,10 @@ def take_turns(
 
 
 def largest_temporary(call: Callable[[], object], device: str) -> int:
-    """Peak of tensor bytes during one call, above those allocated before it.
+    """Peak of tensor bytes during one call, above the bytes allocated before it.
 
-    On the CPU from torch's profiler, which records torch's allocator, inside operators too, but not what a library
-    takes from malloc directly.
+    On the CPU, torch's profiler records each allocation of torch's allocator, inside operators too. What a library
+    takes from malloc directly is not counted.
     """
     if device == "cuda":
         torch.cuda.synchronize()
@@ -201,7 +201,7 @@ def _all_threads_counted() -> Iterator[None]:
 
 
 def _allocations(events: Iterable[Any]) -> Iterator[tuple[int, Any]]:
-    """The time and the fields of each allocation and free among the profiler's events and those inside of them."""
+    """The time and the fields of each allocation and free, among the profiler's events and the events in these."""
     pending = list(events)
     while pending:
         event = pending.pop()
@@ -234,7 +234,7 @@ class _Entry:
     """A contender that is set up and warm."""
 
     subject: Subject
-    seconds: float  # of the second call
+    seconds: float  # the time of the second call
     note: str
 
 

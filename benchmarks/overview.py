@@ -14,8 +14,8 @@ from . import RESULTS, machine, report
 from .plot import OTHERS, OURS
 
 PICTURE = machine.ROOT / "docs" / "assets" / "time-and-peak.png"
-XL_PARAMETERS = 1_557_611_200  # of GPT-2-XL
-FP32_ADAMW_BYTES = 16  # a parameter: 4 each for weight, gradient and two moments
+XL_PARAMETERS = 1_557_611_200  # the number of GPT-2-XL's parameters
+FP32_ADAMW_BYTES = 16  # bytes of a parameter: 4 each for its weight, gradient and two moments
 # topic, case, contender of memkern, peer: the usual comparisons, and the cases in which memkern loses
 TIMES = (
     ("optim", "AdamW, one tensor", "memkern AdamW8bit", "torch AdamW fused"),
@@ -29,7 +29,7 @@ TIMES = (
     ("activation", "tanh-GELU, bf16", "memkern GELU, 3 bits", "torch GELU"),
     ("activation", "GELU, fp32, small", "memkern GELU, 3 bits", "torch GELU"),
 )
-PROCESSORS = {"amd-epyc": "AMD EPYC", "intel": "Intel Xeon"}  # by a part of the names of their results' files
+PROCESSORS = {"amd-epyc": "AMD EPYC", "intel": "Intel Xeon"}  # by a part of the results file's name: the processor
 # ways of saving less, the modes of gpu-models.csv and gpu-compiled.csv: the words for each
 WAYS = {
     "torch": "torch",
@@ -98,7 +98,7 @@ def savings() -> Iterator[tuple[str, str, float, list[tuple[str, float]]]]:
         yield (
             f"saved for the backward pass, {model}-like model (4 layers, {precision})",
             "kB per token",
-            kilobytes["compiled"] / float(by_mode["compiled"]["share"]),  # torch's bytes: the share is of them
+            kilobytes["compiled"] / float(by_mode["compiled"]["share"]),  # eager torch's: share = compiled / eager
             [
                 ("torch.compile", kilobytes["compiled"]),
                 ("`memkern.compile(model)`", kilobytes["exact"]),
@@ -127,7 +127,7 @@ def saves_table() -> str:
 
 
 def speed_table() -> str:
-    """Times of memkern over those of a peer, by processor; below 1 memkern is faster."""
+    """memkern's times over a peer's times, by processor; below 1 memkern is faster."""
     topics = {topic: _topic(topic) for topic, *_ in TIMES}
     rows = [
         [
@@ -211,8 +211,8 @@ SETTINGS = {"flashoptim AdamW": "flashoptim FlashAdamW, `master_weight_bits=24`"
 
 
 def gpu_table() -> str:
-    """Times on a GPU over those of a peer, and the share of the copy bandwidth: `make gpu`'s headline."""
-    by_run = _last(HEADLINE, "case", "date", "contender")  # the rows of a run have one date
+    """memkern's times on a GPU over a peer's, and the share of the copy bandwidth: `make gpu`'s headline."""
+    by_run = _last(HEADLINE, "case", "date", "contender")  # all rows of a run have the same date
     hardware = next(iter(by_run.values()))["hardware"]
     heads = [f"{hardware}: time of", "over that of", "case", "ratio", "ms", "share of copy bandwidth"]
     lines = []
@@ -291,7 +291,7 @@ def compiled_blocks_table() -> str:
     rows = _last("compiled-steps.csv", "model", "mode", "budget")
     lines = []
     for model in dict.fromkeys(model for model, mode, _ in rows if mode.startswith("blocks")):
-        name = model  # in the first of its rows only
+        name = model  # only the first of a model's rows has its name
         for bits in ("torch", "exact", "8"):
             for mode in (bits, f"blocks, {bits}"):
                 row = rows[model, mode, ""]

@@ -1,4 +1,4 @@
-"""Draws a results file: time per parameter or element, beside that of moving its bytes at copy bandwidth."""
+"""Draws a results file: time per parameter or element, and the time of moving its bytes at copy bandwidth."""
 
 from __future__ import annotations
 

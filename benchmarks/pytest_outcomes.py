@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks import frameworks, machine, report
 
-_seconds: dict[str, float] = {}  # by test: set-up, call and tear-down together
+_seconds: dict[str, float] = {}  # by test: the seconds of set-up, call and tear-down together
 _outcomes: dict[str, str] = {}
 _features: dict[tuple[str, str], set[str]] = {}  # by (framework, feature): its tests
 

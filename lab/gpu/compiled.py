@@ -38,8 +38,8 @@ from .models import (
     workload_columns,
 )
 
-STEPS = 3  # in a round of measuring
-LAST_START_S = 100.0  # after which no contender begins
+STEPS = 3  # steps in a round of measuring
+LAST_START_S = 100.0  # no contender begins after so many seconds
 BUDGET = 0.5  # torch.compile's activation_memory_budget
 
 

@@ -25,9 +25,9 @@ from benchmarks.bench_layerwise import CLASSIC_NORMS, NORMS, NOTHING, RECIPE
 from benchmarks.bench_optim import GPT2, Shapes, flash_adamw, gpt2_shapes, optimizer_of, stepper
 from memkern import _ops
 
-LARGE = 10**9  # parameters of the one tensor
-ELEMENTS = 2**28  # of an activation
-BYTES_PER_PARAMETER = 90  # memory of all contenders of a case together, in fp32
+LARGE = 10**9  # parameters in the cases of one tensor
+ELEMENTS = 2**28  # elements of an activation
+BYTES_PER_PARAMETER = 90  # bytes that all contenders of a case take together, in fp32
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CONTENDER_S = 0.6  # seconds of measuring a contender, beside the copies between calls
 ROUNDS = 20

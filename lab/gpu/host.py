@@ -1,8 +1,9 @@
 """Times optimizer steps with states on the host, taken on the device and on the CPU: ``python -m lab.gpu.host``.
 
-A bf16 model of a billion parameters in matrices of 16 M; the loss is their sum. A line of JSON for each way to step:
-median milliseconds of a backward pass and a step until the device is done, the states' bytes that are copied each way
-and GB/s, and the device's peak beside weights and gradients. torchao and DeepSpeed where they are installed.
+The model has a billion bf16 parameters in matrices of 16 M; the loss is their sum. Prints a line of JSON for each way
+to step: the median milliseconds of a backward pass and a step until the device is done, the bytes of states that are
+copied to the device (and as many back) with GB/s in one direction, and the peak of the device's memory beside weights
+and gradients. torchao and DeepSpeed are measured where they are installed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import nn
 
 from memkern import memory, optim
 
-RUNS = 12  # the first two are not counted
+RUNS = 12  # steps that are timed; the first two are not counted
 
 
 def parameters(count: int, width: int, device: str) -> list[nn.Parameter]:

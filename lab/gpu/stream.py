@@ -1,9 +1,9 @@
 """Trains Llama-3.1-8B with weights on the device, and streamed from the host in 12 GiB: ``python -m lab.gpu.stream``.
 
-The planner's loop on random tokens, two sequences of 8,192 a step, checkpoints in 8-bit codes. One layer's weights are
-made on the host and copied for all. The streamed run's process has an allocator that is limited to 12 GiB. A line of
-JSON for each run: the allocator's peaks, the median step, the share of it in which kernels run (without copies), the
-losses; and one with the streamed run's speed over that of the other.
+The loop is the planner's, on random tokens: two sequences of 8,192 a step, checkpoints in 8-bit codes. One layer's
+weights are made on the host and copied to all layers. The streamed run's process has an allocator that is limited to
+12 GiB. Prints a line of JSON for each run, with the allocator's peaks, the median seconds of a step, the share of them
+in which kernels run (without copies), and the losses; then a line with the ratio of the two runs' tokens per second.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Measures steps of compiled models on a CPU: peak, time and compile time, by what is saved and by memory_budget.
 
 Models of zoo.py are compiled by Inductor and take steps of one sequence, beside the same model under torch.compile.
-Columns "saved": memkern.memory.saved_bytes. "peak": of torch's CPU allocator in a forward and backward pass, gradients
-included. "time": processor time, the lowest of interleaved rounds. "first": processor time of this process in the first
-step, without the C++ compilers', which are other processes; each mode compiles a small model before, so that none pays
-for loading the compiler.
+Columns "saved" have memkern.memory.saved_bytes. "peak" is the peak of torch's CPU allocator in a forward and backward
+pass, gradients included. "time" is processor time, the lowest of interleaved rounds. "first" is the processor time of
+this process in the first step; C++ compilers are other processes and not counted. Before that, each mode compiles a
+small model, so that no first step includes loading the compiler.
 --blocks: blocks compiled by themselves (memkern.apply with compile=True), beside the whole model.
 --ways: all ways of saving less, eager ones too.
 --empty-kernels: Inductor's C++ kernels are not compiled and do nothing; allocations and peaks stay the same.
@@ -47,14 +47,14 @@ COLUMNS = (
 
 
 class Contender(NamedTuple):
-    """A model prepared in a mode: saved and peak in bytes, first in seconds of processor time."""
+    """A model prepared in a mode, and its figures."""
 
     mode: str
-    budget: float | None
+    budget: float | None  # memory_budget; None for none
     step: Callable[[], Any]
-    saved: int
-    peak: int
-    first: float
+    saved: int  # bytes saved for the backward pass
+    peak: int  # bytes
+    first: float  # seconds of processor time in the first step
 
 
 BITS: dict[str, Any] = {"torch": None, "exact": "exact", "8": 8}
@@ -83,7 +83,7 @@ def _compiled(model: Any, mode: str, budget: float | None) -> Any:
 
 
 DEPTHS = {"GPT-2": "n_layer"}
-"""The name of the number of layers in a configuration, where it is not num_hidden_layers."""
+"""By model: the name that its configuration has for the number of layers, if not num_hidden_layers."""
 
 
 def contender(name: str, precision: str, tokens: int, mode: str, budget: float | None, layers: int | None) -> Contender:

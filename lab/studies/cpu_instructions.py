@@ -39,16 +39,17 @@ def _addresses(nm: str, program: Path, isa: str) -> tuple[str, str]:
     """The first address of an instruction set's functions, which are side by side, and the address after the last."""
     symbols = subprocess.run([nm, "-n", program], capture_output=True, text=True, check=True).stdout
     functions = re.findall(r"^(\w+) [tTwW] (.*)", symbols, re.MULTILINE)
-    own = [i for i, (_, name) in enumerate(functions) if f"{len(isa)}{isa}" in name]  # in a mangled namespace
+    # The kernels are in a namespace of the instruction set's name, "6avx512" in mangled names.
+    own = [i for i, (_, name) in enumerate(functions) if f"{len(isa)}{isa}" in name]
     return functions[own[0]][0], functions[own[-1] + 1][0]
 
 
 _INSTRUCTION = re.compile(r"0x(\w+): +\w+( \w+)* {2,}\w")
-"""A listed instruction's address, bytes and name; bytes after the eighth have a line of their own, without a name."""
+"""An instruction's address, bytes and name in qemu's log. A line with bytes after the eighth has no name."""
 
 
 def _executed(log: Path) -> int:
-    """The instructions executed, by qemu's log: it lists a basic block once, and names its address at each run."""
+    """The number of instructions executed. qemu's log lists a basic block once, and has its address at each run."""
     sizes: dict[int, int] = {}
     block, total = None, 0
     with log.open(errors="replace") as lines:

@@ -1,9 +1,9 @@
 """Measures HostOffload's step beside the step in memory, and time and peak of the loss in chunks beside torch's.
 
-Medians of interleaved runs on the CPU. The step: four GPT-2 blocks and an embedding, 36 M parameters, in fp32, and in
-bf16 with the other bits of fp32 weights kept too. Rows with ``copies`` make those that a device with its own memory
-needs. The loss: 512 tokens of width 384, GPT-2's vocabulary, forward and backward, in a process of its own each time;
-peak_mb is the growth of the resident set.
+Rows have medians of interleaved runs on the CPU. The step is that of four GPT-2 blocks and an embedding, 36 M
+parameters, in fp32, and in bf16 with the other bits of fp32 weights kept too. Rows with ``copies`` make the copies that
+a device with its own memory needs. The loss has 512 tokens of width 384 and GPT-2's vocabulary; each run of its forward
+and backward pass is a process of its own, and peak_mb is the growth of the resident set.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ if hasattr(torch.nn.functional, "linear_cross_entropy"):
 
 
 def resident(key: str) -> int:
-    """Bytes of the process: VmRSS now, VmHWM at the peak."""
+    """Bytes of the process's resident set: with the key VmRSS its size now, with VmHWM its peak."""
     text = Path("/proc/self/status").read_text()
     return int(text.split(f"{key}:")[1].split()[0]) * 1024
 

@@ -1,7 +1,7 @@
 """Compares memkern.plan's predictions for shards of fully_shard with real steps of gloo processes on the CPU.
 
-Each block is sharded, then the model (FSDP2). The measured bytes are those of rank 0, which has the
-largest shards: its shards and states, plus the most that torch's CPU allocator adds to them in the third step.
+Each block is sharded, then the model (FSDP2). The bytes are measured on rank 0, which has the largest shards: its
+shards and states, plus the most that torch's CPU allocator adds to them in the third step.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ MIB = 2**20
 
 
 class Case(NamedTuple):
-    kind: str  # model type of transformers
-    devices: int
-    seq_len: int
+    kind: str  # the model's type in transformers
+    devices: int  # the number of devices over which the model is sharded
+    seq_len: int  # tokens of a sequence
     techniques: dict[str, Any]  # arguments of Techniques
-    replicas: int = 1
+    replicas: int = 1  # the number of copies of the sharded model (HSDP)
 
     @property
     def processes(self) -> int:
@@ -70,7 +70,7 @@ def source_of(case: Case) -> Any:
 
 
 def predicted(case: Case) -> int:
-    """The planner's peak in bytes, without what the process takes."""
+    """The planner's peak in bytes, without the bytes that a process has before it holds a tensor."""
     from memkern.planner.hardware import DEFAULTS
     from memkern.planner.prediction import Predictor
 
@@ -141,7 +141,7 @@ def main(argv: list[str] | None = None) -> None:
     def rows() -> Iterator[dict[str, str]]:
         for case in (CASES[n] for n in args.cases):
             assert source_of(case).inputs  # imports the model, so that the processes need not
-            allocated = measured(case)  # forks, which autograd's threads forbid; it has none on a machine without a GPU
+            allocated = measured(case)  # forks, which autograd's threads would forbid; without a GPU it has none
             plan = predicted(case)
             figures = (f"{plan / MIB:.1f}", f"{allocated / MIB:.1f}", f"{plan / allocated:.4f}")
             sizes = (case.kind, str(case.devices), str(case.replicas), str(case.seq_len))

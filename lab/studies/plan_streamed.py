@@ -1,11 +1,12 @@
 """Plans steps with weights on the host, for 7 to 70 billion parameters, and counts FSDP2's bytes on fake CUDA.
 
-One sequence, bf16 weights with 8-bit errors, checkpoints, the loss in chunks, a step in backward. device_gib: the
-predicted peak, with what the process takes; counted_gib: the same counted in fully_shard's own code on fake CUDA
-tensors (tests/support/streamed_bytes.py). host_gib, muon_gib: weights, gradients in pinned memory, errors, and states
-of AdamW8bit or Muon8bit. link_LINK: tokens of a micro-batch from which arithmetic hides the transfers of weights;
-step_LINK: from which the backward pass hides the host's step. LINK pcie4 is for the planner's card of 12 GB
-(25 TFLOP/s, 30 GB/s of the host's memory), the others for 400 TFLOP/s and 200 GB/s.
+Each case has one sequence, bf16 weights with 8-bit errors, checkpoints, the loss in chunks, and a step in backward.
+device_gib is the predicted peak, the process's own bytes included; counted_gib is the peak counted in fully_shard's
+own code on fake CUDA tensors (tests/support/streamed_bytes.py). host_gib and muon_gib are the host's bytes of weights,
+gradients in pinned memory, errors, and the states of AdamW8bit or Muon8bit. link_LINK is the least number of tokens in
+a micro-batch whose arithmetic takes as long as the transfers of weights over LINK; step_LINK is the least number whose
+backward pass takes as long as the host's step. LINK pcie4 has the planner's card of 12 GB (25 TFLOP/s, 30 GB/s of the
+host's memory); the other links have 400 TFLOP/s and 200 GB/s.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ COLUMNS = (
 
 
 def figures(model: str, tokens: int) -> list[str]:
-    """The figures of a row. For a process with fake CUDA."""
+    """The figures of a row. It runs in a process with fake CUDA."""
     import transformers
 
     from memkern.planner import hardware

@@ -21,11 +21,11 @@ MIB = 2**20
 
 
 class Case(NamedTuple):
-    model: str
-    seq_len: int
-    techniques: dict[str, Any]
-    dropout: float | None = 0.0  # None: as configured
-    attention_mask: bool = False
+    model: str  # a name that the planner knows, or a key of OTHERS
+    seq_len: int  # tokens of a sequence; 0 for images
+    techniques: dict[str, Any]  # arguments of Techniques
+    dropout: float | None = 0.0  # None for the probabilities of the model's configuration
+    attention_mask: bool = False  # whether batches have a mask
 
 
 FRUGAL = {"precision": "bf16", "master_weights": "bf16+8", "state_bits": 8, "step_in_backward": True}
@@ -51,7 +51,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {kind: (kind, sizes) for kind, s
     ),
     "roberta-base": ("roberta", {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1}),
 }
-"""Models whose names the planner does not know: their type, and sizes."""
+"""Models whose names the planner does not know: by name, their type in transformers and their configuration."""
 EVERY_OTHER_BLOCK: dict[str, Any] = {"checkpointing": "blocks", "checkpoint_every": 2}
 CASES = (
     Case("distilgpt2", 256, {}),
@@ -82,6 +82,7 @@ CASES = (
 
 
 def source_of(case: Case, small: bool = False) -> Any:
+    """The case's model as the planner resolves it. small: with four layers of width 64."""
     from memkern.planner.models import resolve
 
     model: Any = case.model
@@ -139,7 +140,7 @@ def _status(name: str) -> int:
 
 
 def predicted(case: Case) -> int:
-    """The planner's peak in bytes, without what the process takes."""
+    """The planner's peak in bytes, without the bytes that a process has before it holds a tensor."""
     from memkern.planner.hardware import DEFAULTS
     from memkern.planner.prediction import Predictor
 

@@ -102,8 +102,9 @@ def outcome(kind: str) -> tuple[str, str]:
 
 
 def _outcome(kind: str) -> tuple[str, str]:
-    """The outcome with two layers, or with all, as other sizes may depend on their number; with one sequence, or with
-    two, which batch normalization needs."""
+    """The outcome of the first plan that succeeds: with two layers, or with all (other sizes may depend on the number);
+    with one sequence, or with two, which batch normalization needs.
+    """
     error = "not built: transformers makes no model of the default configuration here"
     for config, size in itertools.product(_built(kind), (1, 2)):
         techniques = memkern.Techniques(state_bits=8, micro_batch=size)

@@ -1,10 +1,10 @@
 """Counts what compiled models save for backward, by torch's partitioner and by memkern's, exact and in 8 bits.
 
-Models of zoo.py, one sequence or some images, the whole model and its loss under torch.compile, with Inductor's
-decompositions and without its code generation. Saved: the storages that the compiled graph's node holds, and the loss;
-not parameters, buffers, inputs, nor the logits that the graph returns and nothing needs. share: over what torch saves
-without torch.compile. gradient_error: the relative error of gradients beside those of torch without torch.compile, the
-median over parameter tensors.
+Whole models of zoo.py with their losses, on one sequence or some images, run under torch.compile with Inductor's
+decompositions and without its code generation. Saved bytes are the storages that the compiled graph's node holds, and
+the loss; not parameters, buffers, inputs, nor the logits, which the graph returns and nothing needs. share is their
+ratio to the bytes that eager torch saves. gradient_error is the relative error of a parameter's gradient against eager
+torch, the median over parameters.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def error_and_cosine(actual: Gradients, expected: Gradients) -> tuple[float, flo
     for name, g in expected.items():
         a, b = actual[name].double(), g.double()
         dot, norm = dot + float((a * b).sum()), norm + float(a.square().sum())
-        if float(b.norm()) > 1e-5 * total:  # others are rounding errors
+        if float(b.norm()) > 1e-5 * total:  # smaller gradients are rounding errors
             errors.append(float((a - b).norm() / b.norm()))
     return sorted(errors)[len(errors) // 2], dot / (total * norm**0.5) if norm else 0.0
 

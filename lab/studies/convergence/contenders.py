@@ -24,14 +24,14 @@ BF16 = torch.bfloat16
 
 class Contender(NamedTuple):
     name: str
-    package: str
-    family: str  # of tasks.FAMILIES, which have learning rates of their own
+    package: str  # the package's name on PyPI, whose version is recorded
+    family: str  # one of tasks.FAMILIES; a task has a grid of learning rates for each
     make: Make
-    original: str  # name of the 32-bit contender that it is compared with
-    weights: torch.dtype | None = None  # of stored weights; None: the task's
-    compress: dict[str, Any] | None = None  # options of memkern.compress
-    only: tuple[str, ...] = ()  # names of tasks; empty: all
-    note: str = ""
+    original: str  # the name of the 32-bit contender that this contender is compared with
+    weights: torch.dtype | None = None  # the dtype of stored weights; None for the task's
+    compress: dict[str, Any] | None = None  # options of memkern.compress; None where it is not called
+    only: tuple[str, ...] = ()  # names of the tasks in which the contender runs; empty for all
+    note: str = ""  # a remark for the table
 
     def reason_against(self, task: Task, model: nn.Module) -> str:
         """Why the contender has no run in this task; "" where it has."""
@@ -72,7 +72,7 @@ def maker(module: str, cls: str, decay: float | None = None, **options: Any) -> 
     return make
 
 
-ADAMW_LR = 3e-3  # of parameters that Muon leaves to AdamW
+ADAMW_LR = 3e-3  # the learning rate of parameters that Muon leaves to AdamW
 
 
 class TorchMuon:
@@ -113,7 +113,7 @@ def muon8bit(model: nn.Module, lr: float, task: Task) -> Any:
 
 
 def normuon(model: nn.Module, lr: float, task: Task) -> Any:
-    """pytorch_optimizer's, with the groups, the weight decay and the AdamW of torch's Muon here."""
+    """pytorch_optimizer's NorMuon, with the groups, weight decay and AdamW options that TorchMuon has."""
     from pytorch_optimizer import NorMuon
 
     groups = [
@@ -125,7 +125,7 @@ def normuon(model: nn.Module, lr: float, task: Task) -> Any:
     return NorMuon(groups, lr=lr)
 
 
-ONE_MODULE = ("gefen", "gefen-x")  # packages with one module name, of which one alone can be installed
+ONE_MODULE = ("gefen", "gefen-x")  # packages with the same module name, so that only one can be installed
 
 
 def gefen(package: str, **options: Any) -> Make:

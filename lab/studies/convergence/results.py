@@ -25,8 +25,8 @@ COLUMNS = (
     "version",
     "note",
 )
-# How often the mean of n paired differences of equal contenders is beyond two of its standard errors: Student's t
-# with n - 1 degrees of freedom.
+# By the number n of seeds: how often the mean of n paired differences is more than two of its standard errors from 0
+# though the contenders are equal (Student's t with n - 1 degrees of freedom).
 CHANCE = {3: 0.184, 5: 0.116}
 NOT_YET = "not run yet"
 
@@ -52,17 +52,17 @@ class Difference(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """How a contender fared in a task, beside its original. Without losses, ``why`` has the reason."""
+    """How a contender fared in a task, compared with its original."""
 
     task: Task
     contender: Contender
-    losses: dict[int, float]  # at the best rate, by seed; the tuning seed is not among them
-    lr: str
+    losses: dict[int, float]  # by seed, the losses at the best rate; without the tuning seed
+    lr: str  # the best rate
     at_edge: bool  # whether lr is the lowest or highest rate that was tried
-    row: report.Row  # of the last run at the best rate
-    difference: Difference | None = None  # from the original at the contender's rate
-    tuned: Difference | None = None  # from the original at its own best rate
-    why: str = ""
+    row: report.Row  # the last run's row at the best rate
+    difference: Difference | None = None  # the contender's losses minus the original's at the same rate
+    tuned: Difference | None = None  # the contender's losses minus the original's at the original's best rate
+    why: str = ""  # the reason where there are no losses
 
     @property
     def loss(self) -> float:

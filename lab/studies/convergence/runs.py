@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from .contenders import Contender
 from .tasks import TASKS, LargeBatch, Task
 
-GRID = (1, 2, 4, 8)  # times the lowest rate of the task and the family
-MOVES = 3  # how many rates a grid may grow by at an edge that has the best
+GRID = (1, 2, 4, 8)  # multiples of the lowest rate, which a task has for each family
+MOVES = 3  # the most rates by which a grid grows at an edge, while the best rate is there
 TUNING_SEED = 0  # the rate is chosen with this seed, and the comparison uses seeds 1, 2, ...
 
 
@@ -25,8 +25,8 @@ class Outcome(NamedTuple):
 
     loss: float
     bytes_per_param: float  # stored weights and optimizer states
-    coded_share: float  # of the parameters that have no state of 16 bits or more per element
-    saved_kb: float  # saved by the forward pass of a batch for its backward pass
+    coded_share: float  # the share of parameters without a state of 16 bits or more per element
+    saved_kb: float  # kB that the forward pass of a batch saves for its backward pass
     step_ns: float  # processor time of optimizer.step(), per parameter
     run_ms: float  # processor time of a whole training step
 
@@ -103,7 +103,7 @@ class Run:
     def train(self) -> Outcome:
         from memkern import memory
 
-        torch.manual_seed(self.seed)  # of random numbers in training; the weights are there already
+        torch.manual_seed(self.seed)  # for random numbers in training; the weights are made already
         start = time.process_time()
         for step in range(self.task.steps):
             self._step(step)
@@ -135,7 +135,7 @@ def key(task: Task, contender: Contender, lr: float, seed: int) -> Key:
 
 
 class Study:
-    """Says which runs are still missing. ``losses``: those of the runs made so far, by key; the caller adds to it."""
+    """Says which runs are still missing. losses: by key, the losses of finished runs; the caller adds each new one."""
 
     def __init__(self, losses: dict[Key, float]) -> None:
         self.losses = losses

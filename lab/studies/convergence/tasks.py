@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 Batch = tuple[Tensor, Tensor]
-TEXT = str(Path(pydoc_data.__file__).with_name("topics.py"))  # English; the rest of the library is code
-FAMILIES = ("adamw", "lion", "sgd", "muon", "lamb", "lars")  # of optimizers with one range of learning rates
+TEXT = str(Path(pydoc_data.__file__).with_name("topics.py"))  # the file of Python's library that is English text
+FAMILIES = ("adamw", "lion", "sgd", "muon", "lamb", "lars")  # in each, optimizers take learning rates of one range
 
 
 def schedule(lr: float, step: int, steps: int) -> float:
