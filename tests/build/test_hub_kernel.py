@@ -23,14 +23,13 @@ import torch
 tomllib = pytest.importorskip("tomllib")  # of Python 3.11
 
 ROOT = Path(__file__).parents[2]
-# By folder or file of memkern: a package beside torch that it may import.
-MAY_IMPORT = {"triton": "triton", "nn/conv1d.py": "transformers"}
+# By folder or file of memkern: a package beside torch that it may import. torch itself depends on sympy.
+MAY_IMPORT = {"triton": "triton", "nn/conv1d.py": "transformers", "compiled/nodes.py": "sympy"}
 IDS = ("_memkern_cpu_1111111", "_memkern_cpu_2222222")  # names of two builds' libraries, as kernel-builder makes them
 
 pytestmark = pytest.mark.long
 
-# The text of registration.h, which kernel-builder provides: a library is an empty Python module, whose import registers
-# the ops.
+# The text of kernel-builder's registration.h: a library is an empty Python module, whose import registers the ops.
 REGISTRATION = """
 #include <Python.h>
 #define INIT_(name) PyInit_##name
@@ -139,10 +138,9 @@ def compiled_like_kernel_builder(project: Path, folder: Path) -> dict[str, Path]
     libraries = Path(torch.__file__).parent
     includes = [sysconfig.get_path("include"), libraries / "include", libraries / "include/torch/csrc/api/include"]
     includes += [project / name for name in build["include"]]
-    flags = [flag for flag in build["cxx-flags"] if flag != "-O3"]
-    flags.append("-O0")  # compiles faster; the results have the same bits
-    # -fno-gnu-unique: both libraries are in one process, and would share the static variables of inline functions.
-    flags += ["-fPIC", "-fno-gnu-unique", *(f"-I{path}" for path in includes)]
+    # -O0 compiles faster. Without -fno-gnu-unique both libraries would share static variables of inline functions.
+    flags = [flag for flag in build["cxx-flags"] if flag != "-O3"] + ["-O0", "-fPIC", "-fno-gnu-unique"]
+    flags += [f"-I{path}" for path in includes]
     # What kernel-builder defines: torch 2.10's stable interface, Python 3.9's, and the backend.
     flags += ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-DPy_LIMITED_API=0x03090000", "-DCPU_KERNEL"]
 

@@ -60,7 +60,7 @@ class Program:
         self.names = [self.choice.choice(names) for _ in range(STEPS)]
         self.numbers = [self.choice.random() for _ in range(STEPS)]
         self.picks = [(self.choice.random(), self.choice.random()) for _ in range(STEPS)]
-        self.scaled: dict[int, bool] = {}  # by step
+        self.scaled: dict[int, bool] = {}  # by step: whether its result is divided by 1000 (in_range)
         self.is_traced = False
 
     def loss(self) -> Tensor:
@@ -73,13 +73,13 @@ class Program:
         return sum((x * c).mean() for x, c in zip(pool[-3:], self.last, strict=True))
 
     def in_range(self, y: Tensor, step: int) -> Tensor:
-        """y, or y / 1000 where it is large in the uncompiled run."""
+        """y, or y / 1000 where the mean of |y| is 1000 or more in the uncompiled run."""
         if not self.is_traced:
             self.scaled[step] = float(y.detach().abs().mean()) >= 1e3
         return y * 1e-3 if self.scaled[step] else y
 
     def _with_noise(self, y: Tensor) -> Tensor:
-        """y with random errors in proportion to those of codes: (|y| s)^1/2, where s is the block's largest |y|."""
+        """y plus noise that is ``self.noise`` times (|y| s)^1/2, as errors of codes are; s: the block's largest |y|."""
         if not self.noise:
             return y
         blocks = y.detach().reshape(-1, 128)
@@ -221,7 +221,7 @@ SATURATED: dict[str, Operation] = {
 }
 """Operations whose gradients are small distances from a limit: errors of codes of their results must not reach them."""
 
-OPERATIONS: dict[str, Operation] = {  # of a program, two earlier results, and a random number from 0 to 1
+OPERATIONS: dict[str, Operation] = {  # arguments: a program, two earlier results, a random number from 0 to 1
     "silu": lambda p, a, b, n: F.silu(a),
     "gelu": lambda p, a, b, n: F.gelu(a),
     "tanh": lambda p, a, b, n: torch.tanh(a),
@@ -348,9 +348,9 @@ def faults_in_codes(program: Program, coded: Tensor, expected: Tensor, plain: Te
 
 
 def faults_of(seed: int) -> str:
-    """The faults of a random program's gradients, compared with those of torch's own cut; "" for none.
+    """The faults of a random program's gradients, compared with the gradients by torch's own partitioner; "" for none.
 
-    The error that torch's own cut makes beside the uncompiled run is allowed 8 times.
+    The error of "exact" may be 8 times the error that torch's own partitioner makes against the uncompiled run.
     """
     program = Program(seed)
     torch.manual_seed(seed)

@@ -139,7 +139,7 @@ CASES: dict[str, tuple[Loss, float, float]] = {
 
 
 def _step(function: Loss, bits: Any, dtype: torch.dtype = torch.float32) -> tuple[Tensor, int]:
-    """The gradients of x and w, and the saved bytes without those of the inputs. bits: None for eager torch."""
+    """The gradients of x and w, and the bytes saved beside the inputs. bits: None for eager torch."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     x, w, b = torch.randn(ROWS, WIDTH), torch.randn(WIDTH, WIDTH) / WIDTH**0.5, torch.randn(ROWS, WIDTH)
@@ -175,7 +175,7 @@ def test_gradient_errors_and_saved_bytes_stay_below_bounds(name: str) -> None:
 
 @pytest.mark.parametrize("loss", [CASES["layer norm, large mean"][0], _post_norm])
 def test_bf16_saves_no_more_bytes_than_fp32(loss: Loss) -> None:
-    """Though torch's bf16 norms on a CPU have another mean in the backward pass."""
+    """In bf16 on a CPU, torch's norms compute the mean for the backward pass another way than in fp32."""
     (_, in_fp32), (_, in_bf16) = _step(loss, 8), _step(loss, 8, torch.bfloat16)
     assert in_bf16 <= 1.01 * in_fp32
 
@@ -194,12 +194,12 @@ def test_random_programs_have_no_faults(programs: range) -> None:
 
 
 def test_transformers_fallback_for_experts_counts_as_torchs_grouped_mm() -> None:
-    """It stands for grouped_mm on a CPU."""
+    """On a CPU, transformers calls it in place of grouped_mm."""
     assert name_of("transformers.grouped_mm_fallback") == name_of(torch.ops.aten._grouped_mm)
 
 
 def test_a_result_without_a_gradient_is_not_rounded() -> None:
-    """Of two softmaxes, of which the second has no gradient: autograd gives it the first one's sequence number."""
+    """The second of two softmaxes has no gradient, and autograd gives it the first softmax's sequence number."""
 
     def function(x: Tensor, w: Tensor, b: Tensor, t: Tensor) -> Tensor:
         p = torch.softmax(x @ w, -1)
@@ -212,7 +212,7 @@ def test_a_result_without_a_gradient_is_not_rounded() -> None:
 
 
 def test_logits_in_16_bits_are_saved_as_they_are() -> None:
-    """Codes of probabilities are made of fp32 values, which would raise the peak."""
+    """Codes would be made of the probabilities in fp32, which would raise the peak."""
 
     def loss(logits: Tensor) -> Tensor:
         return F.cross_entropy(logits.float(), torch.arange(ROWS))
@@ -262,7 +262,7 @@ def _gradients(model: nn.Module, function: Callable[..., Any], x: Tensor) -> Ten
 
 @pytest.mark.full
 def test_exact_has_the_bits_of_torch_compile_through_inductor() -> None:
-    """Also of dropout's masks; gradients from 8-bit codes are near."""
+    """Dropout's masks are the same, too. Gradients from 8-bit codes are near."""
     torch.manual_seed(0)
     model, x = Block(128, dropout=0.3), torch.randn(2, 64, 128)
     torch._dynamo.reset()
@@ -272,7 +272,7 @@ def test_exact_has_the_bits_of_torch_compile_through_inductor() -> None:
     torch._dynamo.reset()
     coded = memkern.compile(model, saved_bits=8)
     assert relative_error(_gradients(model, coded, x), expected) < 0.02
-    (coded(x).square().mean() + coded(2 * x).square().mean()).backward()  # after two forward passes
+    (coded(x).square().mean() + coded(2 * x).square().mean()).backward()  # a backward pass after two forward passes
 
 
 @pytest.mark.full
@@ -310,8 +310,10 @@ def test_a_backend_by_its_name_is_memkern_compile(name: str, options: dict[str, 
             compiled(x)
             saved.append(memory.saved_bytes(lambda call=compiled: call(x), model, x))
     torch._dynamo.reset()  # calls the backend's reset()
-    assert saved[0] == saved[1]
-    assert (saved[0] < 0.3 * memory.saved_bytes(lambda: model(x), model, x)) == (bits == 8)
+    by_compile, by_name = saved
+    assert by_name == by_compile
+    uses_codes = by_name < 0.3 * memory.saved_bytes(lambda: model(x), model, x)
+    assert uses_codes == (bits == 8)
 
 
 def test_a_backends_options_are_checked() -> None:

@@ -26,7 +26,7 @@ def _have_equal_bits(actual: Tensor, expected: Tensor) -> bool:
     return torch.equal(actual.isnan(), nan) and torch.equal(actual[~nan].view(integer), expected[~nan].view(integer))
 
 
-ROWS, SHORT_ROWS = (96, 256), (768, 32)  # shapes
+ROWS, SHORT_ROWS = (96, 256), (768, 32)  # shapes of matrices
 
 
 @pytest.mark.full
@@ -37,7 +37,7 @@ ROWS, SHORT_ROWS = (96, 256), (768, 32)  # shapes
         (torch.float32, False, ROWS, False),
         (torch.bfloat16, True, ROWS, False),
         (torch.float16, False, ROWS, False),
-        (torch.float32, True, SHORT_ROWS, False),  # several to a block
+        (torch.float32, True, SHORT_ROWS, False),  # a block has several rows
         (torch.float32, True, (4, 24, 256), True),
     ],
 )
@@ -59,7 +59,7 @@ def test_inductors_bits_are_those_of_the_op(
 
 
 def _gradient(rows: int, codec_backend: str, f: Any) -> tuple[Tensor, set[str], int]:
-    """With 8 bits: the gradient of w, memkern's ops in the graphs, and the bytes of what is computed and saved."""
+    """Results with 8 bits: the gradient of w, the names of memkern's ops in the graphs, bytes saved beside inputs."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     x, w = torch.randn(rows, WIDTH), torch.randn(WIDTH, WIDTH).div_(WIDTH**0.5).requires_grad_()
@@ -87,7 +87,7 @@ def test_graphs_have_no_ops_and_save_as_many_bytes(f: Any) -> None:
     actual, ops_left, saved_by_inductor = _gradient(512, "inductor", f)
     assert {name.split(".")[1] for name in ops} == {"quantize_blockwise", "dequantize_blockwise"}
     assert (ops_left, saved_by_inductor) == (set(), saved)
-    # eager torch.sqrt is off by one unit in the last place for some values, by which a code may be off by one
+    # Eager torch.sqrt is off by one unit in the last place for some values, so that a code may be off by one.
     assert relative_error(actual, expected) < 1e-4
 
 
@@ -107,7 +107,7 @@ def test_both_codec_backends_give_the_same_gradients_as_sizes_change() -> None:
     for rows in (64, 33):
         x = torch.randn(rows, WIDTH)
         gradients = [step(model, x, compiled)[1] for compiled in compiled_by_backend.values()]
-        # The codes are the same; decoding is in the loop of a sum, which then has another order.
+        # The codes are the same. Inductor decodes them in the loop of a sum, whose order is then another.
         assert relative_error(gradients[1], gradients[0]) < 1e-6
 
 

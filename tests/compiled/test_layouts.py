@@ -16,7 +16,7 @@ from tests.support.partitioned import without_kernels
 
 
 class Net(nn.Module):
-    """Strided, grouped and pointwise convolutions, one shared by two inputs, and weights that something else uses."""
+    """Strided, grouped and pointwise convolutions. One runs twice, and two have weights that the loss uses directly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ CASES = [("exact", LAYOUTS[1]), (8, LAYOUTS[0]), ("exact", LAYOUTS[0]), (8, LAYO
 @pytest.mark.full
 @pytest.mark.parametrize(("bits", "layout"), first_full(CASES), ids=str)
 def test_gradients_are_near_eager_torchs(bits: Any, layout: Any) -> None:
-    """With two image sizes; and a weight that is written before the backward pass raises, as in eager torch."""
+    """Images have two sizes. A weight that is changed before the backward pass raises, as in eager torch."""
     torch.manual_seed(0)
     net = Net().to(memory_format=layout)
     plain = copy.deepcopy(net)

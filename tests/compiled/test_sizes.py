@@ -23,7 +23,7 @@ WIDTH = 64
 
 
 class Frozen(Block):
-    """A frozen ``down`` does not save its input, the GELU's output, so that few bits for the GELU's derivative do."""
+    """A Block whose layer ``down`` is frozen and saves no input, so that only codes of GELU's derivative are saved."""
 
     def __init__(self) -> None:
         super().__init__(WIDTH)
@@ -44,7 +44,7 @@ CACHE = ("autograd_cache_hit", "autograd_cache_miss")  # counters of torch
 
 
 def graphs(model: nn.Module, first: tuple[int, int], **options: Any) -> list[str]:
-    """The code of the graphs, forward and backward, that the second of two calls runs; first: the first one's sizes."""
+    """The code of the forward and the backward graph of a second call, after a call with the sizes ``first``."""
     torch._dynamo.reset()
     codes: list[str] = []
 
@@ -57,7 +57,7 @@ def graphs(model: nn.Module, first: tuple[int, int], **options: Any) -> list[str
     return codes
 
 
-# make test runs the first, make test-all the block with few bits, too.
+# make test runs "8 bits"; make test-all also runs "few bits".
 TIERS = dict.fromkeys(CASES, pytest.mark.long) | {"8 bits": (), "few bits": pytest.mark.full}
 
 
@@ -82,7 +82,7 @@ def test_a_mean_of_few_rows_has_a_graph_of_its_own() -> None:
         return (h * torch.rsqrt(h.pow(2).mean(0, keepdim=True) + 1e-6) @ w).square().mean()
 
     compiled = torch.compile(normalized, backend=backend(8), dynamic=True)
-    for rows, graph_count in ((100, 1), (64, 1), (4, 2), (8, 2)):  # of all calls so far
+    for rows, graph_count in ((100, 1), (64, 1), (4, 2), (8, 2)):  # graph_count: the graphs of all calls so far
         compiled(w, torch.randn(rows, WIDTH)).backward()
         assert counters["stats"]["unique_graphs"] == graph_count
 
@@ -105,7 +105,7 @@ def test_the_cache_on_disk_gives_the_graph_of_the_sizes() -> None:
     model, x = nn.Sequential(nn.Linear(64, 64), nn.Softplus(), nn.Linear(64, 64)), torch.randn(2048, 64)
 
     def steps(*rows: int) -> list[tuple[int, Tensor, list[int]]]:
-        """Of each number of rows: saved bytes, gradients, hits and misses so far; as in another process."""
+        """As in a new process, for each number of rows: saved bytes, gradients, the cache's hits and misses so far."""
         torch._dynamo.reset()
         counters.clear()
         call = memkern.compile(model, saved_bits=8, dynamic=True)

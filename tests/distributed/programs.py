@@ -63,9 +63,9 @@ def places() -> list[Place]:
 
 
 class Program:
-    """An optimizer, its steps and edits of it. A seed draws the same program on each rank and for whole tensors.
+    """An optimizer, its steps, and edits between steps. A seed draws the same program on each rank and in one process.
 
-    places: functions that place a parameter; None runs this rank's program on whole tensors.
+    places: functions that place a parameter on a mesh; with None, this rank runs the program on whole tensors.
     """
 
     def __init__(self, seed: int, places: list[Place] | None) -> None:
@@ -113,8 +113,8 @@ class Program:
         return p
 
     def _place_index(self, x: Tensor, number: int) -> int:
-        """The index of a parameter's placer in places(), also with whole tensors; -1 for a plain tensor."""
-        count = 8 if self.world == 4 else 4  # of placers, and as many for whole tensors
+        """The index of a parameter's function in places() (also in one process), -1 for one that is a plain tensor."""
+        count = 8 if self.world == 4 else 4  # the length of places()
         index = self.drawn_place[number] % count
         if index in (1, 4) and x.dim() < 2:  # in places() these have Shard(1), for which a matrix is needed
             index = 0
@@ -124,7 +124,9 @@ class Program:
         return x.clone() if self.places is None else self.places[self._place_index(x, number)](x)
 
     def set_gradients(self) -> None:
-        """Draws gradients; in some steps one rank has a NaN or infinity in one, or lacks that of a plain tensor."""
+        """Draws gradients. In a tenth of the steps an element of one gradient is NaN or infinity (of a plain tensor:
+        NaN, on one rank); in another tenth one rank has no gradient of a plain tensor.
+        """
         fault, rank = self.rng.random(), self.rng.randrange(self.world)
         victim = self.rng.choice(self.params)
         value = self.rng.choice([torch.nan, torch.inf])
@@ -135,8 +137,9 @@ class Program:
             is_plain = self._place_index(g, number) == -1
             missing = False
             if p is victim and fault < 0.1:
-                # Runs on whole tensors have a fault of one rank's plain tensor where it reaches all ranks: by Muon's
-                # matrices or a norm to clip by. NaN, as an infinite norm clips finite gradients to 0, others to NaN.
+                # A NaN that one rank has in a plain tensor changes the step of all ranks in two cases: the tensor is
+                # a matrix of Muon's, or gradients are clipped by their norm. The run on whole tensors then has the NaN
+                # too. An infinity would not do: clipping makes it NaN on its rank, and finite gradients 0 on others.
                 clips = self.optimizer.param_groups[0]["max_grad_norm"] is not None
                 affects_all = not is_plain or (self.is_unsharded and ((self.is_muon and p.dim() >= 2) or clips))
                 if affects_all or self.rank == rank:
@@ -165,7 +168,7 @@ class Program:
         self.optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
 
     def load_unsharded_state_dict(self) -> None:
-        """Loads the state_dict of whole tensors, as one process saves it; nothing where parameters are named."""
+        """Loads the state_dict with whole tensors, as one process saves it; not where parameters are named."""
         if self.is_named:
             return  # ranks would gather tensors in different orders
         state_dict = self.optimizer.state_dict()
@@ -206,7 +209,7 @@ class Program:
         self.scheduler = SCHEDULERS[self.rng.choice([*SCHEDULERS])](self.optimizer)
 
     def export(self) -> None:
-        """Converts the states to those of torch's optimizer, which are a result; Adam's alone."""
+        """Appends to the results what to_torch_state_dict makes of Adam's states; does nothing for other optimizers."""
         if self.is_named:
             return
         inner = getattr(self.optimizer, "inner", self.optimizer)
@@ -233,7 +236,7 @@ class Program:
 
     def step(self) -> None:
         skipped, rank = self.rng.random() < 0.1, self.rng.randrange(self.world)
-        if skipped:  # as with a GradScaler that finds an infinite gradient on one rank
+        if skipped:  # as GradScaler does that finds an infinite gradient on one rank
             found_inf = float(self.rank == rank or self.is_unsharded)
             self.optimizer.grad_scale, self.optimizer.found_inf = torch.tensor(1.0), torch.tensor(found_inf)
         self.optimizer.step()

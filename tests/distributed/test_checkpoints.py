@@ -59,13 +59,13 @@ def test_other_numbers_of_ranks_resume_bit_for_bit(ranks: Ranks, tmp_path: Path,
         assert_same(of_one_rank, expected)
     if build is gpt:
         return
-    assert_same(ranks(4, resume, build, new, True, a, 2, 8)[3], expected)
+    assert_same(ranks(4, resume, build, new, True, a, 2, 8)[3], expected)  # the last rank's result
     expected = run_in_one_process(build, new, OPTIONS, 9)
-    assert_same(ranks(3, resume, build, new, True, c, 8, 9)[1], expected)
+    assert_same(ranks(3, resume, build, new, True, c, 8, 9)[1], expected)  # the second rank's
 
 
 def save_or_resume_full_dict(build: Any, new: Any, path: str, options: Any) -> Any:
-    """Saves a full state dict after two steps; where the file exists, loads it and takes two more."""
+    """Takes two steps and saves a full state dict to ``path``; where that exists, loads it and takes two more steps."""
     model, optimizer = make(build, new)
     if not Path(path).exists():
         steps(model, optimizer, 0, 2)

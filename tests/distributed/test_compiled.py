@@ -21,7 +21,7 @@ WIDTH = 64
 def gradients(wrapper: str, bits: Any) -> Tensor:
     """The gradients of one forward pass (DDP) or of two (fully_shard).
 
-    bits: those of :func:`backend`, "torch" for torch's own partitioner, None for eager mode.
+    bits: 8 or "exact" for memkern's partitioner, "torch" for torch's own, None for eager mode.
     """
     torch._dynamo.reset()
     torch.manual_seed(0)

@@ -104,8 +104,7 @@ def give_gradients(places: list[Any], params: list[Parameter], step: int) -> Non
 def run_with_fault(layout: str, name: str, number: int, value: float) -> Any:
     """Takes three steps; in the second, the last rank's gradient of parameter ``number`` has ``value`` in one element.
 
-    Returns for each step the largest update of each parameter of which this rank has elements, and the step counts in
-    the optimizer's states.
+    Returns for each step the largest update of each parameter that has elements here, and the states' step counts.
     """
     places, params, optimizer = make_optimizer(layout, name)
     scaler = GradScaler("cpu", init_scale=1.0) if "scaled" in name else None
@@ -164,8 +163,7 @@ def test_a_value_that_is_not_finite_on_one_rank_reaches_all(
             assert moved == [0.0] * len(moved)
             assert set(counts) == {1.0}
         elif value == torch.inf:
-            # As in one process: the norm is infinite, so that clipping multiplies gradients by 0. The infinity becomes
-            # NaN, in one parameter; all other elements become 0.
+            # As in one process: clipping by an infinite norm makes the infinity NaN, and all other elements 0.
             assert sum(map(math.isnan, moved)) <= 1
         else:  # the norm is NaN, and so is every update
             assert all(map(math.isnan, moved))
@@ -256,10 +254,7 @@ def test_a_rank_without_gradients_takes_part_in_decisions(ranks: Ranks, name: st
 
 
 def steps_in_backward_on_some_ranks() -> list[Tensor]:
-    """Three steps in the backward pass of two matrices: ``a`` is on ranks 0 and 1, ``b`` on all three.
-
-    Returns the matrices of which this rank has a part, as whole tensors: both, on rank 2 only b.
-    """
+    """As steps_on_some_ranks, but in the backward pass, and with gradients of both matrices in each step."""
     everyone = init_device_mesh("cpu", (3,))
     places = [_shard(DeviceMesh("cpu", [0, 1], mesh_dim_names=("first two",))), _shard(everyone)]
     a, b = params = [Parameter(place(torch.full((64, 64), 0.1))) for place in places]
@@ -293,10 +288,7 @@ ORDERED: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 def step_error(case: str, reverse: bool) -> str:
-    """The message of the error that a step raises, "" without an error.
-
-    reverse: whether the last rank has the parameters in reverse order.
-    """
+    """A step's error message, or "". reverse: whether the last rank has the parameters in reverse order."""
     build, options = ORDERED[case]
     mesh, generator = init_device_mesh("cpu", (dist.get_world_size(),)), torch.Generator().manual_seed(0)
 

@@ -84,7 +84,7 @@ def test_optim_state_dict_has_whole_fp32_states(ranks: Ranks) -> None:
             for key in compared:
                 error = (gathered[name][key] - state[key]).norm() / state[key].norm()
                 assert gathered[name][key].shape == state[key].shape
-                assert error < 0.05, f"{name} {key}: {error}"  # of three steps with 8-bit states
+                assert error < 0.05, f"{name} {key}: {error}"  # the error of 8-bit states after three steps
         for old, new in zip(before, after, strict=True):
             assert {*old} == {*new}
             assert old["exp_avg"].dtype == new["exp_avg"].dtype
@@ -97,6 +97,6 @@ def test_one_process_may_clip_a_flat_parameter_and_not_give_it_to_lamb() -> None
     p = nn.Parameter(torch.zeros(10))
     optim.LAMB8bit([p])
     p._fsdp_flattened = True  # FSDP1's mark
-    optim.AdamW8bit([p], max_grad_norm=1.0)  # which needs one norm, of all gradients: one process has them
+    optim.AdamW8bit([p], max_grad_norm=1.0)  # clipping needs the norm of all gradients, and one process has them all
     with pytest.raises(RuntimeError, match="fully_shard"):
-        optim.LAMB8bit([p])  # which needs a norm for each tensor in the flat parameter
+        optim.LAMB8bit([p])  # LAMB needs a norm for each tensor in the flat parameter

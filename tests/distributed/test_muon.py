@@ -59,7 +59,7 @@ def test_many_steps_have_the_bits_of_one_process(
 
 
 def count_exchanges() -> Any:
-    """How many exchanges a step has, and for each call the shapes of the matrices that this rank orthogonalizes."""
+    """The number of all-to-alls in a step, and the matrices' shapes in each call by which this rank orthogonalizes."""
     model = in_shards(gpt())
     optimizer = new_muon(model.parameters(), min_8bit_size=0)
     exchanges, shapes, all_to_all, orthogonalize_ = 0, [], dist.all_to_all_single, dtensor_muon.orthogonalize_
@@ -80,12 +80,12 @@ def count_exchanges() -> Any:
 
 def test_each_matrix_has_one_owner(ranks: Ranks) -> None:
     def multiplications(shape: tuple[int, int]) -> int:
-        """Those of an iteration of Newton-Schulz."""
+        """The number of multiplications in an iteration of Newton-Schulz."""
         return min(shape) ** 2 * (2 * max(shape) + min(shape))
 
     results = ranks(2, count_exchanges)
     assert [exchanges for exchanges, _ in results] == [2, 2]  # to the owner and back
-    owned = [shapes for _, (shapes,) in results]  # by rank, which orthogonalizes all of its matrices in one call
+    owned = [shapes for _, (shapes,) in results]  # each rank orthogonalizes all of its matrices in one call
     shapes = sorted(owned[0] + owned[1])
     assert shapes == sorted(tuple(p.shape) for p in gpt().parameters() if p.dim() >= 2)
     costs = [sum(map(multiplications, of_rank)) for of_rank in owned]

@@ -151,7 +151,7 @@ def test_half_precision_models_step_as_in_one_process(ranks: Ranks, build: Any, 
 
 
 def resume(build: Any, options: Any, dtype: torch.dtype, path: str, first: int, end: int, save_to: str) -> Any:
-    """Loads the checkpoint at ``path`` unless it is "", takes steps number ``first`` to ``end - 1`` and saves them."""
+    """Loads ``path`` if it is not "", takes steps ``first`` to ``end - 1``, saves to ``save_to`` if that is not ""."""
     host_weights.BUCKET_ELEMENTS = 2000
     model = sharded(Given(dtype))
     optimizer = LateHostOffload(build, model.parameters(), **options)
@@ -208,7 +208,7 @@ def step_on_the_device(build: Any, options: dict[str, Any], in_backward: bool) -
         assert not in_backward or all(p.grad is None for p in model.parameters())
         optimizer.step()
         optimizer.zero_grad()
-    # In several buckets; those of a step in the backward pass are not looked at.
+    # The states are in several buckets. Where the step is in the backward pass, that is not checked.
     assert in_backward or len({state.region for state in optimizer.state.values()}) > 1
     return full_params_and_states(model, optimizer)
 

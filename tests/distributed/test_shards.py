@@ -102,7 +102,8 @@ def run_placed(
 @pytest.mark.parametrize("new", [optim.AdamW8bit, new_muon])
 @pytest.mark.parametrize("master_weights", [None, "bf16+8"])
 @pytest.mark.parametrize(
-    ("sizes", "shape", "placements", "scales"),  # of the mesh, the tensors, their placements and those of their scales
+    # The mesh's sizes; the tensors' shape; the placements of the tensors, and of the scales of their states.
+    ("sizes", "shape", "placements", "scales"),
     [
         ((2,), (40, 512), [Shard(1)], [Shard(1)]),  # whole blocks; tensor parallelism by columns
         ((3,), (40, 500), [Shard(1)], [Replicate()]),

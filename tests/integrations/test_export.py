@@ -53,8 +53,7 @@ def test_onnx_export_names_restore(case: str, dynamo: bool) -> None:
             program.save(file)
         return file
 
-    # The exporters raise exceptions of their own, with memkern's as the cause.
-    with pytest.raises(Exception) as raised:  # noqa: PT011
+    with pytest.raises(Exception) as raised:  # noqa: PT011  (an exporter's own exception, whose cause is memkern's)
         export()
     assert "memkern.restore(model)" in texts(raised.value)
     with torch.no_grad():
@@ -73,8 +72,7 @@ def test_dynamic_quantization_is_refused_or_right() -> None:
     memkern.restore(net)
     quantized = quantization.quantize_dynamic(net, {torch.nn.Linear})
     assert "quantized" in type(quantized[0]).__module__
-    # Two neighbouring int8 values of a weight differ by 1 / 127 of the largest weight.
-    torch.testing.assert_close(quantized(x), net(x), rtol=0, atol=0.1)
+    torch.testing.assert_close(quantized(x), net(x), rtol=0, atol=0.1)  # int8 steps are 1 / 127 of the largest weight
     activations = model()
     memkern.compress(activations)
     quantized = quantization.quantize_dynamic(activations, {torch.nn.Linear})

@@ -60,7 +60,7 @@ def test_norm_has_the_same_bits_whatever_the_threads() -> None:
 
 
 def train_clipped(build: type, backend: str, max_norm: float | None, factor: float = 1.0, **scaler: Any) -> Any:
-    """A snapshot after two steps, which only read gradients. scaler: attributes that a GradScaler sets."""
+    """A snapshot after two steps, which must not write gradients. scaler: attributes that a GradScaler would set."""
     params = make_params()
     optimizer = build(params, lr=1e-2, weight_decay=0.1, max_grad_norm=max_norm)
     for name, value in scaler.items():
@@ -77,7 +77,7 @@ def train_clipped(build: type, backend: str, max_norm: float | None, factor: flo
 
 
 def factors(max_norm: float) -> list[float]:
-    """The factor of gradients in each of the two steps: max_norm / (norm + 1e-6), which clips where it is below 1."""
+    """max_norm / (norm + 1e-6) in each of the two steps. A step clips where this factor is below 1."""
     params = make_params()
     results = []
     for step in range(2):
@@ -99,9 +99,9 @@ def test_a_clipped_step_is_one_on_smaller_gradients(backend: str, build: type) -
         with on(backend):
             optimizer.step()
     assert_same(train_clipped(build, backend, 1e-3), snapshot(optimizer))
-    scaler = {"grad_scale": torch.tensor(4096.0), "found_inf": torch.tensor(0.0)}  # unscaled before they are clipped
+    scaler = {"grad_scale": torch.tensor(4096.0), "found_inf": torch.tensor(0.0)}  # divides before the step clips
     assert_same(train_clipped(build, backend, 1e-3, factor=4096.0, **scaler), snapshot(optimizer))
-    assert min(factors(1e9)) > 1  # a norm below the limit
+    assert min(factors(1e9)) > 1  # the norm is below max_norm: nothing is clipped
     assert_same(train_clipped(build, backend, 1e9), train_clipped(build, backend, None))
 
 

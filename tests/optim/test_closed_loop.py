@@ -34,15 +34,15 @@ SHORT = [
     [SHORT[0], *(pytest.param(*case, marks=pytest.mark.full) for case in SHORT[1:])],
 )
 def test_short_runs_are_within_17_percent_of_nearest_rounding(stream: str, beta2: float, nearest: float) -> None:
-    # Where no moment freezes yet, rounding to the nearest code has the least error. The dither of v adds up to 15 %,
-    # that of m 2 % more (measured).
+    # In runs so short that no moment freezes, rounding to the nearest code has the least error. v's dither adds up to
+    # 15 % to the error, and m's dither 2 % more (measured).
     errors = [adam_errors(stream, beta2, 1000, seed).mean_error for seed in SEEDS]
     assert sum(errors) / len(errors) <= 1.17 * MEAN_MARGIN * nearest
 
 
 def test_an_unbiased_m_helps_where_scales_differ_in_a_block() -> None:
-    # The prototype's mean_error and total_error were 0.413 and 0.236 with m rounded without bias, 0.603 and 0.658 with
-    # m rounded to the nearest code. 5 and 10 % above the first two is far below the last two.
+    # The prototype's mean_error was 0.413 with m rounded without bias, 0.603 with m rounded to the nearest code. Its
+    # total_error was 0.236 and 0.658. The limits, 5 and 10 % above the first numbers, are far below the second.
     runs = [adam_errors("heterogeneous", 0.999, 1000, seed) for seed in SEEDS]
     assert sum(errors.mean_error for errors in runs) / len(runs) <= 1.05 * 0.413
     assert sum(errors.total_error for errors in runs) / len(runs) <= 1.1 * 0.236
@@ -58,7 +58,7 @@ def test_long_runs_do_not_freeze(stream: str, dithered: float) -> None:
     result = adam_errors(stream, 0.999, 6000, 0)
     assert result.last_error <= LAST_MARGIN * dithered
     assert result.mean_error <= 1.5 * dithered  # the error was never much larger than at the end
-    assert 0.97 <= result.sqrt_v_ratio <= 1.05  # a frozen second moment is above 2 (below)
+    assert 0.97 <= result.sqrt_v_ratio <= 1.05  # above 2 where v freezes (test_nearest_rounding_would_freeze)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -141,23 +142,24 @@ def test_a_large_batch_is_cut_to_buckets(shape: tuple[int, ...], monkeypatch: py
     together, parts = Muon(parameters([shape]), lr=0.02), Muon(parameters([shape]), lr=0.02)
 
     def batch_sizes(optimizer: Any) -> list[int]:
-        sizes, orthogonalize = [], muon_step.orthogonalize
+        recorded = mock.Mock(wraps=muon_step.orthogonalize)
         with monkeypatch.context() as patch:
-            patch.setattr(muon_step, "is_one_by_one", lambda x: False)  # on the CPU each matrix has its own products
-            patch.setattr(muon_step, "orthogonalize", lambda u, *args: sizes.append(len(u)) or orthogonalize(u, *args))
+            patch.setattr(muon_step, "is_one_by_one", lambda x: False)  # True on the CPU, which has no batches
+            patch.setattr(muon_step, "orthogonalize", recorded)
             train(optimizer, optimizer.param_groups[0]["params"], 2)
-        return sizes
+        return [len(call.args[0]) for call in recorded.call_args_list]
 
-    assert batch_sizes(together) == [5] * (len(shape) - 2) * 2
-    monkeypatch.setattr(muon_step, "BUCKET_BYTES", 2 * 16 * 24 * 2)  # two matrices of bf16
-    assert batch_sizes(parts) == [2, 2, 1] * (len(shape) - 2) * 2
+    batches = 1 if len(shape) == 3 else shape[0]  # in each of two steps
+    assert batch_sizes(together) == [5] * batches * 2
+    monkeypatch.setattr(muon_step, "BUCKET_BYTES", 2 * 16 * 24 * 2)  # two bf16 matrices
+    assert batch_sizes(parts) == [2, 2, 1] * batches * 2
     (p,), (expected,) = parts.param_groups[0]["params"], together.param_groups[0]["params"]
     # Batched products in bf16 may round otherwise.
     torch.testing.assert_close(p, expected, rtol=1e-2, atol=2e-3)
 
 
 def buckets(numbers: Any, params: Any) -> list[list[int]]:
-    """The buckets into which a step puts these of its parameters, by their numbers."""
+    """The buckets into which a step cuts the parameters with these numbers, as lists of numbers."""
     return [*muon_step.cut_into_buckets(numbers, params, dtensor_muon.bytes_of_update)]
 
 
@@ -195,17 +197,17 @@ def test_buckets_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("wrap", [optim.HostOffload, optim.StepInBackward], ids=name_of)
 @pytest.mark.parametrize("cls", [Muon, Muon8bit], ids=name_of)
 def test_wrappers_change_no_bit(wrap: Any, cls: Any) -> None:
-    """Also with a schedule that sets lr and betas; and each algorithm keeps its own eps."""
+    """A schedule sets lr and betas. Each algorithm keeps its own eps."""
     options = {"lr": 0.01, "min_8bit_size": 0}
     expected, plain, _ = run(lambda params: cls(sharded.muon_groups(params), **options))
     result, wrapped, _ = run(lambda params: wrap(cls, sharded.muon_groups(params), **options))
     assert_same(result, expected)
     for optimizer in (plain, getattr(wrapped, "inner", wrapped)):
-        assert [g["eps"] for g in optimizer.param_groups] == [1e-7, 1e-8]  # of Muon, of AdamW
+        assert [g["eps"] for g in optimizer.param_groups] == [1e-7, 1e-8]  # Muon's default, AdamW's default
 
 
 @pytest.mark.parametrize(
-    ("kind", "options", "message"),  # of the parameter: vector, matrix, ...; options of Muon; the error's message
+    ("kind", "options", "message"),  # kind: the parameter; options of Muon; the error's message
     [
         ("vector", {}, "must have two dimensions or more, got shape"),
         ("matrix", {"algorithm": "sgd"}, "algorithm must be one of"),
@@ -309,14 +311,14 @@ def test_a_zero_gradient_leaves_its_matrix_alone(backend: str) -> None:
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("scaled", [False, True], ids=["", "scaler"])
 @pytest.mark.parametrize(
-    ("number", "max_grad_norm", "skips"),  # number: of the parameter with the value
+    ("number", "max_grad_norm", "skips"),  # number: the index of the parameter whose gradient has the value
     [(1, None, True), (5, None, False), (1, 1.0, True), (5, 1.0, True)],
     ids=["matrix", "AdamW's", "matrix, clipped", "AdamW's, clipped"],
 )
 def test_a_step_that_would_spoil_a_matrix_is_skipped(
     number: int, max_grad_norm: float | None, skips: bool, scaled: bool, value: float
 ) -> None:
-    """The whole step is skipped, as by a GradScaler; later steps are those of a run without the skipped one."""
+    """The whole step is skipped, as a GradScaler does. Later steps have the bits of a run without the skipped step."""
     optimizer, matrices, others = mixed(Muon8bit, max_grad_norm=max_grad_norm)
     plain, *lists = mixed(Muon8bit, max_grad_norm=max_grad_norm)
     params, expected = [*matrices, *others], [p for part in lists for p in part]

@@ -169,11 +169,11 @@ def test_parameters_of_lazy_modules_train(build: type) -> None:
 
 
 @pytest.mark.pairwise
-@pytest.mark.parametrize("when", ["before", "after"])  # they share memory from before or after the optimizer is made
-@pytest.mark.parametrize("shared_rows", [128, 64])  # of 128
+@pytest.mark.parametrize("when", ["before", "after"])  # whether they share memory before the optimizer is made
+@pytest.mark.parametrize("shared_rows", [128, 64])  # rows that both have; the first parameter has 128
 @over_kinds
 def test_parameters_over_one_memory_are_stepped_one_after_the_other(build: type, shared_rows: int, when: str) -> None:
-    """As in torch.optim, the second parameter's step begins from what the first one's has written."""
+    """As in torch.optim, the second parameter's step begins from the values that the first parameter's step wrote."""
 
     def run(together: bool) -> torch.Tensor:
         a, b = (torch.nn.Parameter(torch.linspace(-1, 1, 128 * 512).view(128, 512)) for _ in range(2))

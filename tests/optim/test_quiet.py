@@ -24,7 +24,7 @@ full, long = pytest.mark.full, pytest.mark.long
 Factory = Callable[..., Any]  # (params, lr=) -> an optimizer
 
 BLOCKS, BLOCK = 64, 128
-QUIET = BLOCK // 2  # of each block; the others are live
+QUIET = BLOCK // 2  # elements of each block that fall quiet; the others have gradients in all steps ("live")
 LR = 1e-3
 
 
@@ -71,7 +71,7 @@ def rare_features(factory: Factory, every: int, neighbours: float = 1.0, steps: 
 class BagOfWords(NamedTuple):
     """What bag_of_words returns."""
 
-    loss: float  # of the last 100 steps, mean
+    loss: float  # the mean loss of the last 100 steps
     max_weight: float  # the largest |weight| of the embedding
 
 
@@ -106,8 +106,8 @@ def bag_of_words(factory: Factory, steps: int = 2000, *, words: int = 8192, widt
 def quiet_momentum(factory: Factory, beta: float, steps: int = 3000) -> float:
     """The stored first moment of elements that fell quiet, over its true value.
 
-    All gradients are noise around 1; after a third of the steps those of half of each block fall to a hundredth.
-    Returns the ratio of the mean |m| of that half to its exact value, after the last step.
+    All gradients are noise around 1. After a third of the steps, the gradients of half of each block fall to a
+    hundredth. Returns the ratio of that half's mean |m| to its exact value, after the last step.
     """
     rng = torch.Generator().manual_seed(0)
     param = torch.nn.Parameter(torch.zeros(BLOCKS, BLOCK))

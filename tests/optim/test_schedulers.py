@@ -21,7 +21,7 @@ SCHEDULED = ("lr", "betas", "momentum")  # the options that schedulers write
 
 
 def torch_counterpart(build: type) -> tuple[type, dict[str, Any], bool]:
-    """torch's optimizer with the same interface, options that make both alike, and whether it is the same algorithm."""
+    """torch's class with the same scheduled options, options that make both alike, and whether both step alike."""
     name = build.__name__.removesuffix("8bit")
     is_8bit = build.__name__.endswith("8bit")
     if name in ("Muon", "Adam", "AdamW"):
@@ -38,7 +38,7 @@ def train(optimizer: Any, scheduler: Any, first: int = 0, steps: int = 5, step: 
         for p in optimizer.param_groups[0]["params"]:
             p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(seed))
         (step or optimizer.step)()
-        optimizer._opt_called = True  # else the scheduler warns that nobody has stepped, where the step is compiled
+        optimizer._opt_called = True  # a compiled step does not set it, and the scheduler would warn
         group = optimizer.param_groups[0]
         options_by_step.append(
             {key: copy.deepcopy(group[key]) for key in SCHEDULED if key in group} | {"lr": float(group["lr"])}

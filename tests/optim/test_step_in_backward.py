@@ -202,7 +202,7 @@ def test_no_more_than_two_gradients_are_held(checkpoints: bool) -> None:
         )
 
     gradient_bytes = width * width * 4
-    activation_bytes = 64 * width * layers  # at most: those of one row, 16 times
+    activation_bytes = 64 * width * layers  # an upper limit: 16 fp32 rows of a layer's width for each layer
     assert peak(optim.AdamW) >= layers * gradient_bytes
     assert peak(lambda params: StepInBackward(optim.AdamW, params)) <= 2 * gradient_bytes + activation_bytes
 

@@ -10,7 +10,7 @@ from tests.support.planned_models import DEPTH, WIDTH, Stack, predictor_of
 
 def test_categories_add_up_and_are_as_counted() -> None:
     predictor = predictor_of(Stack(), torch.zeros(2, WIDTH))
-    count = DEPTH * (8 * WIDTH * WIDTH + 5 * WIDTH)
+    count = DEPTH * (8 * WIDTH * WIDTH + 5 * WIDTH)  # a block: two matrices of 4 * WIDTH**2 elements, and their biases
     static_bytes = predictor.static_bytes(Techniques(state_bits=8))
     assert static_bytes.count == count
     assert static_bytes.parameters == static_bytes.gradients == 4 * count
@@ -18,7 +18,8 @@ def test_categories_add_up_and_are_as_counted() -> None:
     prediction = predictor.predict(Techniques(micro_batch=100))
     assert tuple(prediction.categories) == CATEGORIES
     assert prediction.peak == sum(prediction.categories.values()) == max(prediction.phases.values())
-    assert prediction.categories["optimizer"] == 8 * count + 4 * 4 * DEPTH  # and a step counter per tensor
+    # Two fp32 moments, and an fp32 step counter for each of a block's four tensors.
+    assert prediction.categories["optimizer"] == 8 * count + 4 * 4 * DEPTH
     for master, size in ((None, 0), ("bf16+16", 2), ("bf16+8", 1)):
         half = predictor.static_bytes(Techniques(precision="bf16", master_weights=master))
         assert (half.parameters, half.errors) == (2 * count, size * count)
@@ -42,8 +43,9 @@ def test_bytes_of_muons_momentum() -> None:
     static_bytes = predictor.static_bytes(Techniques(optimizer="muon", state_bits=8))
     matrices, vectors = DEPTH * 8 * WIDTH * WIDTH, DEPTH * 5 * WIDTH
     assert static_bytes.count == matrices + vectors
-    steps = 4 * 4 * DEPTH
-    assert static_bytes.optimizer == matrices + matrices // 128 * 4 + 8 * vectors + steps
+    counters = 4 * 4 * DEPTH  # an fp32 step counter for each of a block's four tensors
+    momentum = matrices + matrices // 128 * 4  # a byte per element, and an fp32 scale for each block of 128
+    assert static_bytes.optimizer == momentum + 8 * vectors + counters
     # The updates in bf16, and what the products of a matrix take.
     assert 2 * matrices < static_bytes.step_temporaries < 2 * matrices + 10 * 2 * 4 * WIDTH * WIDTH
     plan = memkern.plan(
@@ -58,7 +60,7 @@ def test_a_step_in_backward_frees_gradients_and_accumulation_holds_them() -> Non
     plain, in_backward, accumulating = (
         predictor.predict(Techniques(**changes)) for changes in ({}, {"step_in_backward": True}, {"accumulation": 4})
     )
-    margin = 1 + MARGIN["cpu"]  # by which predicted temporaries exceed those that were counted
+    margin = 1 + MARGIN["cpu"]  # predicted temporaries over the temporaries that were counted
     assert plain.phases["step"] - plain.phases["begin"] == int(margin * static_bytes.gradients)
     assert in_backward.categories["gradients"] <= 2 * static_bytes.largest_gradient
     assert accumulating.categories["gradients"] >= static_bytes.gradients
@@ -75,8 +77,9 @@ def test_offload_leaves_the_gpu_without_states() -> None:
     offloaded = {"precision": "bf16", "offload": "cpu"}
     count = predictor.static_bytes(Techniques()).count
     states = predictor.predict(Techniques(offload="device"))
-    assert states.categories["optimizer"] == on_device.categories["optimizer"]  # which are less than a bucket
+    assert states.categories["optimizer"] == on_device.categories["optimizer"]  # all states fit in one bucket
     assert on_device.categories["optimizer"] <= states.host <= 1.03 * on_device.categories["optimizer"] + 1
     assert on_device.seconds < states.seconds
     copied, in_codes = (predictor.predict(Techniques(**offloaded, master_weights=m)).host for m in (None, "bf16+8"))
+    # On the host, fp32 copies of the weights take 4 bytes each; bf16 weights with their errors take 2 + 1.
     assert copied - in_codes == (4 - 2 - 1) * count

@@ -26,10 +26,11 @@ def model() -> nn.Module:
 
 def test_a_device_holds_its_rows_and_what_is_gathered() -> None:
     static_bytes = predictor_of(model(), INPUTS, devices=4).static_bytes(Techniques())
-    block, head = 8 * WIDTH + 8, 2 * WIDTH  # of 30 and 5 rows, rounded up
+    block, head = 8 * WIDTH + 8, 2 * WIDTH  # elements of the first device: 8 of 30 rows and biases, 2 of 5 rows
     assert static_bytes.count == DEPTH * WIDTH * (WIDTH + 1) + 5 * WIDTH
     assert static_bytes.parameters == static_bytes.gradients == 4 * (DEPTH * block + head)
-    assert static_bytes.optimizer == 8 * (DEPTH * block + head) + 4 * (2 * DEPTH + 1)  # and a step counter per tensor
+    # Two fp32 moments, and an fp32 step counter for each tensor.
+    assert static_bytes.optimizer == 8 * (DEPTH * block + head) + 4 * (2 * DEPTH + 1)
     assert (static_bytes.block, static_bytes.outside_blocks) == (4 * 4 * block, 4 * 4 * head)
 
 

@@ -149,8 +149,8 @@ def test_an_8b_model_fits_a_card_of_12_gb_if_the_host_has_the_memory() -> None:
     best = plan.recommended
     assert best is not None
     assert best.techniques.weights_on_host == "layers"
-    assert best.peak * 1.01 <= 12 * GIB
-    assert 5.06 * plan.parameters <= best.host <= 64 * GIB
+    assert best.peak * (1 + plan.band[0]) <= 12 * GIB
+    assert 5.06 * plan.parameters <= best.host <= 64 * GIB  # bytes: a weight 2, its error 1, moments 2, scales 0.06
     assert "weights_on_host='layers'" in plan.code()
     text = str(plan)
     assert "weights and optimizer on the host" in text

@@ -81,7 +81,7 @@ def test_the_sum_of_a_tied_weights_gradients_is_made_as_autograd_makes_it(
 
 
 class Headed(Stack):
-    """A head that takes more operators than the blocks."""
+    """A Stack whose head has 100 operators, more than its blocks have."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:

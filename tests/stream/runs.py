@@ -69,7 +69,7 @@ def optimizer_for(model: nn.Module, techniques: Techniques, **options: Any) -> t
 
 
 def batches(step: int, techniques: Techniques, world: int = 1, rank: int = 0) -> list[Tensor]:
-    """The micro-batches of a step, or those of one of several ranks."""
+    """The micro-batches of a step, of which rank number ``rank`` of ``world`` has its part."""
     generator = torch.Generator().manual_seed(step)
     count = techniques.accumulation
     tokens = torch.randint(CLASSES, (count, 4, 24), generator=generator)

@@ -41,7 +41,7 @@ Use = Callable[[Model, torch.optim.Optimizer, Techniques], Any]
 def on_device_and_streamed(use: Use, techniques: Techniques = PLAIN) -> tuple[dict[str, Any], dict[str, Any]]:
     """The weights after ``use`` of a model with weights on the device, and of one with weights on the host.
 
-    What ``use`` returns, losses, is equal.
+    Asserts that ``use`` returns the same losses for both.
     """
     results, losses = [], []
     for t in (techniques, techniques.replace(weights_on_host="layers")):
@@ -67,7 +67,7 @@ def forward_between_backward_and_step(model: Model, optimizer: torch.optim.Optim
         model(tokens).backward()
         with torch.no_grad():
             losses.append(model.eval()(tokens).item())
-        model.train()(tokens)  # with a graph, which is dropped
+        model.train()(tokens)  # makes a graph without a backward pass
         optimizer.step()
         optimizer.zero_grad()
         with torch.inference_mode(False), torch.no_grad():
@@ -136,7 +136,7 @@ def frozen_weights_and_blocks(model: Model, optimizer: torch.optim.Optimizer, t:
 
 
 def host_offload(options: dict[str, Any]) -> Use:
-    """HostOffload is not needed there, and changes no bit."""
+    """Training with HostOffload, which a model with weights on the host does not need, and which changes no bit."""
 
     def use(model: Model, optimizer: torch.optim.Optimizer, t: Techniques) -> None:
         inner = memkern.optim.AdamW8bit
@@ -169,7 +169,10 @@ def test_a_use_has_the_bits_of_the_device(name: str) -> None:
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 @pytest.mark.parametrize("changes", [{}, {"step_in_backward": True}, {"accumulation": 2}], ids=str)
 def test_a_pass_that_was_interrupted_is_forgotten(phase: str, changes: dict[str, Any]) -> None:
-    """An exception ends the last block's forward or backward pass; then the run goes on, but for steps in backward."""
+    """An exception ends the last block's forward or backward pass; then training goes on as if it had not begun.
+
+    With steps in backward it does not go on: parameters whose gradients came before the exception have been stepped.
+    """
     techniques = PLAIN.replace(**changes)
 
     def use(model: Model, optimizer: torch.optim.Optimizer, t: Techniques) -> None:
@@ -190,10 +193,10 @@ def test_a_pass_that_was_interrupted_is_forgotten(phase: str, changes: dict[str,
                 optimizer.zero_grad()
             else:
                 stepped = [*optimizer._stepped]  # type: ignore[attr-defined]
-                assert len(stepped) <= 1  # the head, whose backward pass was before
+                assert len(stepped) <= 1  # the head, whose backward pass comes before the last block's
                 return
         elif "step_in_backward" in changes:
-            return  # as the interrupted run, which may have stepped the head and does not go on
+            return
         train(model, optimizer, t, range(2, 4))
 
     plain, streamed = on_device_and_streamed(use, techniques)
@@ -206,7 +209,7 @@ def test_a_pass_that_was_interrupted_is_forgotten(phase: str, changes: dict[str,
 
 @pytest.mark.parametrize("zeroed_by", [None, "optimizer", "model"])
 def test_gradients_of_a_pass_before_one_that_was_interrupted(zeroed_by: str | None) -> None:
-    """They stay, unless they are zeroed. Of the interrupted pass some stay, as on the device."""
+    """They stay, unless zero_grad() is called. Each gradient of the interrupted pass may or may not stay."""
     techniques = Techniques(precision="fp32", state_bits=32, accumulation=3)
     passes = batches(0, techniques)
     plain, gradients = model_for(techniques), list[dict[str, torch.Tensor]]()
@@ -260,8 +263,8 @@ class Twice(Model):
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_a_block_that_runs_twice_sums_two_gradients(monkeypatch: pytest.MonkeyPatch, accumulation: int) -> None:
-    """The block's two gradients are added in another order: in fp32 two have one sum, and the four of two micro-batches
-    differ by rounding."""
+    """On the host, gradients are added in another order. The sum of two has the same bits; the sum of four, from two
+    micro-batches, may differ by rounding."""
     monkeypatch.setattr(runs, "Model", Twice)
 
     def use(model: Model, optimizer: torch.optim.Optimizer, t: Techniques) -> None:

@@ -37,10 +37,7 @@ CASES = [
 def run(
     techniques: Techniques, tied: bool = False, torchs_clip: float = torch.inf, **options: Any
 ) -> tuple[list[float], dict[str, Any], Any]:
-    """The losses, weights and optimizer states of four steps.
-
-    torchs_clip: the norm to which torch.nn.utils clips the gradients before each step; infinity for no clipping.
-    """
+    """The losses, weights and optimizer states of four steps. torchs_clip: the norm to which torch clips gradients."""
     model = model_for(techniques, tied)
     optimizer = optimizer_for(model, techniques, **options)
     torch.manual_seed(1)
@@ -86,10 +83,7 @@ def test_clipping_by_torch_has_the_bits_of_training_on_the_device() -> None:
 
 
 def streamed_and_sharded(techniques: Techniques, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """This rank's weights after training with weights on the host, and after training by fully_shard on the device.
-
-    Asserts that both have the same losses.
-    """
+    """This rank's weights after training with weights on the host, and with fully_shard on the device."""
     rank = torch.distributed.get_rank()
 
     def trained(t: Techniques) -> tuple[list[float], dict[str, Any]]:
@@ -128,7 +122,7 @@ def streamed_and_sharded(techniques: Techniques, options: dict[str, Any]) -> tup
     ),
 )
 def test_two_processes_have_the_bits_of_fully_shard(ranks: Ranks, name: str, variant: str) -> None:
-    is_clipped = variant == "clipping"  # by an option of the optimizer, which is no technique
+    is_clipped = variant == "clipping"  # an option of the optimizer, not a technique
     options = {"max_grad_norm": 0.05} if is_clipped else {}
     techniques = Techniques(optimizer=name, **BF16 | ({} if is_clipped else VARIANTS[variant]))
     for streamed, plain in ranks(2, streamed_and_sharded, techniques, options):

@@ -39,9 +39,9 @@ def test_the_host_holds_weights_states_and_few_gradients(name: str, bytes_per_pa
 
 
 class Counted:
-    """Counts the bytes of weights and gradients on a device with ``limit`` bytes; more raise an OutOfMemoryError.
+    """Counts the bytes of weights and gradients on a device; raises OutOfMemoryError where they exceed ``limit``.
 
-    Gradients: autograd's, and the two buffers through which ``fully_shard`` brings those of a group to the host.
+    Gradients are autograd's own, and the two buffers by which ``fully_shard`` brings a group's gradients to the host.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
@@ -108,7 +108,7 @@ def test_the_device_holds_the_weights_of_few_blocks(counted: Any, changes: dict[
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("saved_bits", ["exact", pytest.param(8, marks=pytest.mark.long)])
 def test_compiled_blocks_have_the_losses_and_no_more_weights_on_the_device(counted: Any, saved_bits: Any) -> None:
-    """The losses are those of compiled blocks on the device, and no more weights are there than without compile."""
+    """The losses are those of compiled blocks on the device; the peak of weights there is the peak without compile."""
     device = counted(10**9)
     losses, peaks = [], []
     for compiled, on_host in ((True, None), (False, "layers"), (True, "layers")):
@@ -128,7 +128,7 @@ COMMAND = ["train", *small_run_flags(layers=12, batch_size=4, steps=3), *shlex.s
 
 @pytest.mark.full
 def test_a_model_of_twice_the_memory_trains(counted: Any, text: Path, tmp_path: Path) -> None:
-    """On half the bytes of weights, states and gradients (2 + 3.06 + 2 a parameter); an eighth of it is not enough."""
+    """Half the bytes of weights, states and gradients (2 + 3.06 + 2 a parameter) are enough; an eighth is too few."""
 
     def history(name: str, *arguments: str) -> Any:
         path = tmp_path / name

@@ -22,11 +22,11 @@ from tests.support.helpers import hard
 class Activation(NamedTuple):
     """An activation of memkern beside torch's; calling it calls ``ours`` with the arguments that ``ours`` has."""
 
-    ours: Callable[..., Tensor]
-    torch: Callable[..., Tensor]
-    module: Callable[..., torch.nn.Module]
-    table: Callable[[int], Levels]  # of a number of bits
-    has_bits: bool = True  # False: its derivative is exact, in codes of one bit
+    ours: Callable[..., Tensor]  # memkern's function
+    torch: Callable[..., Tensor]  # torch's function
+    module: Callable[..., torch.nn.Module]  # makes memkern's module
+    table: Callable[[int], Levels]  # takes a number of bits, returns the levels of the derivative
+    has_bits: bool = True  # whether it has an option ``bits``; without it, one bit gives the exact derivative
     inplace: bool = False  # whether both can write into x
 
     def __call__(self, x: Tensor, bits: int = 3, inplace: bool = False) -> Tensor:
@@ -47,7 +47,7 @@ def _with_arguments(fn: Callable[..., Tensor], *args: Any) -> Callable[..., Tens
 
 
 def _of(ours: Any, torchs: Any, module: Any, table: Callable[[int], Levels], *args: float, **flags: bool) -> Activation:
-    """An activation with arguments after x, which torch's has in the same order."""
+    """An activation whose function takes ``args`` after x, as torch's function does in the same order."""
     functions = (_with_arguments(fn, *args) for fn in (ours, torchs))
     return Activation(*functions, functools.partial(module, *args), table, **flags)
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from memkern.optim.state import State, load_moment
 
 ROWS, COLS = 32, 512
-BLOCK = 128  # of "one stays large"
-RUN = 64  # of "sparse": consecutive elements that are active together
+BLOCK = 128  # elements of a block in the stream "one stays large"
+RUN = 64  # consecutive elements that are active together in the stream "sparse"
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,10 @@ class Stream:
     """gradient = scale * (mu + N(0, 1)) for each element, where mu is .98 of the last step's mu + .06 N(0, 1)."""
 
     element_log_sd: float = 0.7  # standard deviation of log(scale) over a row's elements
-    scale: float = 1e-3
-    falls_after: Callable[[int], float] | None = None  # (number of steps) -> the step after which gradients are a tenth
-    one_stays: bool = False  # the first element of each block does not fall
-    active: float = 1.0  # probability that a run has a gradient at a step
+    scale: float = 1e-3  # the median of the rows' scales
+    falls_after: Callable[[int], float] | None = None  # takes the number of steps; gradients fall to a tenth after it
+    one_stays: bool = False  # whether the first element of each block does not fall
+    active: float = 1.0  # the probability that a run of RUN elements has a gradient at a step
     gain: float = 1.0  # a factor of all gradients
 
 
@@ -74,8 +74,8 @@ def make(name: str, steps: int, seed: int = 0) -> Iterator[Tensor]:
 
 class ClosedLoop(NamedTuple):
     mean_error: float  # |update - exact update| / |exact update|, over all elements, averaged over all steps
-    last_error: float  # the same at the last step
-    total_error: float  # the same of the sum of all updates
+    last_error: float  # |update - exact update| / |exact update| at the last step
+    total_error: float  # |sum of updates - sum of exact updates| / |sum of exact updates|
     sqrt_v_ratio: float  # stored sqrt(v) over its exact value, averaged over elements, after the last step
 
 
@@ -86,7 +86,7 @@ def closed_loop(
     *,
     eps: float = 1e-8,
 ) -> ClosedLoop:
-    """Compares the updates of an Adam with quantized states with those of Adam in fp64 on the same gradients.
+    """Compares the updates of an Adam with quantized states with the updates of Adam in fp64 on the same gradients.
 
     optimizer_factory(params, lr=, betas=, eps=, weight_decay=) makes the optimizer. Its parameter is zeroed before
     every step and lr is 1, so that after the step the parameter is minus the update.

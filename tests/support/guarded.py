@@ -85,7 +85,7 @@ def tensors_of(
     name: str, new: Callable[[torch.dtype], Tensor], like: Callable[[], Tensor], coded: bool, block_size: int,
     storage: int,
 ) -> dict[str, Any]:  # fmt: skip
-    """A parameter and what belongs to it, each made by ``new``. ``like``: a tensor whose layout gives the blocks."""
+    """A parameter, its gradient and its states, each made by ``new``. like: makes a tensor with the same blocks."""
     p, g = (new(BF16 if storage else torch.float32).fill_(x) for x in (0.5, -0.25))
     tensors: dict[str, Any] = {"p": p, "g": g, "state": None}
     if storage in WEIGHT_STATES:
@@ -139,7 +139,7 @@ def accepts_a_pattern(name: str, storage: int, draw: random.Random) -> bool:
 
 
 def check(names: Iterable[str], max_size: int, draws: int) -> None:
-    """Sizes up to ``max_size``, and so many draws of stride patterns, with each way to store weights."""
+    """Checks all sizes up to ``max_size`` and ``draws`` stride patterns, with each way to store weights."""
     for name in names:
         for storage in (0, *WEIGHT_STATES):
             step_every_size(name, storage, max_size)

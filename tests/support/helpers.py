@@ -278,7 +278,7 @@ def give_gradients(params: list[torch.nn.Parameter], seed: int) -> None:
 
 
 def train(optimizer: torch.optim.Optimizer, steps: int = 3, first: int = 0) -> dict[str, Any]:
-    """A snapshot after steps with hard gradients, which are those of ``give_gradients`` from ``first`` on."""
+    """A snapshot after steps with the gradients of ``give_gradients``, whose seeds begin with ``first``."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     for step in range(first, first + steps):
         give_gradients(params, step)

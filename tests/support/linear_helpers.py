@@ -38,7 +38,7 @@ def seeds() -> Any:
 
 
 def variance(name: str, x: Tensor, y: Tensor, k: int) -> float:
-    """Sum of the variances of the weight gradient's elements (docs/numerics.md): N tokens, of which k are kept."""
+    """The sum of the variances of the weight gradient's elements, by docs/numerics.md: N tokens are projected to k."""
     n = len(x)
     product = (y.T @ x).square().sum()  # |Y^T X|^2
     norms = x.square().sum(1), y.square().sum(1)  # |x_i|^2 and |y_i|^2 of each token

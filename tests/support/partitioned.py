@@ -38,8 +38,9 @@ def backend(
     codec_backend: str | None = None,
     in_graph: bool = True,
 ) -> Callable[..., Any]:
-    """Inductor's decompositions and a partitioner, torch's own for None; the graphs run operation by operation.
+    """A backend with Inductor's decompositions and a partitioner; the graphs run operation by operation.
 
+    bits: memkern's partitioner saves values in 8 bits (8) or as they are ("exact"); None is torch's own partitioner.
     look: is called with the graphs of the forward and the backward pass, and how many outputs are the function's own.
     in_graph: whether graphs write inputs themselves where they can, as Inductor's do.
     """
@@ -144,9 +145,9 @@ def gradients_of(model: nn.Module) -> Tensor:
 
 
 def step(model: nn.Module, x: Tensor, call: Callable[[Tensor], Tensor] | None = None) -> tuple[int, Tensor]:
-    """The bytes that ``call(x)`` saves, without those of the model and x, and the gradients of its mean square.
+    """The bytes that ``call(x)`` saves beside the model and x, and the gradients of its mean square.
 
-    call: the model, where it is not given.
+    call: a function of x; by default the model.
     """
     run = model if call is None else call
     outputs: list[Tensor] = []

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-TIMEOUT_S = 120.0  # of a call
+TIMEOUT_S = 120.0  # how long a call may take
 TORCHRUN_TWO = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
@@ -31,7 +31,7 @@ def _packed(x: Any) -> bytes:
 
 
 def _serve(calls: Connection) -> None:
-    """Runs calls until None comes: (function, arguments, rank, ranks, a file for the rendezvous)."""
+    """Runs calls until None comes. A call is (function, arguments, rank, number of ranks, file for the rendezvous)."""
     torch.set_num_threads(1)
     while (call := calls.recv()) is not None:
         run, args, rank, world, path = call
@@ -91,7 +91,7 @@ class Ranks:
             else:
                 failures.append(f"rank {rank} of {world}: {result}")
         if failures:
-            self.close()  # the others may still wait for the one that failed
+            self.close()  # other ranks may still wait for the rank that failed
         assert not failures, "\n".join(failures)
         return results
 

@@ -37,7 +37,7 @@ class Odd(nn.Module):
 
 @functools.cache
 def _gradient(shape: tuple[int, ...], number: int, step: int) -> Tensor:
-    """Of a size of 1e-3, 1e-2 or 0.1 by the parameter's number; a fifth of the elements are 0."""
+    """A random gradient around 1e-3, 1e-2 or 0.1, by the parameter's number; a fifth of the elements are 0."""
     generator = torch.Generator().manual_seed(1000 * step + number)
     g = torch.randn(shape, generator=generator) * 10.0 ** (number % 3 - 3)
     return g * (torch.rand(shape, generator=generator) < 0.8)
@@ -55,7 +55,7 @@ def mesh(*sizes: int) -> DeviceMesh:
 
 
 def in_shards(model: nn.Module, **options: Any) -> nn.Module:
-    """The model after ``fully_shard`` of it, and of each of its blocks before that."""
+    """The model after ``fully_shard`` of each of its blocks, then of the model."""
     options = {"mesh": mesh(), **options}
     for block in getattr(model, "blocks", []):
         fully_shard(block, **options)

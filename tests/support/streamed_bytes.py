@@ -162,7 +162,7 @@ def peak_of_a_step(source: Any, techniques: Techniques) -> dict[str, int]:
 def predicted_and_counted(
     model: Any, tokens: int, techniques: Techniques, depth: int | None = None
 ) -> dict[str, tuple[int, int]]:
-    """{pass: (the planner's peak bytes without the process's own, those of :func:`peak_of_a_step`)}."""
+    """By pass: the peak bytes that the planner predicts, without the process's own, and those of peak_of_a_step."""
     source: Any = resolve(model, tokens, None, None, 0.0)
     source = source.with_depth(depth) if depth else source
     predictor = Predictor(source, "cuda", "cuda", DEFAULTS["cuda"])

@@ -21,12 +21,12 @@ class RaceError(AssertionError):
 
 
 class Access(NamedTuple):
-    """An access to memory: the stream's name, its own clock then, whether it writes, and words for RaceError."""
+    """An access of a stream to memory."""
 
-    stream: str
-    time: int  # the number of this access among the stream's
+    stream: str  # the stream's name
+    time: int  # the number of this access among the accesses of the stream
     writes: bool
-    what: str  # for the error
+    what: str  # a description for RaceError
 
 
 class Event:
@@ -61,10 +61,10 @@ class Streams:
 
     def __init__(self) -> None:
         self.clocks: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))  # vector clocks, by stream
-        self.names = iter(("down", "up"))  # of the streams that memkern makes, in the order in which it makes them
+        self.names = iter(("down", "up"))  # names for the streams that memkern makes, in that order
         self.compute = Stream(self, "compute")
         self.now = self.compute  # the current stream
-        self.history: dict[Any, list[Access]] = defaultdict(list)  # by place: the last write, and reads after it
+        self.history: dict[Any, list[Access]] = defaultdict(list)  # by place: the last write, and the reads after it
 
     def Stream(self, device: torch.device) -> Stream:
         return Stream(self, next(self.names))
@@ -91,7 +91,7 @@ class Streams:
             RaceError: another access to one of them may come before or after this one.
         """
         name = (stream or self.now).name
-        self.join(name, self.clocks["host"])  # the host gives work after what it has seen to be complete
+        self.join(name, self.clocks["host"])  # what the host has waited for comes before the work that it gives
         clock = self.clocks[name]
         clock[name] += 1
         new = Access(name, clock[name], writes, what)

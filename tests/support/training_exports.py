@@ -43,7 +43,7 @@ class ExportedLoop(SavedLoop):
     # ---- what was exported
 
     def _compare_moments(self, exported: dict[str, Tensor], i: int) -> None:
-        """Compares the exported moments of weight ``i`` with those of the plain optimizer."""
+        """Compares the exported moments of weight ``i`` with the plain optimizer's moments."""
         plain = self.plain.state[self.refs[i]]
         for name in MOMENTS:
             if name not in exported:

@@ -105,7 +105,7 @@ class Loop(RuleBasedStateMachine):
         self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=10**6)
         self.errors = [self.error_of(i, bits) for i in range(len(SHAPES))]
         self.quiet: set[int] = set()  # the tensors that have had sparse gradients
-        self.budgets = [(0.0, 0.0)] * len(SHAPES)  # of the mean and the largest error since a weight was written
+        self.budgets = [(0.0, 0.0)] * len(SHAPES)  # the mean and the largest error allowed since a weight was written
         self.gradients = self._directions()
         self.saved: Any = None
         self.snapshot = copy.deepcopy(self.model.state_dict())
@@ -222,7 +222,7 @@ class Loop(RuleBasedStateMachine):
     def _one_step(self, kinds: list[str], micro: int, clip: Any, scaled: str) -> None:
         before = self._prepare()
         totals: list[Any] = [None] * len(SHAPES)
-        on_host: list[Any] = [None] * len(SHAPES)  # as HostOffload adds them up: in the parameter's dtype
+        on_host: list[Any] = [None] * len(SHAPES)  # sums of gradients in the parameter's dtype, as HostOffload has them
         scale = self.scaler.get_scale() if scaled else 1.0
         for _ in range(micro):
             loss = torch.zeros(())
@@ -407,7 +407,7 @@ class Loop(RuleBasedStateMachine):
         else:
             group["params"] = params
 
-    @precondition(lambda self: self.is_unwrapped and self.name != "Muon")  # whose groups have other states
+    @precondition(lambda self: self.is_unwrapped and self.name != "Muon")  # Muon's two groups have different states
     @rule(i=numbers)
     def move_between_groups(self, i: int) -> None:
         k = next(k for k, group in enumerate(self.members) if i in group)
@@ -415,13 +415,14 @@ class Loop(RuleBasedStateMachine):
             return
         p, ref = self.model.weight(i), self.refs[i]
         was_kept = self.is_kept(i)
-        self.optimizer.state_dict()  # it looks at the groups: a parameter that is replaced and moved would be unknown
+        # Compares the groups with the last step's: a parameter that was replaced and is moved now would be unknown.
+        self.optimizer.state_dict()
         for groups, x in ((self.optimizer.param_groups, p), (self.plain.param_groups, ref)):
             groups[k]["params"] = [q for q in groups[k]["params"] if q is not x]
             groups[1 - k]["params"] = [*groups[1 - k]["params"], x]
         self.members[k].remove(i)
         self.members[1 - k].append(i)
-        self.optimizer.state_dict()  # it looks at the groups, before one is changed once more
+        self.optimizer.state_dict()  # compares the groups again, before the next edit of them
         self._note_storage(i, was_kept)
 
     @rule(k=integers(0, 1), change=sampled_from(training_edits.OPTIONS))

@@ -24,7 +24,7 @@ class SavedLoop(Loop):
     """The plain optimizer has a scheduler of the same kind, and follows each copy and load."""
 
     schedulers: tuple[Any, Any] | None
-    """The scheduler of the optimizer, and that of the plain one."""
+    """The scheduler of the optimizer, and the scheduler of the plain optimizer."""
 
     @initialize()
     def begin_runs(self) -> None:

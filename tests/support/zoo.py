@@ -1,6 +1,6 @@
 """Models of transformers, timm and diffusers with random weights, and a batch for each: nothing is downloaded.
 
-Those of transformers and diffusers have small sizes, those of timm their own.
+Models of transformers and diffusers have small sizes, models of timm their own sizes.
 """
 
 from __future__ import annotations

@@ -45,14 +45,14 @@ def test_a_scale_that_is_a_power_of_two_changes_no_bit(backend: str, build: type
             for _ in range(4):
                 optimizer.zero_grad()
                 scaler.scale(loss_of(model, x, y)).backward()
-                if unscaled:  # as where gradients are clipped
+                if unscaled:  # as a loop does that clips gradients
                     scaler.unscale_(optimizer)
                 gradient = next(model.parameters()).grad.clone()
                 scaler.step(optimizer)
                 scaler.update()
                 assert torch.equal(next(model.parameters()).grad, gradient)  # the step does not write it
         runs.append(snapshot(optimizer))
-        assert scaler.get_scale() == (SCALE * 4 if scaled else 1.0)  # it doubled twice
+        assert scaler.get_scale() == (SCALE * 4 if scaled else 1.0)  # growth_interval=2: doubled twice in four steps
     assert_same(*runs)
 
 

@@ -240,7 +240,7 @@ def test_parameters_with_gaps_step_as_dense_ones(
     backend: str, build: type, dtype: torch.dtype, options: dict[str, Any]
 ) -> None:
     dense = [torch.nn.Parameter(p.detach().to(dtype)) for p in make_params([*[(64, 128)] * 2, (10, 10), (300,)])]
-    gaps = [strided(p) for p in dense[1:]]  # beside one that is dense
+    gaps = [strided(p) for p in dense[1:]]  # the first parameter stays dense
     first = torch.nn.Parameter(dense[0].detach().clone())
     optimizer, straight = (build(ps, min_8bit_size=0, weight_decay=0.1, **options) for ps in ([first, *gaps], dense))
     with on(backend):
@@ -257,7 +257,7 @@ def test_parameters_with_gaps_step_as_dense_ones(
         assert not p.is_contiguous()
         between = p.detach().as_strided(p.shape, p.stride(), 1)
         assert (between == -7).all()
-    assert {b.numel() for b in optimizer._buffers.values()} == {64 * 128}  # of the largest parameter
+    assert {b.numel() for b in optimizer._buffers.values()} == {64 * 128}  # the size of the largest parameter
     loaded = build([torch.nn.Parameter(first.detach().clone()), *map(strided, gaps)], **options)
     loaded.load_state_dict(optimizer.state_dict())
     assert_same(snapshot(loaded)["states"], snapshot(optimizer)["states"])

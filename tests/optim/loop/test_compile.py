@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -137,9 +138,6 @@ def test_a_layout_that_changes_after_compilation_raises() -> None:
     compiled(optimizer)()
 
 
-# ---- changes: each is made before a step, whose number (0 to 3) is its second argument
-
-
 def scale_gradients(optimizer: Any, number: int) -> None:
     optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0**number), torch.tensor(float(number == 2))
 
@@ -168,22 +166,19 @@ def use_channels_last(optimizer: Any, number: int) -> None:
 
 
 def use_bf16_weights(optimizer: Any, number: int) -> None:
-    """Makes all parameters bf16 with ``master_weights`` before the first step; before the third, zeroes about half of
-    their elements, as pruning does.
-    """
+    """Makes weights bf16 with ``master_weights`` before step 0, and about half of their elements 0 before step 2."""
     for i, group in enumerate(optimizer.param_groups):
         (p,) = group["params"]
         p.grad = None  # an fp32 one, from give_gradients
         if number == 0:
             p.data, group["master_weights"] = p.data.bfloat16(), "bf16+8"
         if number == 2:
-            is_kept = hard(p.shape, i) > 0
-            p.data.mul_(is_kept)
+            p.data.mul_(hard(p.shape, i) > 0)
         p.grad = like(p, 1000 * number + i)
 
 
 @pytest.mark.parametrize(
-    ("build", "change", "max_graphs"),
+    ("build", "change", "max_graphs"),  # change: called before each step with the optimizer and the step's number
     [
         (optim.AdamW8bit, scale_gradients, 1),
         (optim.AdamW8bit, set_rates, 2),
@@ -230,14 +225,8 @@ def test_the_backend_asked_for_is_the_one_that_runs(monkeypatch: pytest.MonkeyPa
     step = compiled(optimizer)
     from memkern.reference import adam
 
-    reference_calls = []
-    adam_moments = adam.adam_moments
-
-    def recorded(*args: Any) -> Any:
-        reference_calls.append(args)
-        return adam_moments(*args)
-
-    monkeypatch.setattr(adam, "adam_moments", recorded)
+    of_reference = mock.Mock(wraps=adam.adam_moments)
+    monkeypatch.setattr(adam, "adam_moments", of_reference)
     for seed in range(4):
         give_gradients(params, seed)
         if seed in (1, 3):
@@ -246,8 +235,8 @@ def test_the_backend_asked_for_is_the_one_that_runs(monkeypatch: pytest.MonkeyPa
         else:
             with memkern.use_backend("cpu"):
                 step()
-        assert bool(reference_calls) == (seed in (1, 3))
-        reference_calls.clear()
+        assert of_reference.called == (seed in (1, 3))
+        of_reference.reset_mock()
     assert graph_count() == 2  # one for each backend
 
 

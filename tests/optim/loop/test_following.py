@@ -59,11 +59,11 @@ def test_another_shape_raises_before_anything_is_changed() -> None:
     assert_same([p.detach() for p in params], unchanged)
     assert all(a is b for a, b in zip(optimizer.state, old, strict=True))
     assert_same([*optimizer.state.values()], before)
-    optimizer.state.clear()  # as the message says
+    optimizer.state.clear()  # what the message asks for
     train(optimizer, 1, first=2)
 
 
-def test_one_that_left_a_group_and_a_new_one_in_another_raise() -> None:
+def test_a_parameter_that_left_a_group_and_a_new_one_in_another_group_raise() -> None:
     a, b, c = make_params(SHAPES)
     optimizer = optim.AdamW8bit([{"params": [a, b]}, {"params": [c]}])
     train(optimizer, 1)
@@ -77,7 +77,7 @@ def test_parameters_that_leave_and_come_back_keep_their_states() -> None:
     optimizer = optim.AdamW8bit(make_params(SHAPES))
     train(optimizer, 2)
     first, *others = optimizer.param_groups[0]["params"]
-    optimizer.param_groups[0]["params"] = others  # frozen
+    optimizer.param_groups[0]["params"] = others  # the first parameter leaves, as one that is frozen
     train(optimizer, 1, first=2)
     optimizer.param_groups[0]["params"] = [nn.Parameter(torch.zeros(40, 128)), first, *others]
     train(optimizer, 1, first=3)

@@ -79,7 +79,8 @@ def plain_dicts(o: optim.AdamW8bit) -> None:
         o.state[p] = {key: x.clone() for key, x in o.state[p].items()}
 
 
-def without_format(o: optim.AdamW8bit) -> None:  # as Lightning moves states
+def without_format(o: optim.AdamW8bit) -> None:
+    """Replaces the states by copies that know no Format, as Lightning does when it moves states."""
     for p in params_of(o):
         o.state[p] = State({key: x.clone() for key, x in o.state[p].items()})
 
@@ -182,11 +183,12 @@ def name_of(edit: Callable[..., Any]) -> str:
 
 @pytest.mark.parametrize("edit", EDITS, ids=name_of)
 def test_a_step_after_an_edit_is_that_of_a_new_plan(edit: Callable[[optim.AdamW8bit], Any]) -> None:
-    """Bit for bit the steps of an optimizer whose plans are forgotten before each step."""
+    """The edited optimizer has the bits of an optimizer whose plans are dropped before each step."""
     planned, replanned = new(), new()
     for i in range(6):
         if i in (2, 4):
-            planned, replanned = edit(planned) or planned, edit(replanned) or replanned  # deepcopy returns a new one
+            # An edit changes the optimizer in place and returns None, or returns a copy.
+            planned, replanned = edit(planned) or planned, edit(replanned) or replanned
         for state in replanned.state.values():
             if isinstance(state, State):
                 state.plan = state._layout = None
@@ -208,7 +210,7 @@ def test_a_plan_holds_while_nothing_changes() -> None:
 
 
 def test_a_step_after_two_states_are_exchanged_is_that_of_a_new_plan() -> None:
-    """The parameters have one shape, and each has a gradient in a step in which the other has none."""
+    """All parameters have one shape. After the exchange a step lacks the first one's gradient, and one the second's."""
     planned, replanned = (optim.AdamW8bit(make_params([(64, 128)] * 3), min_8bit_size=0) for _ in range(2))
     for i in range(4):
         for optimizer in (planned, replanned):
@@ -222,7 +224,7 @@ def test_a_step_after_two_states_are_exchanged_is_that_of_a_new_plan() -> None:
 
 
 def test_a_cut_parameter_is_refused_before_anything_is_changed() -> None:
-    """The op call with the cut parameter would be the last of several."""
+    """A step makes several calls of ops, of which the call with the cut parameter would be the last."""
     dense, gaps = torch.randn(64, 128), torch.zeros(64, 256)[:, ::2].copy_(torch.randn(64, 128))
     params = [torch.nn.Parameter(dense), torch.nn.Parameter(gaps)]
     optimizer = optim.AdamW8bit(params, min_8bit_size=0)
@@ -307,7 +309,7 @@ def test_a_state_that_does_not_fit_any_more_raises(change: str) -> None:
 
 @needs_cpp
 def test_steps_with_another_backend_mode_or_trust_bounds_are_those_of_new_plans() -> None:
-    """On the reference in one step, under a dispatch mode in the next, with trust_bounds in two more."""
+    """Step 2 is on the reference, step 3 under a dispatch mode; steps 4 and 5 have trust_bounds."""
     planned, replanned = (BUILDERS["LAMB"](make_params(SHAPES)) for _ in range(2))
     for i in range(8):
         for optimizer in (planned, replanned):
@@ -325,7 +327,7 @@ def test_steps_with_another_backend_mode_or_trust_bounds_are_those_of_new_plans(
 
 
 def test_optimizers_in_several_threads_step_as_in_one() -> None:
-    """One optimizer steps while another's plan ends."""
+    """In each thread one optimizer steps, and others are made, stepped once and freed."""
     expected = new()
     for i in range(20):
         step(expected, i)
@@ -350,7 +352,7 @@ def test_optimizers_in_several_threads_step_as_in_one() -> None:
 @needs_cpp
 @pytest.mark.parametrize("build", BUILDERS)
 def test_a_tensor_whose_memory_was_freed_raises(build: str) -> None:
-    """A storage that was resized to 0, as FSDP does with weights, raises before anything changes."""
+    """FSDP resizes storages of weights to 0. A step with such a tensor raises before anything changes."""
     dtype = torch.bfloat16 if "errors" in build else torch.float32
     optimizer, undisturbed = (
         BUILDERS[build]([torch.nn.Parameter(p.detach().to(dtype)) for p in make_params(SHAPES)]) for _ in range(2)

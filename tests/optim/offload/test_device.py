@@ -123,7 +123,7 @@ def test_the_next_states_come_while_one_bucket_is_stepped(mode: str, monkeypatch
 
 
 def test_the_host_spends_less_than_60_us_on_a_bucket() -> None:
-    """Without the op and the copies themselves; measured: 15 us on a core of an EPYC. 60 allow for a slower one."""
+    """The time has neither the op nor the copies. It is 15 us on a core of an EPYC; 60 us allow for a slower core."""
     optimizer = on_device(optim.AdamW8bit, min_8bit_size=0)([nn.Parameter(torch.randn(8, 8)) for _ in range(40)])
     for p in optimizer.param_groups[0]["params"]:
         p.grad = torch.ones_like(p)
@@ -200,7 +200,7 @@ def test_memory_of_former_states_is_freed() -> None:
 
 
 def test_states_of_parameters_with_a_gradient_now_and_then_stay_in_place() -> None:
-    """In the host's memory, as with experts."""
+    """Parameters of experts have no gradient in some steps. Their states keep their addresses in the host's memory."""
 
     def train(make: Callable[[Any], Any]) -> Any:
         params = [nn.Parameter(torch.full((20, 20), 1.0 + i)) for i in range(6)]
@@ -219,7 +219,7 @@ def test_states_of_parameters_with_a_gradient_now_and_then_stay_in_place() -> No
 
 
 def test_a_run_resumes_with_another_place_to_step(tmp_path: Any) -> None:
-    """From files: without HostOffload, with steps on the device, in the backward pass, on the CPU, and without it."""
+    """Runs without HostOffload, with steps on the device, in the backward pass, on the CPU, and without it again."""
     options = {"lr": 1e-2, "min_8bit_size": 0, "master_weights": "bf16+16"}
     builders = [
         lambda p: optim.AdamW8bit(p, **options),
@@ -248,7 +248,7 @@ def test_a_run_resumes_with_another_place_to_step(tmp_path: Any) -> None:
 
 
 def test_states_of_parameters_without_elements_are_saved(tmp_path: Any) -> None:
-    """As of a rank without rows of a tensor: torch.save writes whole storages, and the entries are in one piece."""
+    """As on a rank without rows. torch.save must not write a region's whole storage for a state without elements."""
     params = [nn.Parameter(torch.ones(size, 64, dtype=torch.bfloat16)) for size in (64, 0)]
     options, sizes = {"min_8bit_size": 0, "master_weights": "bf16+16"}, []
     for optimizer in (optim.AdamW8bit(params, **options), on_device(optim.AdamW8bit, **options)(params)):

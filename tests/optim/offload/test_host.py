@@ -31,7 +31,7 @@ from tests.support.offloaded import (
 
 BF16 = torch.bfloat16
 ROUNDED: dict[str, Any] = {"master_weights": "bf16+8", "min_8bit_size": 0}
-# name: class, its options, HostOffload's, those of the training loop
+# name: the optimizer's class, options of that class, options of HostOffload, options of the training loop
 CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     **{build.__name__: (build, options_of(build), {}, {}) for build in (*EIGHT_BIT, optim.AdamW)},
     **{f"torch's {build.__name__}": (build, options_of(build), {}, {}) for build in TORCH_CLASSES},
@@ -50,11 +50,13 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 
 
 def fits(case: str, mode: str) -> bool:
-    """Whether a mode takes the case: steps on the device are of memkern's classes, in backward of one gradient each."""
+    """Whether a mode takes the case: steps on the device need one of memkern's classes and no options of steps on the
+    CPU; in the backward pass also a single backward pass before each step, and no norm of all gradients.
+    """
     build, options, host_options, loop = CASES[case]
-    on_device = build not in TORCH_CLASSES and not host_options
-    in_backward = "max_grad_norm" not in options and "micro_batches" not in loop
-    return mode in MODES or (on_device and (in_backward or "backward" not in mode))
+    can_step_on_device = build not in TORCH_CLASSES and not host_options
+    can_step_in_backward = "max_grad_norm" not in options and "micro_batches" not in loop
+    return mode in MODES or (can_step_on_device and (can_step_in_backward or "backward" not in mode))
 
 
 @pytest.mark.parametrize(

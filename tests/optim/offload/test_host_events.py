@@ -21,7 +21,7 @@ from tests.support.offloaded import MODES, events_of_a_step, model_of
 
 
 def log_of_a_step(mode: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The events of a step (:func:`events_of_a_step`) and the CPU's steps of its buckets, one for each matrix."""
+    """The events of a step (:func:`events_of_a_step`) and when the CPU steps a bucket. Each matrix has a bucket."""
     log: list[Any] = []
     step = HostOffload._step_inner
     monkeypatch.setattr(HostOffload, "_step_inner", lambda self, bucket: (log.append("CPU steps"), step(self, bucket)))
@@ -29,7 +29,7 @@ def log_of_a_step(mode: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_the_next_bucket_comes_while_one_is_stepped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its weights and gradients; meanwhile the weights of the one before go back."""
+    """The next bucket's weights and gradients come while the CPU steps a bucket, and the weights before it go back."""
     assert log_of_a_step("default", monkeypatch) == [
         "backward is over",
         *(("down", i) for i in range(4)),
@@ -53,7 +53,7 @@ def test_gradients_come_in_the_backward_pass(monkeypatch: pytest.MonkeyPatch) ->
     log = log_of_a_step("offload_gradients", monkeypatch)
     over = log.index("backward is over")
     assert log[:over] == [("down", i) for i in range(3)]
-    assert log[over + 1 :] == [  # in step() the weights come
+    assert log[over + 1 :] == [  # in step() the weights come: copies 3 to 5 to the host
         ("down", 3),
         ("down", 4),
         *(("host waits", "down", 3), "CPU steps", ("up", 0)),

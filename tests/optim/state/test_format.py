@@ -26,7 +26,7 @@ def optimizer_saved_and_loaded(optimizer: Any) -> Any:
 
 
 def test_a_post_hook_may_give_a_state_dict_any_form() -> None:
-    """It has the whole state_dict, with the order of blocks, whatever it makes of that."""
+    """The hook is given the whole state_dict, the order of blocks included, and returns what it likes."""
     optimizer = optim.AdamW8bit([torch.nn.Parameter(hard((64, 128), 0)), torch.nn.Parameter(hard((8,), 0))])
     train(optimizer, 1)
     expected = optimizer.state_dict()
@@ -53,7 +53,7 @@ ORDERS = {
 @pytest.mark.parametrize("target_order", ORDERS)
 @pytest.mark.parametrize("source_order", ORDERS)
 def test_codes_that_a_file_made_contiguous_load(source_order: str, target_order: str) -> None:
-    """Files of safetensors do so. The codes still belong to blocks of the memory format that they were saved in."""
+    """safetensors saves contiguous tensors. The codes still belong to blocks of the memory format before saving."""
     x = hard((8, 16, 8, 8), 0)
     source = optim.AdamW8bit([torch.nn.Parameter(ORDERS[source_order](x))])
     train(source)

@@ -184,7 +184,7 @@ def test_foreign_states_are_refused(build: type) -> None:
 
 @pytest.mark.parametrize("target_class", OPTIMIZERS, ids=name_of)
 def test_states_load_between_adam_and_adamw_alone(target_class: type) -> None:
-    """Of any width (test_loading.py); each other algorithm loads its own states."""
+    """Other algorithms load their own states alone. The states may have 8 or 32 bits (test_loading.py)."""
     for source_class in OPTIMIZERS:
         source, target = source_class(make_params([(64, 128)])), target_class(make_params([(64, 128)]))
         train(source, 1)

@@ -115,7 +115,7 @@ def test_rows_of_whole_blocks_may_be_cut_with_their_scales() -> None:
 @pytest.mark.parametrize("zero", [0, np.float64(0.0), torch.zeros(1)], ids=repr)
 @pytest.mark.parametrize("build", [optim.AdamW8bit, optim.SGD, optim.Muon8bit], ids=name_of)
 def test_a_step_counter_may_be_set_to_a_number(build: Any, zero: Any) -> None:
-    """As loops do that begin a schedule anew."""
+    """Loops that begin a schedule anew set the counter to 0."""
     optimizers = [build([parameter(), parameter()], lr=1e-2) for _ in range(2)]
     for optimizer, value in zip(optimizers, (zero, torch.zeros(())), strict=True):
         step(optimizer, 0)
@@ -127,7 +127,7 @@ def test_a_step_counter_may_be_set_to_a_number(build: Any, zero: Any) -> None:
 
 
 def test_a_step_counter_comes_to_its_parameters_device() -> None:
-    """torch.optim keeps them on the CPU, so that loops write new ones there."""
+    """torch.optim keeps step counters on the CPU, so that loops make new counters on the CPU."""
     p = nn.Parameter(torch.empty(8, 16, device="meta"))
     optimizer = optim.AdamW8bit([p])
     for _ in range(2):

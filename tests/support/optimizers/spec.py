@@ -14,6 +14,7 @@ from memkern import optim
 from memkern.schemas import StepOp
 
 Options = dict[str, Any]
+Cases = dict[str, Options]  # the options of a class by the case's name, which is the end of a test's id
 Formula = Callable[[Tensor, Tensor, Options, Options], Tensor]
 
 EIGHT = {"state_bits": 8, "min_8bit_size": 0}  # 8-bit states for small tensors too
@@ -40,41 +41,26 @@ BAD_BOUNDS: list[tuple[Options, str]] = [
 
 @dataclass(frozen=True, eq=False)
 class OptimizerSpec:
-    """One optimizer and its test cases. A dict of cases maps the end of a test's id to the options of the class."""
+    """One optimizer and its test cases."""
 
-    name: str
-    """The name of the class with 32-bit states."""
-    formula: Formula
-    """Takes (p, gradient, state, group), returns p after a step, and writes what it needs at the next step to state."""
-    lr: float
-    """The learning rate of all cases in fixtures/hashes.json, which fixtures/make_hashes.py runs."""
-    options: Options = field(default_factory=dict)
-    """Other options of all cases in fixtures/hashes.json."""
-    hashed: dict[str, Options] = field(default_factory=dict)
-    """Cases in fixtures/hashes.json of this optimizer alone; make_hashes.py has the cases of all optimizers."""
+    name: str  # the name of the class with 32-bit states
+    formula: Formula  # takes (p, gradient, state, group), returns p after a step, and writes what it keeps to state
+    lr: float  # the learning rate of all cases in fixtures/hashes.json
+    options: Options = field(default_factory=dict)  # other options of all cases in fixtures/hashes.json
 
-    generic: dict[str, Options] = field(default_factory=dict)
-    """Cases of torch's generic tests for this optimizer alone; support/generic_optimizers.py has those of all."""
-    variants: dict[str, Options] = field(default_factory=dict)
-    """Cases in which every backend must give the bits of the reference (support/trained.py)."""
-    refused: list[tuple[Options, str]] = field(default_factory=list)
-    """Options that raise ValueError, and a pattern of its message."""
+    generic: Cases = field(default_factory=dict)  # torch's generic tests run these cases and generic_optimizers.COMMON
+    variants: Cases = field(default_factory=dict)  # every backend must give the reference's bits (support/trained.py)
+    peer: type | None = None  # the class of torch.optim with the same formula; None where torch has none
+    parity: Cases = field(default_factory=dict)  # the error against fp64 must be no larger than the peer's
+    timm: str | None = None  # the name of the class of timm.optim with the same formula
+    of_timm: Cases = field(default_factory=dict)  # parameters must become those of timm's class, within rounding
+    timm_options: Options = field(default_factory=dict)  # options of timm's class alone, in each case of of_timm
+    refused: list[tuple[Options, str]] = field(default_factory=list)  # options, a pattern of the ValueError's message
 
-    peer: type | None = None
-    """The class of torch.optim with the same formula; None where torch has none (:meth:`peer_of`)."""
-    parity: dict[str, Options] = field(default_factory=dict)
-    """Cases in which the error against fp64 must be no larger than the peer's (optim/test_numerics.py)."""
-    timm: str | None = None
-    """The name of the class of timm.optim with the same formula."""
-    timm_options: Options = field(default_factory=dict)
-    """Options of timm's class alone, by which its defaults become memkern's."""
-    of_timm: dict[str, Options] = field(default_factory=dict)
-    """Cases in which the parameters must be those of timm's class, within rounding (optim/test_layerwise.py)."""
+    hashed: Cases = field(default_factory=dict)  # cases in fixtures/hashes.json beside those of all optimizers
 
-    triton: tuple[str, ...] = ()
-    """Names of groups of variants of its Triton kernel to compile: GROUPS in lab/emulators/triton_kernels.py."""
-    everywhere: tuple[str, ...] = ()
-    """Names of Triton kernels to compile for every target; the others are compiled for sm_90 alone."""
+    triton: tuple[str, ...] = ()  # groups of variants of its Triton kernel to compile (lab/emulators/triton_kernels.py)
+    everywhere: tuple[str, ...] = ()  # Triton kernels to compile for every target; the others are compiled for sm_90
 
     @property
     def cls(self) -> Any:
