@@ -107,8 +107,9 @@ def codec_of(operations: Operations, node: fx.Node) -> str | None:
 def _is_statistic(node: fx.Node, operation: Operation) -> bool:
     """Whether a node is a norm's mean or deviation: a value with fewer elements than what is normalized.
 
-    Its error would be one of all elements that share it. A mean may be many deviations large, and deviations that share
-    a block of codes may be far from each other. Exact ones take a hundredth of the codes' bytes, or less.
+    An error of a statistic is one of all elements that share it. A mean may be many deviations large, and deviations
+    that share a block of codes may be far from each other. An exact statistic takes 4 bytes in fp32, where codes of the
+    elements that share it take 1 byte for each: 1.6 % more for a layer norm over 256 elements.
     """
     return operation.name in _WITH_STATISTICS and numel(node) < max(map(numel, operation.nodes))
 
