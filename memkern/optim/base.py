@@ -303,11 +303,15 @@ class BlockwiseOptimizer(Optimizer):
         grads: list[Tensor] = []
         group_of_each: list[int] = []
         for number, group in enumerate(self.param_groups):
-            self._init_group(group, params, grads)
-            group_of_each += [number] * (len(params) - len(group_of_each))
+            with_gradient: list[Tensor] = []  # empty lists, as TorchDynamo else traces _init_group
+            their_gradients: list[Tensor] = []
+            self._init_group(group, with_gradient, their_gradients)
+            params += with_gradient
+            grads += their_gradients
+            group_of_each += [number] * len(with_gradient)
         if params or self._all_ranks.meshes:  # a rank without a gradient takes part in what all ranks decide
             plan = self._plan(params, group_of_each)
-            on_host = bool(params) and params[0].is_cpu and not torch.compiler.is_compiling()
+            on_host = not torch.compiler.is_compiling() and len(params) > 0 and params[0].is_cpu
             try:
                 with threads.with_step_threads() if on_host else nullcontext():
                     plan.run(self._values(grads), self.param_groups, self._buffers)

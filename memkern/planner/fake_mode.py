@@ -115,7 +115,7 @@ class FakeMode(FakeTensorMode):
             if isinstance(x, FakeTensor):
                 if x.constant is not None or x.fake_mode is not self:
                     raise _NotCached
-                key.append((x.shape, x.stride(), x.storage_offset(), x.dtype, x._fake_device, x.requires_grad))
+                key.append((x.shape, x.stride(), x.storage_offset(), x.dtype, x.fake_device, x.requires_grad))
             elif isinstance(x, (list, tuple)):
                 key.append(self._key(x))
             elif type(x) in PLAIN:
