@@ -30,7 +30,7 @@ TIMES = (
     ("activation", "GELU, fp32, small", "memkern GELU, 3 bits", "torch GELU"),
 )
 PROCESSORS = {"amd-epyc": "AMD EPYC", "intel": "Intel Xeon"}  # by a part of the results file's name: the processor
-# ways of saving less, the modes of gpu-models.csv and gpu-compiled.csv: the words for each
+# ways of saving less, the modes of gpu-models.csv and gpu-compiled.csv: the words for those of the plots
 WAYS = {
     "torch": "torch",
     "checkpointing": "checkpoints of every block",
@@ -233,21 +233,23 @@ GPU_BYTES = ("saved_mib", "peak_mib")
 
 def gpu_models_table(name: str = "gpu-models.csv") -> str:
     """Whole models on a GPU: `make gpu`'s models (or compiled ones), with times and bytes over torch's."""
-    rows = _last(name, "model", "mode")
+    rows = _last(name, "model", "precision", "mode")
     heads = ["", "", "ms of a step", "over torch's", "of which kernels", "saved", "peak", "gradient error"]
     lines = []
-    for (model, mode), row in rows.items():
-        torchs = rows[model, "torch"]
+    for (model, precision, mode), row in rows.items():
+        if not row["ms"]:  # it failed
+            continue
+        torchs = rows[model, precision, "torch"]
         title, memory = "", [f"{float(row[column]) / float(torchs[column]):.2f}" for column in GPU_BYTES]
         if mode == "torch":
-            title = f"{model}, {row['sequences']} x {int(row['tokens']):,} tokens, {row['precision']}"
+            title = f"{model}, {row['sequences']} x {int(row['tokens']):,} tokens, {precision}"
             memory = [f"{float(row[column]):,.0f} MiB" for column in GPU_BYTES]
         if model.startswith("small"):
             memory = ["", ""]
         error = f"{100 * float(row['gradient_error']):.1f} %" if row["gradient_error"] else ""
         ms = float(row["ms"])
         times = f"{ms:.1f}", f"{ms / float(torchs['ms']):.2f}", f"{float(row['kernels_ms']):.1f}"
-        lines.append([title, WAYS[mode], *times, *memory, error])
+        lines.append([title, WAYS.get(mode, mode), *times, *memory, error])
     return report.table(heads, "llrrrrrr", lines)
 
 
@@ -329,7 +331,8 @@ def gpu_points() -> Points:
         rows = _last(name, "model", "precision", "mode")
         for (model, precision, mode), row in rows.items():
             title = f"{model}, {precision}"
-            if not model.startswith("small") and (name == "gpu-compiled.csv" or title in points):
+            is_shown = mode in WAYS and row["ms"] and not model.startswith("small")
+            if is_shown and (name == "gpu-compiled.csv" or title in points):
                 torchs = rows[model, precision, "torch"]
                 time, peak, saved = (float(row[x]) / float(torchs[x]) for x in ("ms", "peak_mib", "saved_mib"))
                 points.setdefault(title, {}).setdefault(mode, (time, peak, saved))

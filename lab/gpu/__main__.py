@@ -35,9 +35,9 @@ PARTS: dict[str, tuple[int, list[str]]] = {  # limit in seconds, command
     "headline": (120, module("headline", "cuda")),
     "triton headline": (120, module("headline", "triton")),
     "models": (100, module("models")),
-    "compiled": (300, module("compiled", "--seconds", "250")),
-    "recipe": (140, module("recipe")),
-    "stream": (300, module("stream")),
+    "compiled": (500, module("compiled", "--seconds", "450")),
+    "recipe": (200, module("recipe", "gpt2-xl")),
+    "stream": (300, module("recipe", "llama-8b")),
     "host": (120, module("host")),
 }
 

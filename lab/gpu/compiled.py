@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 import memkern
+from memkern.blocks.block_lists import block_lists
 from memkern.compiled.torch_internals import functorch_config
 
 from .models import (
@@ -40,7 +41,6 @@ from .models import (
 
 STEPS = 3  # steps in a round of measuring
 LAST_START_S = 100.0  # no contender begins after so many seconds
-BUDGET = 0.5  # torch.compile's activation_memory_budget
 
 
 class Contender(NamedTuple):
@@ -48,36 +48,73 @@ class Contender(NamedTuple):
     compiling: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext  # settings while it compiles
 
 
-CONTENDERS = {
-    "torch": Contender(prepare_by_mode("torch")),
-    "checkpointing": Contender(prepare_by_mode("checkpointing")),
-    "half checkpointed": Contender(prepare_by_mode("half checkpointed")),
+def with_budget(budget: float) -> Contender:
+    """torch.compile with its activation_memory_budget."""
+    return Contender(torch.compile, lambda: functorch_config.patch(activation_memory_budget=budget))
+
+
+def whole(**options: Any) -> Contender:
+    """memkern.compile of a model as one graph."""
+    return Contender(functools.partial(memkern.compile, blocks=False, **options))
+
+
+def half_checkpointed(model: nn.Module) -> Any:
+    return torch.compile(prepare_by_mode("half checkpointed")(model))
+
+
+def compile_blocks(model: nn.Module) -> nn.Module:
+    """torch.compile of each block, as memkern.compile has by default."""
+    for blocks in block_lists(model):
+        for block in blocks:
+            block.compile()
+    return model
+
+
+EAGER = {name: Contender(prepare_by_mode(name)) for name in ("torch", "half checkpointed", "checkpointing")}
+WHOLE = {
     "torch.compile": Contender(torch.compile),
-    "memkern.compile, 8 bits": Contender(functools.partial(memkern.compile, saved_bits=8, blocks=False)),
-    "memkern.compile, exact": Contender(functools.partial(memkern.compile, blocks=False)),
-    f"torch.compile, budget {BUDGET}": Contender(
-        torch.compile, lambda: functorch_config.patch(activation_memory_budget=BUDGET)
-    ),
+    "memkern.compile, 8 bits": whole(saved_bits=8),
+    "memkern.compile, exact": whole(),
 }
+BLOCKS = {
+    "torch.compile, blocks": Contender(compile_blocks),
+    "memkern.compile, 8 bits, blocks": Contender(functools.partial(memkern.compile, saved_bits=8)),
+    "memkern.compile, exact, blocks": Contender(memkern.compile),
+}
+REST = {
+    "memkern.compile, 8 bits, ops": whole(saved_bits=8, codec_backend="ops"),
+    "torch.compile, half checkpointed": Contender(half_checkpointed),
+    "torch.compile, budget 0.5": with_budget(0.5),
+    "torch.compile, reduce-overhead": Contender(functools.partial(torch.compile, mode="reduce-overhead")),
+    "memkern.compile, 8 bits, reduce-overhead": whole(saved_bits=8, mode="reduce-overhead"),
+    "torch.compile, budget 0.2": with_budget(0.2),
+    "torch.compile, budget 0.8": with_budget(0.8),
+    "memkern.compile, 8 bits, budget 0.5": whole(saved_bits=8, memory_budget=0.5),
+}
+CONTENDERS = EAGER | WHOLE | REST | BLOCKS
 """The most important first, as time may run out."""
-_FOUR_LAYERS = {"GPT-2": {"n_layer": 4}, "Llama": {"num_hidden_layers": 4}}
+_ALL, _WHOLE = (*EAGER, *WHOLE, *REST), (*EAGER, *WHOLE)
+_LLAMA_4 = LLAMA_1B | {"num_hidden_layers": 4}
+_VIT = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
 WORKLOADS = (
-    Workload("GPT-2, 124 M", "GPT-2", GPT2, 8, 1024, "bf16 autocast"),
-    Workload("Llama, 4 layers", "Llama", LLAMA_1B | _FOUR_LAYERS["Llama"], 4, 2048, "bf16 autocast"),
-    Workload("GPT-2, 4 layers", "GPT-2", GPT2 | _FOUR_LAYERS["GPT-2"], 8, 1024, "fp32"),
-    Workload("Llama, 4 layers", "Llama", LLAMA_1B | _FOUR_LAYERS["Llama"], 4, 2048, "fp32"),
+    Workload("GPT-2, 124 M", "GPT-2", GPT2, 8, 1024, "bf16 autocast", _ALL),
+    Workload("Llama, 1.1 B", "Llama", LLAMA_1B, 4, 2048, "bf16 autocast", (*EAGER, *BLOCKS)),
+    Workload("Llama, 4 layers", "Llama", _LLAMA_4, 4, 2048, "bf16 autocast", _WHOLE),
+    Workload("ViT-B, 1,024 patches", "ViT", _VIT, 8, 1024, "bf16 autocast", _WHOLE),
+    Workload("GPT-2, 4 layers", "GPT-2", GPT2 | {"n_layer": 4}, 8, 1024, "fp32", _WHOLE),
 )
 TINY = (
-    Workload("small GPT-2", "GPT-2", SMALL["GPT-2"] | {"n_layer": 1}, 1, 32, "bf16 autocast"),
-    Workload("small Llama", "Llama", SMALL["Llama"] | {"num_hidden_layers": 1}, 1, 32, "fp32"),
+    Workload("small GPT-2", "GPT-2", SMALL["GPT-2"] | {"n_layer": 2}, 1, 32, "fp32", (*CONTENDERS,)),
+    Workload("small ViT", "ViT", {"num_hidden_layers": 1}, 2, 32, "bf16 autocast", _WHOLE),
 )
 
 
 def with_loss(prepare: Prepare) -> Prepare:
-    """Sets a model's loss_type before it is prepared."""
+    """Sets a language model's loss_type before it is prepared."""
 
     def prepared(model: nn.Module) -> Callable[..., Any]:
-        model.loss_type = "ForCausalLM"  # type: ignore[assignment]
+        if getattr(model, "loss_type", None) is None:
+            model.loss_type = "ForCausalLM"  # type: ignore[assignment]
         return prepare(model)
 
     return prepared
@@ -107,7 +144,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.plan:
         for work in WORKLOADS:
             size = f"{work.sequences} x {work.tokens} tokens, {work.precision}"
-            print(f"would measure {work.name}, {size}: {', '.join(CONTENDERS)}")
+            print(f"would measure {work.name}, {size}: {'; '.join(work.modes)}")
         return 0
     import transformers
 
@@ -118,7 +155,8 @@ def main(argv: list[str] | None = None) -> int:
         if time.monotonic() > end:
             break
         exact, expected = exact_gradients(work, device), dict[str, torch.Tensor]()
-        for name, contender in CONTENDERS.items():
+        for name in work.modes:
+            contender = CONTENDERS[name]
             if time.monotonic() > end:
                 break
             forget(device)

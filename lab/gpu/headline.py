@@ -1,8 +1,9 @@
 """Times the main kernels beside torch's and installed peers': ``python -m lab.gpu.headline cuda|triton``.
 
-AdamW8bit, Lion8bit, LAMB8bit and LARS8bit over one tensor of 1e9 parameters and over GPT-2's 148 tensors, fp32 and
-bf16; 3-bit GELU; the gradients' norm; power codes of saved tensors. Prints a line of JSON for each contender as soon as
-its case is measured (by benchmarks/harness.py); "copy_share" is the share of the copy rate measured with it.
+AdamW8bit, Lion8bit, SGD8bit, LAMB8bit and LARS8bit over one tensor of 1e9 parameters and over GPT-2's 148 tensors, fp32
+and bf16; 3-bit GELU; the gradients' norm; power codes of saved tensors; Muon over GPT-2's matrices. Prints a line of
+JSON for each contender as soon as its case is measured (by benchmarks/harness.py); "copy_share" is the share of the
+copy rate measured with it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 
 import memkern
-from benchmarks import harness
+from benchmarks import bench_muon, harness
 from benchmarks.bench_activation import contender as activation
 from benchmarks.bench_activation import gelus
 from benchmarks.bench_layerwise import CLASSIC_NORMS, NORMS, NOTHING, RECIPE
@@ -34,17 +35,21 @@ ROUNDS = 20
 
 FUSED = ("torch AdamW fused", optimizer_of("torch.optim", "AdamW", fused=True), NOTHING)
 FOREACH = ("torch AdamW foreach", optimizer_of("torch.optim", "AdamW", foreach=True), NOTHING)
-# Peers of each class of memkern: label, constructor, bytes read before the update.
+SGD = ("torch SGD fused", optimizer_of("torch.optim", "SGD", lr=0.1, momentum=0.9, fused=True), NOTHING)
+# Peers of each class of memkern: label, constructor, bytes read before the update. With bf16 weights torch's states are
+# bf16, too: 4 bytes per parameter of AdamW.
 PEERS: dict[str, list[tuple[str, Any, Any]]] = {
     "AdamW8bit": [
         FUSED,
         FOREACH,
         ("bitsandbytes AdamW8bit", optimizer_of("bitsandbytes.optim", "AdamW8bit"), NOTHING),
+        ("torchao AdamW8bit", optimizer_of("torchao.optim", "AdamW8bit"), NOTHING),
         ("flashoptim AdamW", flash_adamw, NOTHING),
     ],
     "Lion8bit": [FUSED, ("bitsandbytes Lion8bit", optimizer_of("bitsandbytes.optim", "Lion8bit"), NOTHING)],
     "LAMB8bit": [FUSED],
-    "LARS8bit": [("torch SGD fused", optimizer_of("torch.optim", "SGD", lr=0.1, momentum=0.9, fused=True), NOTHING)],
+    "SGD8bit": [SGD],
+    "LARS8bit": [SGD],
 }
 BF16_PEERS: dict[str, list[tuple[str, Any, Any]]] = {
     "AdamW8bit": [
@@ -57,6 +62,7 @@ BF16_PEERS: dict[str, list[tuple[str, Any, Any]]] = {
 OURS: dict[str, tuple[dict[str, Any], Callable[[int, int], int]]] = {
     "AdamW8bit": ({}, NOTHING),
     "Lion8bit": ({}, NOTHING),
+    "SGD8bit": ({"lr": 0.1, "momentum": 0.9}, NOTHING),
     "LAMB8bit": ({}, NORMS),
     "LARS8bit": (RECIPE, CLASSIC_NORMS),
 }
@@ -134,13 +140,14 @@ def cases(device: str, large: int, gpt2: int, elements: int) -> Iterator[harness
         yield steps("AdamW8bit", many_tensors, dtype, device)
         yield power_codes(elements, dtype, device)
     for dtype in ("bf16", "fp32"):
-        for name in ("LAMB8bit", "Lion8bit", "LARS8bit"):
+        for name in ("LAMB8bit", "Lion8bit", "LARS8bit", "SGD8bit"):
             yield steps(name, one_tensor, dtype, device)
         yield gradient_norm(one_tensor, dtype, device)
     for dtype in ("bf16", "fp32"):
-        for name in ("LAMB8bit", "Lion8bit", "LARS8bit"):
+        for name in ("LAMB8bit", "Lion8bit", "LARS8bit", "SGD8bit"):
             yield steps(name, many_tensors, dtype, device)
         yield gradient_norm(many_tensors, dtype, device)
+    yield from bench_muon.cases(gpt2, device)
 
 
 def parameters_that_fit(device: str) -> int:

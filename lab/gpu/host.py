@@ -3,7 +3,8 @@
 The model has a billion bf16 parameters in matrices of 16 M; the loss is their sum. Prints a line of JSON for each way
 to step: the median milliseconds of a backward pass and a step until the device is done, the bytes of states that are
 copied to the device (and as many back) with GB/s in one direction, and the peak of the device's memory beside weights
-and gradients. torchao and DeepSpeed are measured where they are installed.
+and gradients. torchao and DeepSpeed are measured where they are installed. The last lines are copies of pinned memory:
+to the device, to the host, and both at once, with GB/s of all bytes.
 """
 
 from __future__ import annotations
@@ -86,6 +87,31 @@ def measured(name: str, make: Callable[[Any], Any], count: int, width: int, devi
     return row
 
 
+def links(nbytes: int, device: str) -> list[dict[str, object]]:
+    """Copies of pinned memory. On a CPU the memory is not pinned, and the copies come one after the other."""
+    on_gpu = device == "cuda"
+    synchronize = torch.cuda.synchronize if on_gpu else lambda: None
+    streams = [torch.cuda.Stream() if on_gpu else None for _ in range(2)]
+    on_host = [torch.ones(nbytes, dtype=torch.uint8, pin_memory=on_gpu) for _ in range(2)]
+    on_device = [torch.ones(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
+    pairs = [(on_device[0], on_host[0]), (on_host[1], on_device[1])]
+    rows: list[dict[str, object]] = []
+    for name, chosen in (("to the device", pairs[:1]), ("to the host", pairs[1:]), ("both ways at once", pairs)):
+        times = []
+        for _ in range(RUNS):
+            synchronize()
+            start = time.perf_counter()
+            for (to, source), stream in zip(chosen, streams, strict=False):
+                with torch.cuda.stream(stream):
+                    to.copy_(source, non_blocking=True)
+            synchronize()
+            times.append(time.perf_counter() - start)
+        seconds = statistics.median(times[2:])
+        rate = round(len(chosen) * nbytes / seconds / 1e9, 2)
+        rows.append({"way": f"pinned copy {name}", "ms": round(1e3 * seconds, 2), "gb_per_s": rate})
+    return rows
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--plan", action="store_true", help="prints what it would measure")
@@ -102,6 +128,8 @@ def main(argv: list[str] | None = None) -> int:
             row = measured(name, make, count, width, device)
         except Exception as error:  # peers' classes may raise anything
             row, failed = {"way": name, "error": f"{type(error).__name__}: {str(error)[:200]}"}, name in WAYS
+        print(json.dumps(row), flush=True)
+    for row in links(2**20 if args.small else 2**30, device):
         print(json.dumps(row), flush=True)
     return int(failed)
 

@@ -66,11 +66,11 @@ WORKLOADS = (
 
 
 def batch_of(work: Workload, device: str) -> dict[str, Any]:
-    """Sequences of zoo.py's tokens, each shifted by one."""
+    """Sequences (or images) of zoo.py's, each shifted by one."""
     sequence = zoo.batch(work.model, work.tokens)
     tensors = {name: x for name, x in sequence.items() if isinstance(x, torch.Tensor)}
     shifts = range(work.sequences)
-    return sequence | {name: torch.cat([x.roll(i, 1) for i in shifts]).to(device) for name, x in tensors.items()}
+    return sequence | {name: torch.cat([x.roll(i, -1) for i in shifts]).to(device) for name, x in tensors.items()}
 
 
 def _busy_ms(step: Callable[[], object]) -> float:

@@ -1,8 +1,9 @@
 """Adds the rows that `make gpu` measured to the results: ``python -m lab.gpu.record RESULTS.jsonl ...``.
 
 Rows of headline.py, models.py and compiled.py go to benchmarks/results, for the tables of docs/:
-headline_HARDWARE.csv, gpu-models.csv, gpu-compiled.csv. Those of recipe.py, stream.py and host.py go to
-lab/results (gpu-recipe.csv and so on), and each part's result (passed, failed or timed out) to gpu-parts.csv there.
+headline_HARDWARE.csv, gpu-models.csv, gpu-compiled.csv. Those of recipe.py (its parts are "recipe" and "stream") and of
+host.py go to lab/results (gpu-recipe.csv and so on), and each part's result (passed, failed or timed out) to
+gpu-parts.csv there.
 Results of a tree with uncommitted changes are refused.
 """
 
@@ -28,12 +29,8 @@ MODELS = (
 )
 COMPILED = (*MODELS[:-1], "fp32_error", "first_s", "error")
 RECIPE = (
-    *("run", "parameters", "sequences", "tokens", "limit_gib", "allocated_gib", "reserved_gib", "step_s"),
-    *("tokens_per_s", "losses", "error"),
-)
-STREAM = (
-    *("run", "parameters", "layers", "sequences", "tokens", "limit_gib", "allocated_gib", "reserved_gib", "made_s"),
-    *("step_s", "tokens_per_s", "busy", "losses", "ratio", "error"),
+    *("model", "run", "parameters", "sequences", "tokens", "limit_gib", "allocated_gib", "reserved_gib", "device_gib"),
+    *("made_s", "step_s", "tokens_per_s", "busy", "losses", "error"),
 )
 HOST = ("way", "parameters", "ms", "states", "gb_per_s", "device_bytes_beside", "error")
 PARTS = ("part", "result", "seconds")
@@ -81,6 +78,13 @@ def cells(row: Row, columns: Iterable[str]) -> dict[str, str]:
     return {name: text(row.get(name)) for name in columns}
 
 
+def append(path: Path, new: list[Row], columns: Iterable[str]) -> None:
+    """Adds rows to a file, and columns that its earlier rows lack."""
+    earlier = report.read(path) if path.exists() else []
+    path.unlink(missing_ok=True)
+    report.append(path, [*earlier, *new], [*dict.fromkeys([*(earlier[0] if earlier else ()), *columns])])
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m lab.gpu.record", description=__doc__.splitlines()[0])
     parser.add_argument("results", type=Path, nargs="+", help="results.jsonl of `make gpu`")
@@ -104,15 +108,15 @@ def main(argv: list[str] | None = None) -> None:
             ("models", "mode", MODELS),
             ("compiled", "mode", COMPILED),
             ("recipe", "run", RECIPE),
-            ("stream", "run", STREAM),
+            ("stream", "run", RECIPE),
             ("host", "way", HOST),
         ):
             part_rows = [row for row in rows if row["part"] == part and key in row]
             if new := [measured_with | cells(row, columns) for row in part_rows]:
                 folder = args.out or (benchmarks.RESULTS if part in ("models", "compiled") else lab.RESULTS)
-                report.append(folder / f"gpu-{part}.csv", new, (*report.PROVENANCE, *columns))
+                append(folder / f"gpu-{part}.csv", new, (*report.PROVENANCE, *columns))
         new = [measured_with | cells(row, PARTS) for row in rows if "result" in row]
-        report.append((args.out or lab.RESULTS) / "gpu-parts.csv", new, (*report.PROVENANCE, *PARTS))
+        append((args.out or lab.RESULTS) / "gpu-parts.csv", new, (*report.PROVENANCE, *PARTS))
 
 
 if __name__ == "__main__":

@@ -7,10 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from benchmarks import report
 from lab.gpu import __main__ as make_gpu
-from lab.gpu import headline, models, recipe, record, sanitize, small
+from lab.gpu import headline, host, models, recipe, record, sanitize, small
+from memkern.stream import streaming
 from tests.support.helpers import needs_cpp
 
 
@@ -73,19 +75,38 @@ def test_models_are_measured_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.full
-def test_the_recipe_trains(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("model", recipe.MODELS)
+def test_the_recipe_trains(model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
-    assert recipe.main(["--small"]) == 0
+    monkeypatch.setattr(streaming, "Prefetch", streaming.Prefetch)  # a run changes it
+    try:
+        assert recipe.main([model, "--small"]) == 0
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
-    assert [row["run"] for row in rows] == [*recipe.RUNS]
+    runs = [*recipe.RUNS[model]]
+    assert [row["run"] for row in rows] == [name for name in runs for _ in recipe.SMALL_BATCHES]
     for row in rows:
-        assert row["losses"][0] - 0.1 > row["losses"][-1] > row["losses"][0] - 0.5  # falls, by a plausible amount
+        assert row["losses"][0] - 0.01 > row["losses"][-1] > row["losses"][0] - 0.5  # falls, by a plausible amount
+    for number in range(len(recipe.SMALL_BATCHES)):  # one model, whatever trains it
+        for row in rows[number :: len(recipe.SMALL_BATCHES)]:
+            assert row["losses"] == pytest.approx(rows[number]["losses"], abs=2e-2)
+    assert {*rows[0]} <= {*record.RECIPE}
 
 
 @pytest.mark.full
 def test_what_the_sanitizers_watch_runs_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     small.main("cpu")
     assert capsys.readouterr().out == "done\n"
+
+
+def test_steps_with_states_on_the_host_are_timed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert host.main(["--small"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert {row["way"] for row in rows} >= {*host.WAYS, "pinned copy to the host", "pinned copy both ways at once"}
+    assert all(row["ms"] > 0 for row in rows)
+    assert {*rows[0], *rows[1], "device_bytes_beside", "error"} == {*record.HOST}
 
 
 def test_the_sanitizers_see_each_tensor_by_itself() -> None:
@@ -104,11 +125,13 @@ def test_results_are_recorded(tmp_path: Path) -> None:
         {"part": "models", "model": "GPT-2", "mode": "torch", "ms": 2.0},
         {"part": "recipe", "run": "torch", "losses": [3.0, 2.5], "limit_gib": None},
     ]
+    (tmp_path / "gpu-parts.csv").write_text("part,equal\nsmoke,373\n")  # of columns that are not written any more
     results = tmp_path / "results.jsonl"
     results.write_text("".join(json.dumps(row) + "\n" for row in rows))
     for _ in range(2):  # the second time it adds
         record.main([str(results), "--out", str(tmp_path)])
     tables = {path.stem: report.read(path) for path in tmp_path.glob("*.csv")}
+    assert tables["gpu-parts"].pop(0)["equal"] == "373"
     assert {name: len(table) for name, table in tables.items()} == dict.fromkeys(
         ("headline_nvidia-h200", "gpu-models", "gpu-recipe", "gpu-parts"), 2
     )
