@@ -8,6 +8,7 @@ exit status is 1 then. ``--part`` runs one part alone, ``--plan`` prints what wo
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
@@ -28,12 +29,14 @@ def module(name: str, *arguments: str) -> list[str]:
     return [sys.executable, "-m", f"lab.gpu.{name}", *arguments]
 
 
+# Four processes, as most of a test's time is the reference's on the CPU.
+_SHARED = ["--numprocesses", "4", "--dist", "worksteal"] if importlib.util.find_spec("xdist") else []
 PARTS: dict[str, tuple[int, list[str]]] = {  # limit in seconds, command
     "build": (400, [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]),
-    "tests": (600, [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/gpu", "tests"]),
+    "tests": (600, [sys.executable, "-m", "pytest", "-q", "-m", "gpu", *_SHARED, "tests/gpu", "tests"]),
     "sanitizers": (200, module("sanitize")),
-    "headline": (120, module("headline", "cuda")),
-    "triton headline": (120, module("headline", "triton")),
+    "headline": (150, module("headline", "cuda")),
+    "triton headline": (150, module("headline", "triton")),
     "models": (100, module("models")),
     "compiled": (500, module("compiled", "--seconds", "450")),
     "recipe": (200, module("recipe", "gpt2-xl")),
