@@ -53,14 +53,16 @@ SUFFIXES = {".py", ".cpp", ".h", ".cu", ".cuh", ".csv"}
 
 def code(path: Path) -> bytes:
     """A source's bytes without comments, blank lines and C++'s indentation, which change no kernel."""
-    text = path.read_text()
+    lines = (text := path.read_text()).splitlines()
     if path.suffix == ".py":
-        ignored = (tokenize.COMMENT, tokenize.NL)
-        tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-        return repr([(t.type, t.string) for t in tokens if t.type not in ignored]).encode()
+        for token in tokenize.generate_tokens(io.StringIO(text).readline):
+            if token.type == tokenize.COMMENT:
+                row, column = token.start
+                lines[row - 1] = lines[row - 1][:column]
+        return "\n".join(line for line in map(str.rstrip, lines) if line).encode()
     if path.suffix != ".csv":  # C++'s literals have no "//" in them
-        text = re.sub(r"//[^\n]*", "", re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL))
-    return "\n".join(line for line in map(str.strip, text.splitlines()) if line).encode()
+        lines = re.sub(r"//[^\n]*", "", re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL)).splitlines()
+    return "\n".join(line for line in map(str.strip, lines) if line).encode()
 
 
 def digest() -> str:

@@ -90,7 +90,7 @@ def _enter(stack: contextlib.ExitStack) -> None:
         *(replaced(AsyncCompile, name, _compiled) for name in ("cpp_pybinding", "triton")),
         # What the generated code calls must take fake tensors, which have no address.
         replaced(guards, "assert_alignment", _nothing),
-        replaced(guards, "copy_if_misaligned", lambda x: x),
+        *(replaced(guards, name, lambda x: x) for name in ("copy_if_misaligned",) if hasattr(guards, name)),
         replaced(guards, "_reinterpret_tensor", _reinterpret),
         *(replaced(guards, f"_empty_strided_{device}", _allocator(device)) for device in ("cpu", "cuda")),
         # Inductor computes constants with real tensors, for which there may be no GPU.

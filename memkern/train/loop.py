@@ -59,6 +59,8 @@ def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimi
 def warmup_cosine(optimizer: torch.optim.Optimizer, *, warmup: int, steps: int) -> LRScheduler:
     """A linear warm-up by iteration, lr * (t + 1) / (warmup + 1), then a cosine to lr / 10 at the last step."""
     lr = optimizer.param_groups[0]["lr"]
+    if not warmup:  # torch 2.11's SequentialLR is wrong with a milestone of 0
+        return CosineAnnealingLR(optimizer, T_max=steps, eta_min=lr / 10)
     linear = LinearLR(optimizer, start_factor=1 / (warmup + 1), total_iters=warmup)
     cosine = CosineAnnealingLR(optimizer, T_max=steps - warmup, eta_min=lr / 10)
     return SequentialLR(optimizer, [linear, cosine], milestones=[warmup])
