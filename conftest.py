@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import setuptools  # noqa: F401  (Inductor imports it, and it refuses to come after distutils, which others import)
 import torch
+from torch.torch_version import TorchVersion
 
 from tests.support import cache
 from tests.support.simt import build
@@ -111,6 +112,15 @@ def fresh_compiler() -> Iterator[None]:
     counters.clear()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def can_compile() -> None:
+    """Skips a test where torch is older than what memkern.compile needs."""
+    from memkern.compiled import inductor
+
+    if TorchVersion(torch.__version__) < inductor.FIRST_VERSION:
+        pytest.skip(f"memkern.compile needs torch {inductor.FIRST_VERSION} or later")
 
 
 @pytest.fixture(scope="module")

@@ -67,7 +67,11 @@ WITH_PYTHON = [
 @pytest.mark.parametrize("page", WITH_PYTHON)
 @pytest.mark.usefixtures("no_process_group")
 @pytest.mark.filterwarnings("ignore")
-def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_runs(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    if page.name == "compiled.md":
+        request.getfixturevalue("can_compile")
     if page.name == "frameworks.md" and importlib.util.find_spec("timm"):
         timm_factory.load()  # where torchvision is absent
     for package in NEEDS.get(page.name, ()):

@@ -105,7 +105,7 @@ def test_the_device_holds_the_weights_of_few_blocks(counted: Any, changes: dict[
     assert device.peak < sum(p.nbytes for p in model.parameters()) / 2
 
 
-@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.usefixtures("can_compile", "fresh_compiler")
 @pytest.mark.parametrize("saved_bits", ["exact", pytest.param(8, marks=pytest.mark.long)])
 def test_compiled_blocks_have_the_losses_and_no_more_weights_on_the_device(counted: Any, saved_bits: Any) -> None:
     """The losses are those of compiled blocks on the device; the peak of weights there is the peak without compile."""
