@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from ..quant.layout import FLOATS
 from .attention import FORWARD
-from .gradients import Gradients
+from .gradients import REDUCED, Gradients
 from .nodes import CODEC, COPIES, NOT_AGAIN, NOT_CODED, VIEWS, arguments, aten, is_backward, numel, packet, prims, value
 from .operations import Operation, Operations
 from .rules import (
@@ -45,6 +45,8 @@ _COMPARISONS = {aten.le, aten.gt, aten.lt, aten.ge, aten.eq, aten.ne}
 _SAME_CODEC = COPIES | VIEWS - {operator.getitem, aten.expand, prims.broadcast_in_dim}
 """Operations whose result has the codec of their input: casts, copies and views, but not copies that are larger, as of
 keys that several heads share."""
+_REPEATS = {aten.repeat, aten.index, aten._unsafe_index}
+"""Operations whose result has elements of their input several times."""
 _SPLITS = {aten.split, aten.split_with_sizes, aten.unbind}
 _SAVED_ARGUMENTS = {"output": "out"}  # by name in rules.USERS: the name in attention's backward op
 
@@ -147,6 +149,7 @@ class _Use(NamedTuple):
 
     operand: what the node uses. operation: the operation that the node is part of.
     is_value: whether the operand is the value in codes itself, also as a view, in another dtype or negative.
+    in_order: whether each of the operand's rows is a run of the value's memory, of which a block of codes is a part.
     x, codec, producer: the value in codes, its codec, and the node that computed it.
     """
 
@@ -154,6 +157,7 @@ class _Use(NamedTuple):
     operand: fx.Node
     operation: Operation
     is_value: bool
+    in_order: bool
     codec: str
     producer: fx.Node
     x: Tensor
@@ -161,6 +165,11 @@ class _Use(NamedTuple):
     @property
     def called(self) -> Any:
         return packet(self.node)
+
+    @property
+    def has_whole_rows(self) -> bool:
+        """Whether no block of codes has values of several of the operand's rows."""
+        return self.in_order and bool(statically_known_true(value(self.operand).shape[-1] % BLOCK_SIZE == 0))
 
     @property
     def is_copy(self) -> bool:
@@ -187,6 +196,7 @@ class UseChecker:
         x, producer = value(first), _producer(first)
         waiting, same_value = list(nodes), set(nodes)
         visited = set(nodes)
+        reordered = {node for node in nodes if not (_has_rows_in_memory(first) and _has_rows_in_memory(node))}
         is_joint = in_backward is not None
         while waiting:
             operand = waiting.pop()
@@ -197,7 +207,8 @@ class UseChecker:
                     return "output", node
                 if is_joint and not in_backward[node]:
                     continue
-                use = _Use(node, operand, self.operations.of(node), operand in same_value, codec, producer, x)
+                is_value, in_order = operand in same_value, operand not in reordered
+                use = _Use(node, operand, self.operations.of(node), is_value, in_order, codec, producer, x)
                 kind, bears = next((kind, bears) for kind, (matches, bears) in USE_KINDS.items() if matches(self, use))
                 if not bears(self, use):
                     return kind, node
@@ -205,6 +216,8 @@ class UseChecker:
                     continue  # the gradient bears the errors here, and so does all that is computed from it
                 if kind == SAME:
                     same_value.add(node)
+                if not (in_order and _has_rows_in_memory(node)):
+                    reordered.add(node)
                 if node not in visited and not _is_decision(value(node)):
                     visited.add(node)
                     waiting.append(node)
@@ -233,12 +246,14 @@ class UseChecker:
         """Whether a node is of ``x * gate(f(x))``, whose derivative bears codes of x (:class:`Operations`)."""
         return use.operation.seq in self.operations.gated and use.called not in _COMPARISONS
 
-    def may_be_deviation(self, node: fx.Node) -> bool:
-        """Whether a node may have the numbers by which a norm scales its rows: one for each row, and neither an input,
-        such as weights of channels, nor a gate's result."""
-        x, producer = value(node), _producer(node)
-        is_of_rows = isinstance(x, Tensor) and x.dim() > 0 and x.shape[-1] == 1 and x.numel() > 1
-        return is_of_rows and producer.op == "call_function" and self.operations.of(producer).name not in _GATES
+    def is_deviation(self, node: fx.Node) -> bool:
+        """Whether a node may have the numbers by which a norm scales its rows: computed, by no gate, and either one for
+        each row or the result of a root, a division or an unknown operation."""
+        x, source = value(node), _before_copies(node, COPIES | VIEWS | _REPEATS)
+        if not isinstance(x, Tensor) or source.op != "call_function" or numel(node) == 1:
+            return False
+        operation = self.operations.of(source)
+        return operation.name not in _GATES and (_is_constant_in_rows(x) or operation.row.kind == "singular")
 
     def fits(self, use: _Use) -> bool:
         """Whether the codec is the one for an operation that uses its own result."""
@@ -256,9 +271,21 @@ class UseChecker:
             return False
         if operation.row.kind != "smooth":
             return _is_coded_argument(use)
-        return self.gradients.bears_codes(use.node) and (
-            operation.name != "log_softmax" or self.gradients.is_sparse(use.node)
-        )
+        if operation.name == "log_softmax" and not self.gradients.is_sparse(use.node):
+            return False
+        return self.gradients.bears_codes(use.node) and _bears_factors(use, self.factors_of_gradient(use))
+
+    def factors_of_gradient(self, use: _Use) -> list[fx.Node]:
+        """The numbers by which a norm that is written by hand scales the gradient of an operation: the value is
+        multiplied by them, or they are means of its squares."""
+        forward = use.operation.nodes[0]
+        if self.gradients.at_output[use.node].state == REDUCED:
+            return [u for u in forward.users if self.operations.of(u).name == "mean" and numel(u) > 1]
+        return self.deviations(forward) if packet(forward) is aten.mul else []
+
+    def deviations(self, node: fx.Node) -> list[fx.Node]:
+        """A node's operands that may be deviations."""
+        return [a for a in node.all_input_nodes if self.is_deviation(a)]
 
     def bears_in_backward(self, use: _Use) -> bool:
         """Whether a node of the backward pass that takes no gradient may take an operand from codes."""
@@ -276,10 +303,29 @@ def _is_coded_argument(use: _Use) -> bool:
     return all(name in coded for name, arg in given.items() if arg is use.operand)
 
 
+def _has_rows_in_memory(node: fx.Node) -> bool:
+    """Whether a tensor's rows, which its last dimension numbers the elements of, are runs of memory."""
+    x = value(node)
+    return isinstance(x, Tensor) and x.dim() > 0 and bool(statically_known_true(x.stride(-1) == 1))
+
+
+def _is_constant_in_rows(x: Tensor) -> bool:
+    """Whether a factor has one number for each row of a product's other factor."""
+    return x.dim() > 0 and (x.shape[-1] == 1 or x.stride(-1) == 0)
+
+
+def _bears_factors(use: _Use, factors: list[fx.Node]) -> bool:
+    """False where a norm scales values of one block of codes by several numbers."""
+    return not factors or (use.has_whole_rows and all(_is_constant_in_rows(value(a)) for a in factors))
+
+
 def _bears_product(checker: UseChecker, use: _Use) -> bool:
-    """False where a norm scales each row by a number of its own, and a block of codes has values of several rows."""
-    others = [a for a in use.node.all_input_nodes if a is not use.operand and checker.may_be_deviation(a)]
-    return not others or bool(statically_known_true(use.x.shape[-1] % BLOCK_SIZE == 0))
+    return _bears_factors(use, [a for a in checker.deviations(use.node) if a is not use.operand])
+
+
+def _bears_division(checker: UseChecker, use: _Use) -> bool:
+    numerator, divisor = use.node.args
+    return numerator is use.operand and divisor is not use.operand and _bears_product(checker, use)
 
 
 def _bears_power(_: UseChecker, use: _Use) -> bool:
@@ -316,7 +362,7 @@ USE_KINDS: dict[str, tuple[_Test, _Test]] = {
     "pow": (lambda _, use: use.called is aten.pow, _bears_power),
     "div": (
         lambda _, use: use.called is aten.div and use.operation.op is aten.div,
-        lambda _, use: use.node.args[0] is use.operand and use.node.args[1] is not use.operand,
+        _bears_division,
     ),
     "add": (
         lambda _, use: use.called is aten.add and use.operation.op is aten.add,

@@ -60,9 +60,29 @@ def _cross_entropy(margin: float) -> Loss:
     return lambda x, w, b, t: F.cross_entropy(x @ w + margin * F.one_hot(t, WIDTH), t)
 
 
-def _rms_by_hand(x: Tensor, w: Tensor, b: Tensor, t: Tensor) -> Tensor:
-    h = (x @ w).view(ROWS, 4, 32) * torch.logspace(-3, 3, 4).view(1, 4, 1)
-    return _square((h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-12)).reshape(ROWS, WIDTH) @ w)
+def _scaled(by: Callable[[Tensor], Tensor], heads: int) -> Loss:
+    """Rows that ``by`` scales to one size, of heads (4) or of channels (1), which lie across the rows of memory.
+
+    Their own sizes are from 1e-3 to 1e3, also in one block of codes; what is not scaled is used, too.
+    """
+
+    def loss(x: Tensor, w: Tensor, b: Tensor, t: Tensor) -> Tensor:
+        sizes = torch.logspace(-3, 3, heads if heads > 1 else ROWS)
+        if heads > 1:
+            h = (x @ (w * sizes.repeat_interleave(WIDTH // heads))).view(ROWS, heads, -1)
+        else:
+            h = (w @ x.T * sizes).T
+        return _square(by(h).reshape(ROWS, WIDTH) @ w) + 1e-6 * _square(h.reshape(ROWS, WIDTH) @ w)
+
+    return loss
+
+
+def _rms(h: Tensor) -> Tensor:
+    return h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-12)
+
+
+def _by_detached_norm(h: Tensor) -> Tensor:
+    return h / h.norm(dim=-1, keepdim=True).detach()
 
 
 def _post_norm(x: Tensor, w: Tensor, b: Tensor, t: Tensor) -> Tensor:
@@ -113,7 +133,9 @@ CASES: dict[str, tuple[Loss, float, float]] = {
     "norm of a sum with a norm": (_post_norm, 0.03, 0.2),
     "norm in another layout": (lambda x, w, b, t: _square(F.layer_norm((w @ x.T).T, (WIDTH,)) @ w), 0.03, 0.2),
     "distances from each other": (_distances, 0.03, 0.1),
-    "rms norm of heads": (_rms_by_hand, 0.03, 0.3),
+    "rms norm of heads": (_scaled(_rms, heads=4), 0.03, 0.6),
+    "rms norm of channels": (_scaled(_rms, heads=1), 0.03, 0.6),
+    "division by norms of heads": (_scaled(_by_detached_norm, heads=4), 0.01, 0.6),
     "group norm, large mean": (
         lambda x, w, b, t: _square(F.group_norm((x @ w).view(8, 8, WIDTH) + 100, 4).view(ROWS, WIDTH) @ w),
         0.03,
