@@ -271,9 +271,14 @@ class UseChecker:
             return False
         if operation.row.kind != "smooth":
             return _is_coded_argument(use)
-        if operation.name == "log_softmax" and not self.gradients.is_sparse(use.node):
+        if operation.name == "log_softmax" and not self.has_one_class(use):
             return False
         return self.gradients.bears_codes(use.node) and _bears_factors(use, self.factors_of_gradient(use))
+
+    def has_one_class(self, use: _Use) -> bool:
+        """Whether probabilities serve one loss of one class in each row: of several, the gradients may cancel."""
+        uses = {self.operations.of(u).seq for u in use.operand.users if u in self.gradients.nodes}
+        return len(uses) == 1 and self.gradients.is_sparse(use.node)
 
     def factors_of_gradient(self, use: _Use) -> list[fx.Node]:
         """The numbers by which a norm that is written by hand scales the gradient of an operation: the value is

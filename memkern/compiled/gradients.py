@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator
 
 from torch import fx
 
-from .nodes import dependent_on_tangents, is_sum_of_gradients, numel, packet, value
+from .nodes import COPIES, VIEWS, aten, dependent_on_tangents, is_sum_of_gradients, numel, packet, prims, value
 from .operations import Operation, Operations
-from .torch_internals import guard_or_false
+from .torch_internals import guard_or_false, statically_known_true
 
 # How large the gradient that comes to an operation's output may be, by the operations after it.
 UNKNOWN = 0  # none of them tells
@@ -18,14 +18,8 @@ BOUNDED = 1  # of a product, a norm or a loss: an error of codes stays as large 
 REDUCED = 2  # of a division or logarithm of a sum or mean over many elements
 AMPLIFIED = 3  # of a division, a logarithm or an unknown operation: errors may be divided by small values
 
-# Which elements of the gradient are not 0. log_softmax's backward pass computes g - p * sum(g). With a SPARSE g of a
-# loss of classes its elements are p and the small 1 - p, for which codes of p serve. With soft targets q it is p - q, a
-# difference of close numbers, for which they do not.
-ANY_ELEMENTS = 0  # not known
-SPARSE = 1  # a few of each row: of a loss of classes, or gathered
-DENSE = 2
-
-_READS_FEW_OF_EACH_ROW = ("nll_loss", "nll_loss2d", "gather")  # operations
+_READS_ONE_OF_EACH_ROW = ("nll_loss", "nll_loss2d", "gather")  # operations; gather, where it has one index
+_KEEPS_ROWS = (VIEWS | COPIES) - {aten.expand, prims.broadcast_in_dim}
 _MANY = 32  # elements from which on a mean is one of many: each is a small part of it
 
 
@@ -59,11 +53,14 @@ def _state_at_inputs(operation: Operation, state: int) -> int:
     return state
 
 
-def _elements_at_inputs(operation: Operation, elements: int) -> int:
-    """Which elements the gradient at an operation's inputs has, given that at its output (ANY_ELEMENTS to DENSE)."""
-    if operation.name in _READS_FEW_OF_EACH_ROW:
-        return SPARSE
-    return DENSE if operation.row.kind != "linear" or operation.name == "mean" else elements
+def _is_sparse_at_inputs(operation: Operation, is_sparse: bool) -> bool:
+    """Whether the gradient at an operation's inputs is sparse, given whether that at its output is."""
+    if operation.name not in _READS_ONE_OF_EACH_ROW:
+        return is_sparse and operation.op in _KEEPS_ROWS
+    if operation.name != "gather":
+        return True
+    _, dim, index = operation.nodes[0].args[:3]
+    return bool(statically_known_true(value(index).shape[dim] == 1)) if value(index).dim() else False
 
 
 _WORSE = {BOUNDED: 0, REDUCED: 1, UNKNOWN: 2, AMPLIFIED: 3}  # the order in which _worst compares
@@ -71,15 +68,20 @@ _WORSE = {BOUNDED: 0, REDUCED: 1, UNKNOWN: 2, AMPLIFIED: 3}  # the order in whic
 
 @dataclasses.dataclass(frozen=True)
 class Gradient:
-    """How large a gradient may be (BOUNDED to AMPLIFIED), and which elements it has (ANY_ELEMENTS, SPARSE or DENSE)."""
+    """How large a gradient may be (BOUNDED to AMPLIFIED), and whether it is sparse: one element of each row is not 0.
+
+    log_softmax's backward pass computes g - p * sum(g). With a sparse g, of a loss of classes, its elements are p and
+    the small 1 - p, for which codes of p serve. With soft targets q, of which the classes of two losses are two, it is
+    p - q, a difference of close numbers, for which they do not.
+    """
 
     state: int
-    elements: int
+    is_sparse: bool
 
 
 def _worst(gradients: Iterable[Gradient]) -> Gradient:
     gradients = list(gradients)
-    return Gradient(max((g.state for g in gradients), key=_WORSE.__getitem__), max(g.elements for g in gradients))
+    return Gradient(max((g.state for g in gradients), key=_WORSE.__getitem__), all(g.is_sparse for g in gradients))
 
 
 class Gradients:
@@ -101,16 +103,18 @@ class Gradients:
         """Notes the gradients at the output of a node's operation, and at its inputs."""
         if node.op == "placeholder":
             state = BOUNDED if numel(node) == 1 else UNKNOWN
-            self.at_output[node] = self._at_inputs[node] = Gradient(state, ANY_ELEMENTS)
+            self.at_output[node] = self._at_inputs[node] = Gradient(state, is_sparse=False)
             return
         if is_sum_of_gradients(node) or packet(node) is operator.getitem:
-            self.at_output[node] = self._at_inputs[node] = _worst(self._at_inputs[s] for s in self.sources(node))
+            worst = _worst(self._at_inputs[s] for s in self.sources(node))
+            is_sparse = worst.is_sparse and not is_sum_of_gradients(node)
+            self.at_output[node] = self._at_inputs[node] = Gradient(worst.state, is_sparse)
             return
         op = self.operations.of(node)
         inside = [s for s in self.sources(node) if self._is_inside(s, op)]
         outside = [self._at_inputs[s] for s in self.sources(node) if s not in inside]
         self.at_output[node] = _worst([*outside, *(self.at_output[s] for s in inside)])
-        passed_on = (Gradient(_state_at_inputs(op, g.state), _elements_at_inputs(op, g.elements)) for g in outside)
+        passed_on = (Gradient(_state_at_inputs(op, g.state), _is_sparse_at_inputs(op, g.is_sparse)) for g in outside)
         self._at_inputs[node] = _worst([*(self._at_inputs[s] for s in inside), *passed_on])
 
     def _is_inside(self, source: fx.Node, op: Operation) -> bool:
@@ -128,5 +132,5 @@ class Gradients:
         return state == BOUNDED or (state == REDUCED and bool(op.nodes) and _is_square(op))
 
     def is_sparse(self, node: fx.Node) -> bool:
-        """Whether the gradient at the output of a node's operation is that of a few elements of each row."""
-        return self.at_output[node].elements == SPARSE
+        """Whether the gradient at the output of a node's operation has one element of each row."""
+        return self.at_output[node].is_sparse

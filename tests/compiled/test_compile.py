@@ -77,6 +77,21 @@ def _scaled(by: Callable[[Tensor], Tensor], heads: int) -> Loss:
     return loss
 
 
+def _mixup(loss: Callable[[Tensor, Tensor], Tensor]) -> Loss:
+    """Losses of two classes, weighted with 0.7 and 0.3, as are the probabilities: the gradient is a small difference.
+
+    loss: of logits and the two classes (2, ROWS), of the same shape.
+    """
+
+    def mixed(x: Tensor, w: Tensor, b: Tensor, t: Tensor) -> Tensor:
+        classes = torch.stack((t, (t + 7) % WIDTH))
+        shares = torch.tensor([[0.7], [0.3]])
+        highest = (F.one_hot(classes, WIDTH) * (12 + shares.log()).unsqueeze(-1)).sum(0)
+        return (loss(x @ w * 0.01 + highest, classes) * shares).sum(0).mean()
+
+    return mixed
+
+
 def _rms(h: Tensor) -> Tensor:
     return h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-12)
 
@@ -120,6 +135,17 @@ CASES: dict[str, tuple[Loss, float, float]] = {
         lambda x, w, b, t: F.cross_entropy(x @ w, torch.softmax((x @ w).detach() + 0.01 * b, -1)),
         1e-4,
         1.0,
+    ),
+    "two cross entropies": (
+        _mixup(lambda z, t: torch.stack([F.cross_entropy(z, i, reduction="none") for i in t])),
+        1e-4,
+        1.02,
+    ),
+    "two gathered classes": (_mixup(lambda z, t: -z.log_softmax(-1).gather(-1, t.T).T), 1e-4, 1.02),
+    "classes of repeated rows": (
+        _mixup(lambda z, t: F.nll_loss(z.log_softmax(-1).repeat(2, 1), t.view(-1), reduction="none").view(2, -1)),
+        1e-4,
+        1.02,
     ),
     "a loss of differences": (lambda x, w, b, t: F.mse_loss(x @ w, (x @ w).detach() + 1e-3 * b), 1e-5, 1.0),
     "logarithm of sigmoid": (lambda x, w, b, t: torch.log(torch.sigmoid(x @ w) + 1e-6).mean(), 1e-5, 1.0),
