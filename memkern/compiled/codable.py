@@ -333,6 +333,12 @@ def _bears_division(checker: UseChecker, use: _Use) -> bool:
     return numerator is use.operand and divisor is not use.operand and _bears_product(checker, use)
 
 
+def _bears_sum(_: UseChecker, use: _Use) -> bool:
+    """False where a number, or one for many elements, may cancel the mean of the value in codes."""
+    summands = use.node.args[:2]
+    return all(isinstance(a, fx.Node) and not (use.is_value and numel(a) < numel(use.operand)) for a in summands)
+
+
 def _bears_power(_: UseChecker, use: _Use) -> bool:
     exponent = use.node.args[1]
     return isinstance(exponent, (int, float)) and exponent in range(1, MOST_EXPONENT + 1)
@@ -371,7 +377,7 @@ USE_KINDS: dict[str, tuple[_Test, _Test]] = {
     ),
     "add": (
         lambda _, use: use.called is aten.add and use.operation.op is aten.add,
-        lambda _, use: all(isinstance(a, fx.Node) for a in use.node.args[:2]),
+        _bears_sum,
     ),
     "index": (
         lambda _, use: use.called in (aten.index, aten._unsafe_index),

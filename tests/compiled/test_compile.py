@@ -100,6 +100,11 @@ def _by_detached_norm(h: Tensor) -> Tensor:
     return h / h.norm(dim=-1, keepdim=True).detach()
 
 
+def _centred(x: Tensor, w: Tensor, b: Tensor, t: Tensor) -> Tensor:
+    h = F.linear(x, w, torch.full((WIDTH,), 100.0))
+    return _square(F.gelu(h + -h.mean(0)) @ w)
+
+
 def _post_norm(x: Tensor, w: Tensor, b: Tensor, t: Tensor) -> Tensor:
     """BERT: codes of the first norm's result are too coarse for what the second subtracts its mean from."""
     h = F.layer_norm(x @ w, (WIDTH,))
@@ -162,6 +167,7 @@ CASES: dict[str, tuple[Loss, float, float]] = {
     "rms norm of heads": (_scaled(_rms, heads=4), 0.03, 0.6),
     "rms norm of channels": (_scaled(_rms, heads=1), 0.03, 0.6),
     "division by norms of heads": (_scaled(_by_detached_norm, heads=4), 0.01, 0.6),
+    "sum with minus the mean": (_centred, 0.03, 0.3),
     "group norm, large mean": (
         lambda x, w, b, t: _square(F.group_norm((x @ w).view(8, 8, WIDTH) + 100, 4).view(ROWS, WIDTH) @ w),
         0.03,
