@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor, fx
@@ -15,7 +15,21 @@ from torch import Tensor, fx
 from ..quant.layout import FLOATS
 from .attention import FORWARD
 from .gradients import REDUCED, Gradients
-from .nodes import CODEC, COPIES, NOT_AGAIN, NOT_CODED, VIEWS, arguments, aten, is_backward, numel, packet, prims, value
+from .nodes import (
+    CODEC,
+    COPIES,
+    NOT_AGAIN,
+    NOT_CODED,
+    VIEWS,
+    arguments,
+    aten,
+    is_backward,
+    number,
+    numel,
+    packet,
+    prims,
+    value,
+)
 from .operations import Operation, Operations
 from .rules import (
     BLOCK_SIZE,
@@ -281,12 +295,16 @@ class UseChecker:
         return len(uses) == 1 and self.gradients.is_sparse(use.node)
 
     def factors_of_gradient(self, use: _Use) -> list[fx.Node]:
-        """The numbers by which a norm that is written by hand scales the gradient of an operation: the value is
-        multiplied by them, or they are means of its squares."""
+        """The numbers by which a norm scales the gradient of an operation: the statistics of a norm of its result, or,
+        where a norm is written by hand, factors of the value and means of its squares."""
         forward = use.operation.nodes[0]
         if self.gradients.at_output[use.node].state == REDUCED:
             return [u for u in forward.users if self.operations.of(u).name == "mean" and numel(u) > 1]
-        return self.deviations(forward) if packet(forward) is aten.mul else []
+        if packet(forward) is not aten.mul:
+            return []
+        norms = [op for u in _uses_of_views(forward) if (op := self.operations.of(u)).name in _NORMS]
+        statistics = [n for op in norms for n in op.nodes if _is_statistic(n, op) and isinstance(value(n), Tensor)]
+        return self.deviations(forward) + statistics
 
     def deviations(self, node: fx.Node) -> list[fx.Node]:
         """A node's operands that may be deviations."""
@@ -308,6 +326,14 @@ def _is_coded_argument(use: _Use) -> bool:
     return all(name in coded for name, arg in given.items() if arg is use.operand)
 
 
+def _uses_of_views(node: fx.Node) -> Iterator[fx.Node]:
+    """The nodes that use a value or views of it."""
+    for user in node.users:
+        yield user
+        if packet(user) in VIEWS:
+            yield from _uses_of_views(user)
+
+
 def _has_rows_in_memory(node: fx.Node) -> bool:
     """Whether a tensor's rows, which its last dimension numbers the elements of, are runs of memory."""
     x = value(node)
@@ -319,9 +345,17 @@ def _is_constant_in_rows(x: Tensor) -> bool:
     return x.dim() > 0 and (x.shape[-1] == 1 or x.stride(-1) == 0)
 
 
+def _row_count(node: fx.Node) -> int:
+    """The number of a tensor's rows."""
+    return numel(node) // number(value(node).shape[-1])
+
+
 def _bears_factors(use: _Use, factors: list[fx.Node]) -> bool:
     """False where a norm scales values of one block of codes by several numbers."""
-    return not factors or (use.has_whole_rows and all(_is_constant_in_rows(value(a)) for a in factors))
+    return not factors or (
+        use.has_whole_rows
+        and all(_is_constant_in_rows(value(a)) and _row_count(a) <= _row_count(use.operand) for a in factors)
+    )
 
 
 def _bears_product(checker: UseChecker, use: _Use) -> bool:

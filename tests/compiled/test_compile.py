@@ -96,6 +96,11 @@ def _rms(h: Tensor) -> Tensor:
     return h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-12)
 
 
+def _products_normalized(h: Tensor) -> Tensor:
+    y = h.flatten(1)
+    return F.layer_norm((y * y.roll(1, 0)).view_as(h), h.shape[-1:], eps=1e-20)
+
+
 def _by_detached_norm(h: Tensor) -> Tensor:
     return h / h.norm(dim=-1, keepdim=True).detach()
 
@@ -166,6 +171,11 @@ CASES: dict[str, tuple[Loss, float, float]] = {
     "distances from each other": (_distances, 0.03, 0.1),
     "rms norm of heads": (_scaled(_rms, heads=4), 0.03, 0.6),
     "rms norm of channels": (_scaled(_rms, heads=1), 0.03, 0.6),
+    "layer norm of products of heads": (
+        _scaled(_products_normalized, heads=4),
+        0.03,
+        0.8,
+    ),
     "division by norms of heads": (_scaled(_by_detached_norm, heads=4), 0.01, 0.6),
     "sum with minus the mean": (_centred, 0.03, 0.3),
     "group norm, large mean": (
