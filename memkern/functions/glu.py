@@ -39,8 +39,8 @@ def halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
 def _backward_of_gate_up(grad: Tensor, gate_up: Tensor, activation: str) -> Tensor:
     """The gradient of the tensor that holds gate and up, written into its halves where nothing traces it."""
     gate, up = halves(gate_up, None)
-    is_batched = torch._C._functorch.is_legacy_batchedtensor(grad)  # by torch.autograd.grad's is_grads_batched
-    if torch.is_grad_enabled() or is_batched or not is_eager():
+    # The last question comes last, as TorchDynamo cannot trace it: a batch by torch.autograd.grad's is_grads_batched.
+    if torch.is_grad_enabled() or not is_eager() or torch._C._functorch.is_legacy_batchedtensor(grad):
         grad_gate = _activation_backward(grad * up, gate, activation)
         return torch.cat((grad_gate, grad * _activate(gate, activation)), -1)
     result = torch.empty_like(gate_up)

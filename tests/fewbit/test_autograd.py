@@ -159,6 +159,7 @@ COMPILED: dict[str, Callable[[Tensor], Tensor]] = {
     "softshrink": lambda x: functional.softshrink(x, 0.3),
     "in place": lambda x: functional.leaky_relu(x * 2, inplace=True) + 1,
     "wrapped": lambda x: functional.few_bit(x, torch.sin, LEVELS["gelu", 2]),
+    "swiglu of one tensor": lambda x: functional.swiglu(x[:, 1:]),
     "module": torch.nn.Sequential(torch.nn.Linear(7, 9), nn.Mish(), torch.nn.Linear(9, 7)),
 }
 
