@@ -327,10 +327,10 @@ def _is_coded_argument(use: _Use) -> bool:
 
 
 def _uses_of_views(node: fx.Node) -> Iterator[fx.Node]:
-    """The nodes that use a value or views of it."""
+    """The nodes that use a value, also as a view or in another dtype."""
     for user in node.users:
         yield user
-        if packet(user) in VIEWS:
+        if packet(user) in VIEWS or packet(user) in COPIES:
             yield from _uses_of_views(user)
 
 

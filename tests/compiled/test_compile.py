@@ -98,7 +98,8 @@ def _rms(h: Tensor) -> Tensor:
 
 def _products_normalized(h: Tensor) -> Tensor:
     y = h.flatten(1)
-    return F.layer_norm((y * y.roll(1, 0)).view_as(h), h.shape[-1:], eps=1e-20)
+    by_head = (y * y.roll(1, 0)).view_as(h).transpose(0, 1).contiguous()
+    return F.layer_norm(by_head, h.shape[-1:], eps=1e-20).transpose(0, 1)
 
 
 def _by_detached_norm(h: Tensor) -> Tensor:
