@@ -164,7 +164,7 @@ class _Use(NamedTuple):
     operand: what the node uses. operation: the operation that the node is part of.
     is_value: whether the operand is the value in codes itself, also as a view, in another dtype or negative.
     in_order: whether each of the operand's rows is a run of the value's memory, of which a block of codes is a part.
-    x, codec, producer: the value in codes, its codec, and the node that computed it.
+    codec, producer: the codec of the value in codes, and the node that computed the value.
     """
 
     node: fx.Node
@@ -174,7 +174,6 @@ class _Use(NamedTuple):
     in_order: bool
     codec: str
     producer: fx.Node
-    x: Tensor
 
     @property
     def called(self) -> Any:
@@ -207,7 +206,7 @@ class UseChecker:
         self, nodes: list[fx.Node], codec: str, first: fx.Node, in_backward: Any = None
     ) -> tuple[str, fx.Node] | None:
         """Kind (of USE_KINDS) and node of the first use that does not bear the errors of codes; None if all do."""
-        x, producer = value(first), _producer(first)
+        producer = _producer(first)
         waiting, same_value = list(nodes), set(nodes)
         visited = set(nodes)
         reordered = {node for node in nodes if not (_has_rows_in_memory(first) and _has_rows_in_memory(node))}
@@ -222,7 +221,7 @@ class UseChecker:
                 if is_joint and not in_backward[node]:
                     continue
                 is_value, in_order = operand in same_value, operand not in reordered
-                use = _Use(node, operand, self.operations.of(node), is_value, in_order, codec, producer, x)
+                use = _Use(node, operand, self.operations.of(node), is_value, in_order, codec, producer)
                 kind, bears = next((kind, bears) for kind, (matches, bears) in USE_KINDS.items() if matches(self, use))
                 if not bears(self, use):
                     return kind, node
