@@ -56,7 +56,7 @@ class BlockwiseOptimizer(Optimizer):
     _snapshots: list[replaced.Snapshot]  # of each group, as it was at the last step
     _elsewhere: set[int]  # ids of DTensors on meshes without this rank, which does not step them
     _all_ranks: collectives.AllRanks  # the ranks that have a part of any parameter, and decide together
-    _overlaps: dict[int, int]  # the turns of parameters that share memory: overlap_order in plan.py
+    _overlaps: dict[int, int]  # the turns of the next plan's parameters that share memory: overlap_order in plan.py
     _buffers: dict[Any, Tensor]  # memory in which parameters with gaps are stepped, by device and dtype
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -112,7 +112,7 @@ class BlockwiseOptimizer(Optimizer):
     def _find_ranks(self) -> None:
         """Finds the ranks that have parts of the parameters, and notes for report() which shards end inside blocks."""
         pairs = [(p, group) for group in self.param_groups for p in self._trained(group)]
-        self._buffers, self._overlaps = {}, {}
+        self._buffers = {}
         self._all_ranks, self._elsewhere = collectives.NO_OTHERS, set()
         if any(shards.is_dtensor(p) for p, _ in pairs):
             self._elsewhere = {id(p) for p, _ in pairs if shards.is_elsewhere(p)}
@@ -211,11 +211,13 @@ class BlockwiseOptimizer(Optimizer):
         self._snapshots = self._snapshot()
 
     def _prepare(self, pairs: Sequence[tuple[Tensor, dict[str, Any]]]) -> None:
-        """Makes the states that these parameters lack, and converts those that fit the parameters no more.
+        """Before a plan of a step of these parameters is made: makes states that they lack, and converts those that fit
+        them no more.
 
         Raises:
             ValueError, TypeError, RuntimeError: a parameter that is not supported; before anything is changed.
         """
+        self._overlaps = overlap_order([p for p, _ in pairs])
         pairs = self._all_ranks.order.sorted(pairs)
         changed = [(p, group) for p, group in pairs if not self._state_in_format(p, group).is_as_stepped(p)]
         for p, group in changed:
@@ -229,8 +231,6 @@ class BlockwiseOptimizer(Optimizer):
                 state.replace({**state, **self._init_state(p, group)}, Format.of(group))
             else:
                 self._convert_storage(p, group)
-        if changed:
-            self._overlaps = overlap_order([p for group in self.param_groups for p in self._trained(group)])
 
     def _check_entries(self, p: Tensor, group: dict[str, Any]) -> None:
         """Raises ValueError where the entries of a parameter's state do not have its shape."""

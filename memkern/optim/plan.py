@@ -115,6 +115,7 @@ class StepPlan:
         self._is_checked = False  # whether the ops' arguments were checked
         if not torch.compiler.is_compiling():
             self._param_ids, self._state_ids = [*map(id, params)], [id(entry.state) for entry in entries]
+            self._overlaps, self._addresses = overlaps, _addresses(params)
 
         kinds: dict[Kind, list[int]] = {}
         for _, i in all_ranks.order.sorted(zip(params, range(len(params)), strict=True)):
@@ -196,7 +197,16 @@ class StepPlan:
             and all(
                 getattr(s, "plan", None) is self and s.is_as_stepped(p) for p, s in zip(params, states, strict=True)
             )
+            and self._share_memory_as_planned(params)
         )
+
+    def _share_memory_as_planned(self, params: Sequence[Tensor]) -> bool:
+        """Whether parameters share memory as they did when the plan was made: ``.data`` ties weights at any time."""
+        addresses = _addresses(params)
+        if addresses == self._addresses:
+            return True
+        self._addresses = addresses
+        return overlap_order(params) == self._overlaps
 
     # ---- the step
 
@@ -375,6 +385,11 @@ def _buffer(buffers: dict[Any, Tensor], p: Tensor) -> Tensor:
         with torch.inference_mode(False):
             buffers[key] = torch.empty(p.numel(), dtype=p.dtype, device=p.device)
     return buffers[key].as_strided(p.shape, torch.empty_like(p, device="meta").stride())
+
+
+def _addresses(params: Sequence[Tensor]) -> list[int]:
+    """The addresses of the parameters that have memory which others may share."""
+    return [x.data_ptr() for x in map(shards.local, params) if type(x) in (Tensor, torch.nn.Parameter)]
 
 
 def overlap_order(params: Sequence[Tensor]) -> dict[int, int]:

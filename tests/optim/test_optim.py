@@ -169,21 +169,22 @@ def test_parameters_of_lazy_modules_train(build: type) -> None:
 
 
 @pytest.mark.pairwise
-@pytest.mark.parametrize("when", ["before", "after"])  # whether they share memory before the optimizer is made
+@pytest.mark.parametrize("when", [-2, -1, 1])  # they share memory before the optimizer is made, after, from step 1 on
 @pytest.mark.parametrize("shared_rows", [128, 64])  # rows that both have; the first parameter has 128
 @over_kinds
-def test_parameters_over_one_memory_are_stepped_one_after_the_other(build: type, shared_rows: int, when: str) -> None:
+def test_parameters_over_one_memory_are_stepped_one_after_the_other(build: type, shared_rows: int, when: int) -> None:
     """As in torch.optim, the second parameter's step begins from the values that the first parameter's step wrote."""
 
     def run(together: bool) -> torch.Tensor:
-        a, b = (torch.nn.Parameter(torch.linspace(-1, 1, 128 * 512).view(128, 512)) for _ in range(2))
-        if when == "before":
-            b.data = a.data[:shared_rows]
-        optimizers = [build(params, lr=1e-2) for params in ([[a, b]] if together else [[a], [b]])]
-        if when == "after":
-            b.data = a.data[:shared_rows]
-        generator = torch.Generator().manual_seed(0)
-        for _ in range(3):
+        a, b = (torch.nn.Parameter(torch.linspace(-1, 1, n * 512).view(n, 512)) for n in (128, shared_rows))
+        generator, optimizers = torch.Generator().manual_seed(0), []
+        for i in range(-2, 4):
+            if i == when:
+                b.data = a.data[:shared_rows]
+            if i == -2:
+                optimizers = [build(params, lr=1e-2) for params in ([[a, b]] if together else [[a], [b]])]
+            if i < 0:
+                continue
             for p in (a, b):
                 p.grad = torch.randn(p.shape, generator=generator)
             for optimizer in optimizers:
