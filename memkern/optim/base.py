@@ -54,6 +54,7 @@ class BlockwiseOptimizer(Optimizer):
     grad_scale: Tensor | None
     found_inf: Tensor | None
     _snapshots: list[replaced.Snapshot]  # of each group, as it was at the last step
+    _storages: replaced.Storages  # of the parameters of these groups
     _elsewhere: set[int]  # ids of DTensors on meshes without this rank, which does not step them
     _all_ranks: collectives.AllRanks  # the ranks that have a part of any parameter, and decide together
     _overlaps: dict[int, int]  # the turns of the next plan's parameters that share memory: overlap_order in plan.py
@@ -102,12 +103,17 @@ class BlockwiseOptimizer(Optimizer):
         self.defaults["max_grad_norm"] = self.param_groups[-1]["max_grad_norm"] = norm
         place_lr(self.param_groups[-1])
         self._snapshots = [*getattr(self, "_snapshots", []), self._snapshot()[-1]]
+        self._storages = getattr(self, "_storages", {}) | replaced.storages_of(self.param_groups[-1:])
         self._find_ranks()
 
     def _snapshot(self) -> list[replaced.Snapshot]:
         """The groups as they are now, with the options whose changes need work before a step."""
         options = (*self.storage_options, "stochastic_rounding", "max_grad_norm", "capturable")
         return replaced.snapshots(self.param_groups, options)
+
+    def _note_groups(self) -> None:
+        """Notes the groups, which are compared with this note from now on."""
+        self._snapshots, self._storages = self._snapshot(), replaced.storages_of(self.param_groups)
 
     def _find_ranks(self) -> None:
         """Finds the ranks that have parts of the parameters, and notes for report() which shards end inside blocks."""
@@ -197,7 +203,8 @@ class BlockwiseOptimizer(Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 self._check_entries(p, group)
-        for old, new, state in replaced.moved(self.param_groups, self.state, self._snapshots, self._stand_in):
+        moved = replaced.moved(self.param_groups, self.state, self._snapshots, self._storages, self._stand_in)
+        for old, new, state in moved:
             del self.state[old]
             if state:
                 self.state[new] = state
@@ -208,7 +215,7 @@ class BlockwiseOptimizer(Optimizer):
         pairs = [(p, group) for group in self.param_groups for p in group["params"]]
         for p, group in self._all_ranks.order.sorted(pairs):
             self._convert_storage(p, group)
-        self._snapshots = self._snapshot()
+        self._note_groups()
 
     def _prepare(self, pairs: Sequence[tuple[Tensor, dict[str, Any]]]) -> None:
         """Before a plan of a step of these parameters is made: makes states that they lack, and converts those that fit
@@ -445,7 +452,7 @@ class BlockwiseOptimizer(Optimizer):
         self.state = defaultdict(State, states)
         norm = self.defaults.get("max_grad_norm")
         self.defaults["max_grad_norm"] = replaced.max_grad_norm(self.param_groups, norm)
-        self._snapshots = self._snapshot()
+        self._note_groups()
         self._find_ranks()
 
     def __getstate__(self) -> dict[str, Any]:

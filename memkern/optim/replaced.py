@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import operator
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from .format import Format
 from .state import State
@@ -23,11 +26,19 @@ Snapshot = tuple[list[int], list[Any]]
 References would keep replaced parameters alive, and weak references forbid torch.utils.swap_tensors. A new parameter
 may have the id of a parameter that was freed, but not of one that has a state, whose state keeps it alive.
 """
+Storages = dict[int, Any]
+"""By the id of a parameter, a weak reference to its memory, which tells it from a new one with its id."""
 
 
 def snapshots(groups: Sequence[Group], keys: Sequence[str]) -> list[Snapshot]:
     """A snapshot of each group, with the options ``keys``."""
     return [([*map(id, group["params"])], [group[key] for key in keys]) for group in groups]
+
+
+def storages_of(groups: Sequence[Group]) -> Storages:
+    """The memory of the groups' parameters, but for those that have none (lazy) or other memory (sparse)."""
+    params = [p for group in groups for p in group["params"] if isinstance(p, Tensor) and not is_lazy(p)]
+    return {id(p): weakref.ref(p.untyped_storage()) for p in params if p.layout == torch.strided}
 
 
 def are_same(now: Sequence[Snapshot], before: Sequence[Snapshot]) -> bool:
@@ -69,13 +80,18 @@ def check_not_flattened(groups: Sequence[Group], before: Sequence[Snapshot], nee
 
 
 def _moves(
-    groups: Sequence[Group], states: Mapping[Any, Any], before: Sequence[Snapshot]
+    groups: Sequence[Group], states: Mapping[Any, Any], before: Sequence[Snapshot], storages: Storages
 ) -> Iterator[tuple[Tensor, Tensor, Group]]:
     """Yields parameters with a state that are in no group any more, what replaces each, and the group."""
     ids_now = {id(p) for group in groups for p in group["params"]}
     ids_before = {old_id for ids, _ in before for old_id in ids}
     stateful = {id(p): p for p, state in states.items() if isinstance(p, Tensor) and state}
     fresh = {id(p): p for g in groups for p in g["params"] if id(p) not in ids_before and id(p) not in stateful}
+
+    def is_new(p: Tensor) -> bool:
+        has_old_id = id(p) in storages and id(p) not in stateful and storages[id(p)]() is not p.untyped_storage()
+        return id(p) in fresh or has_old_id
+
     unreplaced: list[tuple[int, int, Tensor]] = []
     for k, ((ids, _), group) in enumerate(zip(before, groups, strict=False)):
         params = group["params"]
@@ -84,8 +100,8 @@ def _moves(
             if old_id not in stateful or old_id in ids_now:
                 continue
             old, new = stateful[old_id], params[i] if len(params) == len(ids) else None
-            if new is not None and id(new) in fresh and new.shape == old.shape:
-                del fresh[id(new)]
+            if new is not None and is_new(new) and new.shape == old.shape:
+                fresh.pop(id(new), None)
                 yield old, new, group
             elif added:
                 raise _no_place(k, i, old)
@@ -100,6 +116,7 @@ def moved(
     groups: Sequence[Group],
     states: Mapping[Any, Any],
     before: Sequence[Snapshot],
+    storages: Storages,
     stand_in: Callable[[Tensor], Tensor],
 ) -> list[tuple[Tensor, Tensor, State]]:
     """Parameters with a state that are in no group any more, the ones that replace them, and the states for these.
@@ -111,7 +128,7 @@ def moved(
     """
     return [
         (old, new, State.of(states[old], Format.of(group)).moved(stand_in(new)))
-        for old, new, group in _moves(groups, states, before)
+        for old, new, group in _moves(groups, states, before, storages)
     ]
 
 
@@ -124,7 +141,8 @@ def states_of(optimizer: Any) -> dict[Tensor, State]:
     groups, states = optimizer.param_groups, optimizer.state
     with_state = [(p, group) for group in groups for p in group["params"] if states.get(p)]
     own = {p: State.of(states[p], Format.of(group)) for p, group in with_state}
-    return own | {new: state for _, new, state in moved(groups, states, optimizer._snapshots, optimizer._stand_in)}
+    moves = moved(groups, states, optimizer._snapshots, optimizer._storages, optimizer._stand_in)
+    return own | {new: state for _, new, state in moves}
 
 
 def _no_place(k: int, i: int, old: Tensor) -> ValueError:

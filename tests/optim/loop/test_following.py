@@ -37,6 +37,27 @@ def test_states_go_to_the_parameters_that_replace_theirs(build: Any, in_place: b
     assert len(swapped.state) == len(SHAPES)
 
 
+def test_states_go_to_new_parameters_that_have_the_ids_of_freed_ones() -> None:
+    """A frozen parameter, which has no state, is freed before the next one is made. That one often gets its id."""
+    groups: Any = [{"params": make_params([shape] * 8)} for shape in ((64,), (40, 128))]
+    optimizer = optim.AdamW8bit(groups)
+    frozen, trained = (group["params"] for group in optimizer.param_groups)
+    del groups
+    for p in trained:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    old_ids = {id(p) for p in frozen}
+    for i in range(8):
+        for params in (frozen, trained):
+            params[i] = nn.Parameter(params[i].detach().clone())
+    assert any(id(p) in old_ids for p in trained)
+    for p in trained:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert [float(optimizer.state[p]["step"]) for p in trained] == [2.0] * 8
+    assert len(optimizer.state) == 8
+
+
 def test_a_state_dict_right_after_parameters_are_replaced_has_their_states() -> None:
     optimizer = optim.AdamW8bit(make_params(SHAPES))
     train(optimizer, 2)
