@@ -13,6 +13,7 @@ from memkern.planner import fake_cuda, fake_step, models
 from memkern.planner.models import resolve
 from memkern.planner.prediction import ON_CPU_TENSORS
 from memkern.techniques.options import OptionError, Techniques
+from tests.support.helpers import needs_fake_cuda
 
 COUNTED: dict[str, Any] = {"memory": "1GiB", "inputs": torch.zeros(2, 4)}
 
@@ -121,11 +122,10 @@ def on_cuda() -> tuple[dict[str, list[int]], set[str], list[int]]:
     return {way: saved(way, "cuda") for way in WAYS}, operators, on_either
 
 
+@needs_fake_cuda
 def test_models_on_the_fake_device_save_the_bytes_of_the_cpu() -> None:
     """Blocks can make tensors of numbers there, in a checkpoint's second run, too: Falcon's blocks index by lists. The
     backward passes of SiLU and Mish are one operator each, though torch without CUDA decomposes them."""
-    if fake_cuda.why_not():
-        pytest.skip("fake CUDA needs a C++ compiler, and a torch without CUDA")
     found, operators, (on_device, on_host) = fake_cuda.call(on_cuda)
     assert found == {way: saved(way, "cpu") for way in WAYS}
     assert all(with_checkpoints < as_it_is for as_it_is, with_checkpoints in found.values())

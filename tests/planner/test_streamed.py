@@ -16,7 +16,7 @@ from memkern.planner.prediction import Predictor
 from memkern.planner.shards import WeightsOnHost
 from memkern.planner.trace import Trace
 from memkern.techniques.options import Techniques
-from tests.support.helpers import first_full
+from tests.support.helpers import first_full, needs_fake_cuda
 from tests.support.planned_models import predictor_of
 
 WIDTH, DEPTH = 64, 4
@@ -182,6 +182,7 @@ def counted(model: str, tokens: int, depth: int | None, **techniques: Any) -> di
 
 
 @pytest.mark.full
+@needs_fake_cuda
 @pytest.mark.parametrize(
     ("model", "tokens", "depth", "techniques"),
     first_full(

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import memkern
 from memkern import backend as backends
+from memkern.planner import fake_cuda
 from tests.support.optimizers import EIGHT_BIT, LAYERWISE, OPTIMIZERS
 
 ON_ARM = platform.machine() in ("aarch64", "arm64")
@@ -22,6 +23,10 @@ ISAS = ("generic", "neon") if ON_ARM else ("generic", "avx2", "avx512")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton kernels run on the CPU (test_triton.py)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 CODECS = ("power", "dynamic")
+
+needs_fake_cuda = pytest.mark.skipif(
+    fake_cuda.why_not() is not None, reason="fake CUDA is for a torch built without GPUs, with a C++ compiler"
+)
 
 
 def why_not(backend: str) -> str | None:

@@ -92,8 +92,8 @@ def full_tensor(x: Any) -> Any:
     """The whole tensor of a DTensor; anything else as it is."""
     if not isinstance(x, DTensor):
         return x
-    # Neither gloo nor NCCL gathers int16.
-    return x.int().full_tensor().short() if x.dtype == torch.int16 else x.full_tensor()
+    # Neither gloo nor NCCL gathers int16. torch 2.11 leaves gaps where it has padded parts to one size.
+    return x.int().full_tensor().short() if x.dtype == torch.int16 else x.full_tensor().contiguous()
 
 
 def full_params_and_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -2,11 +2,14 @@
 
 import contextlib
 import io
+import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from memkern.__main__ import main
 from memkern.techniques.flags import flag
@@ -90,7 +93,12 @@ def error_of_command(capsys: pytest.CaptureFixture[str], *arguments: str) -> str
 
 def printed_by_command(*arguments: str) -> str:
     """What ``python -m memkern train`` prints, in a process of the Ranks as in one that torchrun has started."""
-    with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.redirect_stderr(printed):
+    environment = {"WORLD_SIZE": str(dist.get_world_size() if dist.is_initialized() else 1)}
+    with (
+        mock.patch.dict(os.environ, environment),
+        contextlib.redirect_stdout(io.StringIO()) as printed,
+        contextlib.redirect_stderr(printed),
+    ):
         main(["train", *arguments])
     return printed.getvalue()
 

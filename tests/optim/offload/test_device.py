@@ -18,7 +18,7 @@ from memkern.optim.offload import pinned as pinned_memory
 from memkern.optim.offload.transfers import StreamTransfers, Transfers
 from memkern.planner import fake_cuda
 from tests.optim.offload import on_cuda
-from tests.support.helpers import assert_same, over_kinds, snapshot
+from tests.support.helpers import assert_same, needs_fake_cuda, over_kinds, snapshot
 from tests.support.late_transfers import LateHostOffload
 from tests.support.offloaded import ON_DEVICE, events_of_a_step, losses, model_of, options_of, run
 
@@ -280,7 +280,7 @@ def test_exported_and_imported_fp32_weights_are_those_of_the_step_in_memory() ->
 
 
 @pytest.mark.full
-@pytest.mark.skipif(fake_cuda.why_not() is not None, reason="no fake CUDA tensors")
+@needs_fake_cuda
 def test_the_device_holds_two_buckets_beside_weights_and_gradients() -> None:
     """The peak is gradients and products p * p, beside two buckets; no operator takes tensors of two devices."""
     for (name, _, in_backward), report in fake_cuda.call(on_cuda.all_steps).items():
@@ -292,7 +292,7 @@ def test_the_device_holds_two_buckets_beside_weights_and_gradients() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.skipif(fake_cuda.why_not() is not None, reason="no fake CUDA tensors")
+@needs_fake_cuda
 def test_a_state_on_the_host_loads_into_an_optimizer_on_the_device() -> None:
     assert fake_cuda.call(on_cuda.devices_of_states_loaded_from_the_host) == {"cuda"}
 
