@@ -159,7 +159,8 @@ def checkpoint_blocks(model: nn.Module, blocks: str = "blocks", *, bits: int | N
 
     Where gradients are asked for, blocks get no empty cache of keys and values (transformers' use_cache): it would be
     filled anew in the backward pass. With one that is filled, as with a learned prefix, they run without checkpoints.
-    Without gradients nothing is saved, and nothing rounded.
+    Without gradients nothing is saved, and nothing rounded. As in torch's checkpoints, a block that runs again updates
+    a second time what it updates, such as a batch norm's running statistics.
 
     Raises:
         OptionError: blocks, bits or every is none of these, or the model has no list of like blocks.
