@@ -229,8 +229,9 @@ class UseChecker:
                     continue  # the gradient bears the errors here, and so does all that is computed from it
                 if kind == SAME:
                     same_value.add(node)
-                if not (in_order and _has_rows_in_memory(node)):
+                if node not in reordered and not (in_order and _has_rows_in_memory(node)):
                     reordered.add(node)
+                    visited.discard(node)  # its uses were looked at with rows in order
                 if node not in visited and not _is_decision(value(node)):
                     visited.add(node)
                     waiting.append(node)
