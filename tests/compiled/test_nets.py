@@ -110,7 +110,8 @@ SIZES: dict[str, Any] = {
     "intermediate_size": 256,
 }
 # The largest share of eager torch's saved bytes. In GPT-NeoX two norms have one input, and one product makes q, k, v.
-SHARES = {"GPTNeoX": 0.15, "Gemma2": 0.27, "Llama": 0.14, "Phi": 0.13, "Qwen3": 0.15}
+# Qwen3 normalizes queries and keys by heads, which share blocks of codes here, and stay exact.
+SHARES = {"GPTNeoX": 0.15, "Gemma2": 0.27, "Llama": 0.14, "Phi": 0.13, "Qwen3": 0.19}
 
 
 @pytest.mark.full
