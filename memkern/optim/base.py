@@ -444,14 +444,15 @@ class BlockwiseOptimizer(Optimizer):
             self._check_shape(p, group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        for group in (self.defaults, *self.param_groups):
-            make_plain(group, self.defaults)
-        groups = {p: group for group in self.param_groups for p in group["params"]}
-        states = {p: loading.restore_state(x, p, groups.get(p), self._stand_in) for p, x in self.state.items()}
-        self.state = defaultdict(State, states)
-        norm = self.defaults.get("max_grad_norm")
-        self.defaults["max_grad_norm"] = replaced.max_grad_norm(self.param_groups, norm)
+        # An error or an interrupt up to super's leaves an optimizer as it was.
+        groups, defaults = state["param_groups"], {**vars(self), **state}["defaults"]  # a copy's come with the state
+        for options in (defaults, *groups):
+            make_plain(options, defaults)
+        norm = replaced.max_grad_norm(groups, defaults.get("max_grad_norm"))
+        group_of = {p: group for group in groups for p in group["params"]}
+        states = ((p, loading.restore_state(x, p, group_of.get(p), self._stand_in)) for p, x in state["state"].items())
+        super().__setstate__({**state, "state": defaultdict(State, states)})
+        self.defaults["max_grad_norm"] = norm
         self._note_groups()
         self._find_ranks()
 

@@ -1,6 +1,7 @@
 """A run resumes bit for bit from its state_dict; corrupt and foreign states are refused."""
 
 import copy
+import itertools
 import pickle
 import warnings
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from memkern import optim
+from memkern.optim import loading
 from tests.support.generic_optimizers import saved_and_loaded
 from tests.support.helpers import (
     FLOATS,
@@ -150,6 +152,35 @@ def test_corrupt_states_are_refused(name: str) -> None:
     assert [*(state_dict["state"][0] or ())] == [*(untouched["state"][0] or ())]
     target.load_state_dict(source.state_dict())  # and it can still load what fits
     assert_same(snapshot(target)["states"], snapshot(source)["states"])
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_load_that_ends_late_leaves_the_optimizer_as_it_was(
+    interrupted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a KeyboardInterrupt while states are copied, and by groups with several norms, which have no one to keep."""
+    first, *others = make_params()
+    optimizer = optim.AdamW8bit([{"params": [first]}, {"params": others}], max_grad_norm=1.0)
+    train(optimizer, 1)
+    state_dict = copy.deepcopy(optimizer.state_dict())
+    train(optimizer, 1)
+    before = snapshot(optimizer)
+    with monkeypatch.context() as patch:
+        if interrupted:
+            copied, copies = loading._copied, itertools.count()
+
+            def copied_until_the_fourth(x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+                if next(copies) == 3:
+                    raise KeyboardInterrupt
+                return copied(x, p)
+
+            patch.setattr(loading, "_copied", copied_until_the_fourth)
+        else:
+            patch.setitem(optimizer.param_groups[0], "max_grad_norm", 2.0)
+        with pytest.raises(KeyboardInterrupt if interrupted else ValueError):
+            optimizer.load_state_dict(state_dict)
+    assert_same(snapshot(optimizer), before)
+    train(optimizer, 1)
 
 
 def bitsandbytes_like(params: list[torch.nn.Parameter]) -> dict[str, Any]:
