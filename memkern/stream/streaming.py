@@ -305,9 +305,12 @@ class StreamedModel:
                 "a backward pass of this model was interrupted, and fully_shard of this torch cannot forget it: build "
                 "the model again, or use torch 2.13 or newer"
             )
+        gradients = [(p, p.grad) for group in self.all_groups for p in group.params]
         for group in self.all_groups:
             group.forget_gradients()
         self.model.reset_iter_state()
+        for p, gradient in gradients:
+            p.grad = gradient  # of earlier passes, which torch 2.15 frees, too
 
     def _begin_backward(self, order: list[Group], place: int) -> None:
         """To be called before a group's backward pass."""

@@ -55,7 +55,8 @@ memkern.compress, memkern.nn, memkern.quantize_affine, memkern.memory
 model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 64))
 memkern.compress(model)
 model(torch.randn(2, 64)).sum().backward()
-print(*sorted({name.partition(".")[0] for name in {*sys.modules} - before} - {*sys.stdlib_module_names}))
+others = {name.partition(".")[0] for name in {*sys.modules} - before}
+print(*sorted(others - {"torch", *sys.stdlib_module_names}))  # torch 2.15's linear layers import parts of torch
 heavy = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "torch.distributed.fsdp", "sympy", "triton")
 print(*[name for name in heavy if name in {*sys.modules} - before])
 """
