@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from .. import _ops
 from ..quant.layout import extent, is_dense
@@ -389,7 +390,8 @@ def _buffer(buffers: dict[Any, Tensor], p: Tensor) -> Tensor:
 
 def _addresses(params: Sequence[Tensor]) -> list[int]:
     """The addresses of the parameters that have memory which others may share."""
-    return [x.data_ptr() for x in map(shards.local, params) if type(x) in (Tensor, torch.nn.Parameter)]
+    local = [p if type(p) is Parameter else shards.local(p) for p in params]  # shards.local takes .3 us
+    return [x.data_ptr() for x in local if type(x) is Parameter or type(x) is Tensor]
 
 
 def overlap_order(params: Sequence[Tensor]) -> dict[int, int]:
@@ -401,7 +403,7 @@ def overlap_order(params: Sequence[Tensor]) -> dict[int, int]:
     spans = []  # addresses of the first byte and of the byte after the last, and the parameter's index
     for i, p in enumerate(params):
         x = shards.local(p)
-        if type(x) in (Tensor, torch.nn.Parameter) and not x.is_meta and x.numel():
+        if type(x) in (Tensor, Parameter) and not x.is_meta and x.numel():
             nbytes = extent(x.shape, x.stride()) * x.element_size()
             spans.append((x.data_ptr(), x.data_ptr() + nbytes, i))
     spans.sort()
