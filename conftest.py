@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import setuptools  # noqa: F401  (Inductor imports it, and it refuses to come after distutils, which others import)
 import torch
-from torch.torch_version import TorchVersion
 
 from tests.support import cache
 from tests.support.simt import build
@@ -117,10 +116,9 @@ def fresh_compiler() -> Iterator[None]:
 @pytest.fixture
 def can_compile() -> None:
     """Skips a test where torch is older than what memkern.compile needs."""
-    from memkern.compiled import inductor
+    from tests.support.helpers import skip_unless_torch_compiles
 
-    if TorchVersion(torch.__version__) < inductor.FIRST_VERSION:
-        pytest.skip(f"memkern.compile needs torch {inductor.FIRST_VERSION} or later")
+    skip_unless_torch_compiles()
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 import memkern
+from tests.support.helpers import skip_unless_torch_compiles
 
 VOCABULARY, TOKENS, WIDTH = 64, 16, 64
 TRAINER: dict[str, Any] = {
@@ -30,6 +31,7 @@ def gpt2(seed: int = 0) -> Any:
 
 def compiled_gpt2(seed: int = 0) -> Any:
     """:func:`gpt2` with blocks that are compiled in place and save 8-bit codes."""
+    skip_unless_torch_compiles()
     return memkern.compile(gpt2(seed), saved_bits=8)
 
 

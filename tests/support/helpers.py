@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memkern
 from memkern import backend as backends
+from memkern.compiled import inductor
 from memkern.planner import fake_cuda
 from tests.support.optimizers import EIGHT_BIT, LAYERWISE, OPTIMIZERS
 
@@ -27,6 +29,12 @@ CODECS = ("power", "dynamic")
 needs_fake_cuda = pytest.mark.skipif(
     fake_cuda.why_not() is not None, reason="fake CUDA is for a torch built without GPUs, with a C++ compiler"
 )
+
+
+def skip_unless_torch_compiles() -> None:
+    """Skips a test where torch is older than what memkern.compile needs."""
+    if TorchVersion(torch.__version__) < inductor.FIRST_VERSION:
+        pytest.skip(f"memkern.compile needs torch {inductor.FIRST_VERSION} or later")
 
 
 def why_not(backend: str) -> str | None:
