@@ -46,7 +46,7 @@ def test_one_and_two_processes_agree_at_equal_global_batch(
     first, second = ranks(2, printed_by_command, *arguments, *options)
     assert_runs_agree(tmp_path / "1.pt", tmp_path / "2.pt")
     assert "validation loss" in first
-    assert not second  # the second process prints nothing
+    assert all(line.startswith("[rank1]:") for line in second.splitlines())  # the second prints torch's log alone
     assert (tmp_path / "out" / "losses.png").is_file()
     if flags == ["--parallel", "fsdp"]:  # whole tensors, which load into shards and into one process
         state = checkpoint.load(tmp_path / "2.pt")
