@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from .. import _ops
@@ -73,6 +74,13 @@ def is_filled(cache: Any) -> bool:
         return False
 
 
+def _tensors(arguments: Any) -> list[Tensor]:
+    """The tensors in nested arguments whose changes in place can be noticed."""
+    if torch.compiler.is_compiling():
+        return []
+    return [x for x in tree_leaves(arguments) if isinstance(x, Tensor) and not x.is_inference()]
+
+
 def _run(
     block: nn.Module,
     forward: Callable[..., Any],
@@ -99,8 +107,15 @@ def _run(
     if not args and first in kwargs:
         args = (kwargs.pop(first),)
     x, others = args[:1], args[1:]
+    held = _tensors((others, kwargs, *(each for each in x if not isinstance(each, Tensor))))
+    versions = [each._version for each in held]
 
     def run(*x: Any) -> Any:
+        if [each._version for each in held] != versions:
+            raise RuntimeError(
+                f"an argument of {type(block).__name__} has been changed in place since its forward pass, and the "
+                "checkpoint cannot run it again with what it was: change a copy, or leave out its checkpoint"
+            )
         return forward(block, *x, *others, **kwargs)
 
     if bits is None or not x or not isinstance(x[0], Tensor) or x[0].dtype not in FLOATS:
@@ -160,7 +175,8 @@ def checkpoint_blocks(model: nn.Module, blocks: str = "blocks", *, bits: int | N
     Where gradients are asked for, blocks get no empty cache of keys and values (transformers' use_cache): it would be
     filled anew in the backward pass. With one that is filled, as with a learned prefix, they run without checkpoints.
     Without gradients nothing is saved, and nothing rounded. As in torch's checkpoints, a block that runs again updates
-    a second time what it updates, such as a batch norm's running statistics.
+    a second time what it updates, such as a batch norm's running statistics. The backward pass raises RuntimeError
+    where an argument that a checkpoint holds has been changed in place.
 
     Raises:
         OptionError: blocks, bits or every is none of these, or the model has no list of like blocks.

@@ -233,6 +233,24 @@ def test_what_checkpoints_store_moves_under_save_on_cpu(bits: Any) -> None:
     out.sum().backward()
 
 
+@pytest.mark.parametrize("bits", [None, 8])
+@pytest.mark.parametrize("form", ["positions", "keyword tensor"])
+def test_arguments_that_change_in_place_are_noticed(form: str, bits: Any) -> None:
+    """A block that runs again with what another block's call has made of its argument has other gradients."""
+    scale = torch.ones(1, 32)
+
+    def call(block: Block, x: Tensor) -> Tensor:
+        out = block(x, scale) if form == "positions" else block(x, scale=scale)
+        scale.mul_(0.5)
+        return out
+
+    model = Net(identity, call)
+    memkern.checkpoint_blocks(model, bits=bits)
+    with pytest.raises(RuntimeError, match="an argument of Block has been changed in place"):
+        run_and_gradients(model)
+    assert all(p.grad is None for p in model.blocks[0].parameters())
+
+
 @pytest.mark.parametrize("was_called", [False, True])
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
