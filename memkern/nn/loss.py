@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..functions.cross_entropy import check_options, linear_cross_entropy
+from .linear import RandomizedLinear
 
 torch.fx.wrap("linear_cross_entropy")  # one node of a traced graph
 
@@ -29,6 +30,11 @@ def with_weights(module: nn.Module, function: Callable[..., Tensor], *args: Tens
             del module.forward
         else:
             module.forward = own_forward
+
+
+def is_plain_linear(module: Any) -> bool:
+    """Whether a module is a linear layer whose output is that of its weight and bias alone, or an estimate's."""
+    return isinstance(module, nn.Linear) and type(module).forward in (nn.Linear.forward, RandomizedLinear.forward)
 
 
 class LinearCrossEntropy(nn.Module):
@@ -79,9 +85,14 @@ class LinearCrossEntropy(nn.Module):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, **options: Any) -> LinearCrossEntropy:
-        """A loss on a layer that exists: the same module, and so the same parameters."""
-        if not isinstance(linear, nn.Linear):
-            raise TypeError(f"linear must be a torch.nn.Linear, got {type(linear).__name__}")
+        """A loss on a layer that exists: the same module, and so the same parameters.
+
+        Raises:
+            TypeError: linear is no torch.nn.Linear, or a subclass whose forward may do more, as an adapter's.
+        """
+        if not is_plain_linear(linear):
+            given = f"{type(linear).__module__}.{type(linear).__qualname__}"
+            raise TypeError(f"linear must be a torch.nn.Linear, or a subclass with its forward, got {given}")
         loss = cls(linear.in_features, linear.out_features, linear.bias is not None, "meta", **options)
         loss.linear = linear
         return loss

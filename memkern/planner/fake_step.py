@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..blocks.block_lists import block_lists
 from ..memory import LiveBytes
+from ..nn.loss import is_plain_linear
 from ..techniques.applying import apply, autocast, make_optimizer, optimizer_groups, weight_dtype
 from ..techniques.options import Techniques
 from .fake_mode import FakeMode
@@ -57,8 +58,8 @@ def has_linear_head(source: Source) -> bool:
     with contextlib.suppress(Exception), mode, torch.device("cpu"):  # the model's own code may raise anything
         mode.around = Values(mode).around
         model: Any = source.empty(torch.float32)
-        head = output_layer(model)
-        if not isinstance(head, nn.Linear) or model.base_model is model:
+        head: Any = output_layer(model)
+        if not is_plain_linear(head) or model.base_model is model:
             return False
         for module in model.base_model.modules():
             module.register_forward_hook(after_module)

@@ -317,8 +317,19 @@ def test_from_linear_has_the_layers_parameters() -> None:
     x, _, _, target = problem(torch.float32)
     expected = torch_loss(x, linear.weight, linear.bias, target, reduction="sum")
     torch.testing.assert_close(loss_fn(x, target), expected)
-    with pytest.raises(TypeError, match=r"linear must be a torch\.nn\.Linear, got Embedding"):
-        LinearCrossEntropy.from_linear(nn.Embedding(3, 3))
+
+
+class Adapted(nn.Linear):
+    """A linear layer that adds something, as loralib's."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) + input.sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("module", [nn.Embedding(3, 3), Adapted(3, 3)], ids=["no linear layer", "more than one"])
+def test_from_linear_refuses_what_is_not_weight_and_bias_alone(module: Any) -> None:
+    with pytest.raises(TypeError, match=rf"linear must be a torch\.nn\.Linear, .*, got .*{type(module).__name__}"):
+        LinearCrossEntropy.from_linear(module)
 
 
 X, W, T = torch.zeros(4, 8), torch.zeros(5, 8), torch.zeros(4, dtype=torch.long)

@@ -173,6 +173,10 @@ def test_a_loss_in_chunks_is_only_for_models_whose_loss_it_is(name: str) -> None
     ids = torch.zeros(2, 16, dtype=torch.long)
     predictor = predictor_of(model, {"input_ids": ids, "labels": ids})
     assert predictor.takes_chunks == CHUNKED[name]
-    if not predictor.takes_chunks:
+    if predictor.takes_chunks:
+        head = model.get_output_embeddings()
+        head.__class__ = type("Adapted", (nn.Linear,), {"forward": lambda self, x: 2 * nn.Linear.forward(self, x)})
+        assert not predictor_of(model, {"input_ids": ids, "labels": ids}).takes_chunks
+    else:
         with pytest.raises(OptionError, match="loss_chunk: 64 given; allowed: None for a model that is no"):
             predictor.predict(Techniques(loss_chunk=64))
