@@ -39,7 +39,7 @@ def halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
 def _backward_of_gate_up(grad: Tensor, gate_up: Tensor, activation: str) -> Tensor:
     """The gradient of the tensor that holds gate and up, written into its halves where nothing traces it."""
     gate, up = halves(gate_up, None)
-    # The last question comes last, as TorchDynamo cannot trace it: a batch by torch.autograd.grad's is_grads_batched.
+    # A batched tensor is torch.autograd.grad's with is_grads_batched. The check is last: TorchDynamo cannot trace it.
     if torch.is_grad_enabled() or not is_eager() or torch._C._functorch.is_legacy_batchedtensor(grad):
         grad_gate = _activation_backward(grad * up, gate, activation)
         return torch.cat((grad_gate, grad * _activate(gate, activation)), -1)

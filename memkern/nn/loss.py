@@ -33,7 +33,7 @@ def with_weights(module: nn.Module, function: Callable[..., Tensor], *args: Tens
 
 
 def is_plain_linear(module: Any) -> bool:
-    """Whether a module is a linear layer whose output is that of its weight and bias alone, or an estimate's."""
+    """Whether a module is a linear layer whose output is computed from its weight and bias alone."""
     return isinstance(module, nn.Linear) and type(module).forward in (nn.Linear.forward, RandomizedLinear.forward)
 
 

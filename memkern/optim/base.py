@@ -445,7 +445,7 @@ class BlockwiseOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # An error or an interrupt up to super's leaves an optimizer as it was.
-        groups, defaults = state["param_groups"], {**vars(self), **state}["defaults"]  # a copy's come with the state
+        groups, defaults = state["param_groups"], {**vars(self), **state}["defaults"]  # a pickle has them in the state
         for options in (defaults, *groups):
             make_plain(options, defaults)
         norm = replaced.max_grad_norm(groups, defaults.get("max_grad_norm"))

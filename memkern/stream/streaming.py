@@ -310,7 +310,7 @@ class StreamedModel:
             group.forget_gradients()
         self.model.reset_iter_state()
         for p, gradient in gradients:
-            p.grad = gradient  # of earlier passes, which torch 2.15 frees, too
+            p.grad = gradient  # of earlier passes: reset_iter_state of torch 2.15 frees it, too
 
     def _begin_backward(self, order: list[Group], place: int) -> None:
         """To be called before a group's backward pass."""

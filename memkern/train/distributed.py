@@ -42,8 +42,9 @@ def gathered(value: Any) -> list[Any]:
 def joined() -> Iterator[None]:
     """Makes torch.distributed's group, if torchrun has started several: gloo on the CPU, nccl on CUDA devices.
 
-    A group that is there already is taken. Another ends with the scope, also the one that a single process makes for
-    weights on the host. Raises OptionError for variables of the environment that torch.distributed cannot use.
+    A group that exists already is used and stays. One that is made here ends with the scope, as does the one that a
+    single process makes for weights on the host. Raises OptionError for variables of the environment that
+    torch.distributed cannot use.
     """
     had_one, given = dist.is_available() and dist.is_initialized(), os.environ.get("WORLD_SIZE", "1")
     if given != "1" and not had_one:

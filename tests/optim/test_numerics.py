@@ -2,6 +2,7 @@
 move parameters within the codes' error.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -62,8 +63,9 @@ def test_32_bit_is_no_further_from_the_truth_than_torch(backend: str, name: str,
     theirs, q = run(spec.peer_of, dtype, options | {loop: True})
     error = (p - truth).abs()
     torchs_error = (q - truth).abs().nan_to_num(torch.inf)  # torch.optim's v in fp16 is 0
-    # The largest of 8,192 errors is random within one rounding of the largest parameters (4.9).
-    assert error.max() <= torchs_error.max() + torch.finfo(dtype).eps * 4
+    # The largest of 8,192 errors is random within one rounding of the largest parameters (from 2 to 4, SGD's 4.9).
+    rounding = torch.finfo(dtype).eps * 2 ** math.floor(math.log2(truth.abs().max()))
+    assert error.max() <= torchs_error.max() + rounding
     assert error.mean() <= 1.1 * torchs_error.mean()
     if dtype == torch.float32:
         assert (p - q).abs().max() <= 8 * torch.finfo(dtype).eps  # parameters are around 1

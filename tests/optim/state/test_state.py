@@ -158,7 +158,7 @@ def test_corrupt_states_are_refused(name: str) -> None:
 def test_a_load_that_ends_late_leaves_the_optimizer_as_it_was(
     interrupted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a KeyboardInterrupt while states are copied, and by groups with several norms, which have no one to keep."""
+    """It ends by a KeyboardInterrupt while states are copied, or as the groups' max_grad_norm differ."""
     first, *others = make_params()
     optimizer = optim.AdamW8bit([{"params": [first]}, {"params": others}], max_grad_norm=1.0)
     train(optimizer, 1)
